@@ -183,8 +183,10 @@ class Case:
 
     def gains(self, name: str) -> list[tuple[float, float]]:
         """The ratios of a draft's method and of its oracle."""
-        oracle = self.measured.get(name.replace("with ", "oracle with "), {}).get("ratio", [])
-        return [*zip(self.measured[name]["ratio"], oracle, strict=True)] if name.startswith("with ") else []
+        oracle = name.replace("with ", "oracle with ")
+        if oracle == name or oracle not in self.measured:
+            return []
+        return [*zip(self.measured[name]["ratio"], self.measured[oracle]["ratio"], strict=True)]
 
 
 def share_of_gain(gains: list[tuple[float, float]]) -> float | None:

@@ -13,19 +13,29 @@ import pytest
 BENCH = Path(__file__).parent.parent / "bench"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def bench(monkeypatch):
+    """The programs of bench import each other by their names."""
     monkeypatch.syspath_prepend(str(BENCH))
-    import compare
-    import figures
-
-    return compare, figures
 
 
-def test_kept_files_are_named_after_their_run(bench):
-    _, figures = bench
+def figures_of(path):
+    from figures import Figures
+
+    return Figures.read(path)
+
+
+def run_bench(program, *words, **how):
+    """Run a program of bench in a process of its own. Returns what it prints."""
+    command = [sys.executable, str(BENCH / program), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_kept_files_are_named_after_their_run():
     for path in BENCH.glob("results/*.json"):
-        run = figures.Figures.read(path)
+        run = figures_of(path)
         assert path.stem.endswith(f"-{run.date}-{run.commit}")
         assert all(figure.min <= figure.value <= figure.max for figure in run.figures)
 
@@ -41,29 +51,37 @@ def test_kept_files_are_named_after_their_run(bench):
         ("ms", [80.0, 81.0], "better", 0),
     ],
 )
-def test_a_run_is_worse_if_it_lost_more_than_noise(bench, tmp_path, monkeypatch, capsys, unit, now, verdict, status):
-    compare, figures = bench
-    old = figures.Figures("2026-01-01", "abc", "a machine", "python bench/x.py")
-    new = replace(old, commit="def", figures=[])
-    old.add("model", "greedy", unit=unit, samples=[99.0, 100.0, 101.0])
-    new.add("model", "greedy", unit=unit, samples=now)
-    paths = [tmp_path / "old.json", tmp_path / "new.json"]
-    old.write(paths[0])
-    new.write(paths[1])
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths)])
+def test_a_run_is_worse_if_it_lost_more_than_noise_and_a_file_without_figures_is_refused(
+    tmp_path, monkeypatch, capsys, unit, now, verdict, status
+):
+    import compare
+    from figures import Figures
+
+    old = Figures("2026-01-01", "abc", "a machine", "python bench/x.py")
+    words = ["compare"]
+    for run, samples in ((old, [99.0, 100.0, 101.0]), (replace(old, commit="def", figures=[]), now)):
+        run.add("model", "greedy", unit=unit, samples=samples)
+        words.append(str(tmp_path / f"{run.commit}.json"))
+        run.write(Path(words[-1]))
+    monkeypatch.setattr(sys, "argv", words)
     assert compare.main() == status
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"| {verdict} |")
+    Path(words[-1]).write_text("[]")
+    assert compare.main() == 2
+    assert "holds no figures" in capsys.readouterr().err
 
 
 @pytest.fixture
 def programs(tmp_path):
     """Fifteen problems in the format of HumanEval."""
-    names = "abcdefghijklmno"
     rows = [
         {"task_id": f"T/{name}", "prompt": f"def {name}(x):\n", "entry_point": name, "test": "def check(f): pass"}
-        for name in names
+        for name in "abcdefghijklmno"
     ]
-    path = tmp_path / "programs.jsonl"
+    return write_rows(tmp_path / "programs.jsonl", rows)
+
+
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -76,32 +94,28 @@ def asked(*words):
     return kinds(parser.parse_args([*map(str, words)]))
 
 
-def test_prompts_are_drawn_by_a_seed_ten_of_each_kind(bench, programs):
+def test_prompts_are_drawn_by_a_seed_ten_of_each_kind(programs):
     drawn = asked("--data", programs)
     problems, chats = drawn["programs, completed"], drawn["programs, asked"]
     assert len(problems) == len({ask.text for ask in problems}) == 10
-    assert all(ask.raw for ask in problems)
-    assert not any(ask.raw for ask in chats)
     for problem, chat in zip(problems, chats, strict=True):
         before = "Complete this Python function. Answer with the whole function.\n\n```python\n"
-        assert chat.text == f"{before}{problem.text}```"
+        assert (problem.raw, chat.raw, chat.text) == (True, False, f"{before}{problem.text}```")
     assert asked("--data", programs) == drawn != asked("--data", programs, "--seed", 1)
     assert asked("--data", programs, "--prompts", 3)["programs, asked"] == chats[:3]  # a shorter run is part of it
     assert {kind: len(some) for kind, some in asked().items()} == {"coding": 10, "prose": 10}
 
 
-def test_categories_can_be_one_kind(bench, tmp_path):
-    path = tmp_path / "questions.jsonl"
+def test_categories_can_be_one_kind(tmp_path):
     categories = ["writing", "rag", "roleplay"] * 8
     rows = [{"question_id": i, "category": name, "turns": [f"{name} {i}"]} for i, name in enumerate(categories)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "questions.jsonl", rows)
     drawn = asked("--data", path, "--categories", "writing+roleplay", "rag")
     assert {kind: len(some) for kind, some in drawn.items()} == {"writing+roleplay": 10, "rag": 8}
     assert {ask.text.split()[0] for ask in drawn["writing+roleplay"]} == {"writing", "roleplay"}
 
 
-def test_lazy_beams_are_measured_prompt_by_prompt(bench, programs, tmp_path, monkeypatch, capsys):
-    _, figures = bench
+def test_lazy_beams_are_measured_prompt_by_prompt(programs, tmp_path, monkeypatch, capsys):
     import lazy
     from long_text import write_model
 
@@ -119,35 +133,32 @@ def test_lazy_beams_are_measured_prompt_by_prompt(bench, programs, tmp_path, mon
             seconds = {name: [1.0 if name == "plain" else 1 / ratio] for name in seconds}
         return seconds, results
 
+    words += ["--prompts", "3"]
     monkeypatch.setattr(lazy, "take_turns", timed)
-    monkeypatch.setattr(sys, "argv", [*words, "--prompts", "3"])
+    monkeypatch.setattr(sys, "argv", words)
     assert lazy.main() == 0
-    kept = {figure.name: figure for figure in figures.Figures.read(found).figures}
+    kept = {figure.name: figure for figure in figures_of(found).figures}
     ratio = kept["programs, asked / 2 beams / with ngram"]
     assert (ratio.min, ratio.value, ratio.max) == (1.0, 1.5, 4.0)  # 1.5 is the median of six
     assert kept["programs, asked / 2 beams / with ngram / share"].value == 1.0
-    assert {f"programs, completed / 2 beams / {name}" for name in ("plain", "lazy", "needed", "oracle with ngram")} <= {
-        *kept
-    }
+    methods = ("plain", "lazy", "needed", "oracle with ngram")
+    assert {f"programs, completed / 2 beams / {method}" for method in methods} <= {*kept}
     assert "programs, asked, 2 beams, 3 prompts, same texts" in capsys.readouterr().out
 
     def wrong(*given, **how):
         seconds, results = take_turns(*given, **how)
-        return seconds, {
-            **{name: replace(one, sequences=[]) for name, one in results.items()},
-            "plain": results["plain"],
-        }
+        empty = {name: replace(one, sequences=[]) for name, one in results.items()}
+        return seconds, empty | {"plain": results["plain"]}
 
     monkeypatch.setattr(lazy, "take_turns", wrong)
-    monkeypatch.setattr(sys, "argv", [*words, "--prompts", "3", "--minutes", "1e-6"])
+    monkeypatch.setattr(sys, "argv", [*words, "--minutes", "1e-6"])
     assert lazy.main() == 1
     out = capsys.readouterr().out
     assert "1 prompts of each kind were measured, no more" in out
     assert "programs, asked, 2 beams, 1 prompts, DIFFERENT texts of 1 prompts" in out
 
 
-def test_texts_that_a_batch_or_a_draft_changes_are_counted(bench, programs, tmp_path, monkeypatch, capsys):
-    _, figures = bench
+def test_texts_that_a_batch_or_a_draft_changes_are_counted(programs, tmp_path, monkeypatch, capsys):
     import same_text
     from long_text import write_model
 
@@ -180,25 +191,14 @@ def test_texts_that_a_batch_or_a_draft_changes_are_counted(bench, programs, tmp_
     rows = capsys.readouterr().out.splitlines()
     assert "| specbeam, int8 | " + " | ".join(["0 of 9"] * 6) + " |" in rows
     assert "| llama.cpp | 1 of 10 | 0 of 10 | 1 of 10 | 0 of 10 | (none) | (none) |" in rows
-    found = figures.Figures.read(tmp_path / "found.json")
+    found = figures_of(tmp_path / "found.json")
     assert found.settings["llama.cpp"] == "1.0"
     assert found.missing["model / llama.cpp / 4 beams / lookups"] == "(none)"
-    assert {(figure.value, figure.unit) for figure in found.figures if "llama" in figure.name} == {
-        (0, "changed of 10 texts"),
-        (1, "changed of 10 texts"),
-    }
+    changed = {(figure.value, figure.unit) for figure in found.figures if "llama" in figure.name}
+    assert changed == {(0, "changed of 10 texts"), (1, "changed of 10 texts")}
 
 
-def test_a_file_without_figures_is_refused(bench, tmp_path, monkeypatch, capsys):
-    compare, _ = bench
-    path = tmp_path / "x.json"
-    path.write_text("[]")
-    monkeypatch.setattr(sys, "argv", ["compare", str(path), str(path)])
-    assert compare.main() == 2
-    assert "holds no figures" in capsys.readouterr().err
-
-
-def test_clients_note_each_frame_with_text_and_how_the_text_ended(bench):
+def test_clients_note_each_frame_with_text_and_how_the_text_ended():
     """Against a server that is no part of this project, whose frames come in pieces."""
     from server_clients import ask_all
 
@@ -232,7 +232,7 @@ def test_clients_note_each_frame_with_text_and_how_the_text_ended(bench):
     assert "usage" in refused["body"]
 
 
-def test_a_server_that_ends_gives_an_error_instead_of_answers(bench):
+def test_a_server_that_ends_gives_an_error_instead_of_answers():
     from server_clients import ask_all
 
     async def ask():
@@ -264,8 +264,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 
 
 @pytest.mark.thorough
-def test_a_short_run_of_server_has_every_row(bench, tmp_path):
-    _, figures = bench
+def test_a_short_run_of_server_has_every_row(tmp_path):
     import server
     from long_text import write_model
 
@@ -275,11 +274,9 @@ def test_a_short_run_of_server_has_every_row(bench, tmp_path):
     dying = tmp_path / "dying"
     dying.write_text(f"#!{sys.executable}\n{DYING_SERVER}")
     dying.chmod(0o755)
-    run = [sys.executable, str(BENCH / "server.py"), str(model), "--llama-server", str(dying), "--json", str(found)]
-    run += ["--repeats", "1", "--tokens", "4", "--clients", "1", "8"]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    kept = figures.Figures.read(found)
+    how = ["--llama-server", dying, "--json", found, "--repeats", 1, "--tokens", 4, "--clients", 1, 8]
+    run_bench("server.py", model, *how)
+    kept = figures_of(found)
     names = {figure.name.removeprefix("model / ") for figure in kept.figures}
     for name in ("1 greedy / llama.cpp", "8 sampled / llama.cpp"):
         assert "FarError: the engine has died" in kept.missing[f"model / {name}"]
@@ -294,26 +291,17 @@ def test_a_short_run_of_server_has_every_row(bench, tmp_path):
 
 @pytest.mark.thorough
 def test_a_short_soak_finds_nothing():
-    soak = [sys.executable, str(BENCH / "soak.py"), "--minutes", "0.6", "--patience", "100", "--seed", "3"]
-    run = subprocess.run(soak, capture_output=True, text=True, timeout=400, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "nothing wedged" in run.stdout
+    shown = run_bench("soak.py", "--minutes", 0.6, "--patience", 100, "--seed", 3, timeout=400)
+    assert "nothing wedged" in shown
 
 
 @pytest.mark.thorough
-def test_a_short_run_of_serving_has_every_row(bench, tmp_path):
-    _, figures = bench
+def test_a_short_run_of_serving_has_every_row(tmp_path):
     from long_text import write_model
 
-    model = str(write_model(tmp_path / "model", vocab_size=600, context=4200))
-    found = tmp_path / "found.json"
-    serving = [sys.executable, str(BENCH / "serving.py"), model, "--large", model, "--json", str(found)]
-    run = subprocess.run([*serving, "--repeats", "1", "--tokens", "4"], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    names = {figure.name for figure in figures.Figures.read(found).figures}
-    rows = {line.split(" | ")[0].removeprefix("| ") for line in run.stdout.splitlines() if line.startswith("| ")}
+    model, found = write_model(tmp_path / "model", vocab_size=600, context=4200), tmp_path / "found.json"
+    shown = run_bench("serving.py", model, "--large", model, "--json", found, "--repeats", 1, "--tokens", 4)
+    rows = {line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines() if line.startswith("| ")}
     without_vllm = {f"over vLLM, {case}" for case in ("32 greedy", "32 sampled with top_p", "8 x 4 beams")}
-    assert {name.replace(" / ", ", ").removeprefix("model, ") for name in names} == rows - without_vllm - {
-        "figure",
-        "---",
-    }
+    names = {figure.name.replace(" / ", ", ").removeprefix("model, ") for figure in figures_of(found).figures}
+    assert names == rows - without_vllm - {"figure", "---"}

@@ -8,25 +8,18 @@ from tests.backends.test_encoder_decoder import make
 from tests.conftest import random_model
 
 
-def test_arguments_that_generate_keeps_are_found():
+def test_arguments_that_generate_keeps_are_found_and_outside_it_there_are_none():
     model, draft, found = random_model("llama"), random_model("llama", num_hidden_layers=1), []
 
-    def decode(model, input_ids, **others):
-        assert "assistant_model" not in others  # else there is no need to look for it
-        found.append(argument_of_generate("assistant_model"))
-        found.append(argument_of_generate("streamer"))
+    def decode(model, input_ids, assistant_model=None, **others):
+        found.extend([assistant_model, *map(argument_of_generate, ("assistant_model", "streamer"))])
         return input_ids
 
     model.generate(torch.tensor([[1, 2]]), max_new_tokens=1, custom_generate=decode, assistant_model=draft)
-    assert found[0] is draft
-    assert found[1] is None
-
-
-def test_outside_generate_there_are_none():
-    def decode(assistant_model):
-        return argument_of_generate("assistant_model")
-
-    assert decode("a model") is None
+    assert found == [None, draft, None]  # it is not given, else there is no need to look for it
+    found.clear()
+    decode(model, [], assistant_model=draft)
+    assert found == [draft, None, None]
 
 
 @pytest.mark.parametrize("kind", ["t5", "umt5", "bart", "pegasus", "m2m100"])

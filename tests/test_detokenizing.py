@@ -1,12 +1,13 @@
 """Text decoded token by token, against the decoder of the tokenizers library on the whole text."""
 
+import operator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from specbeam.decoding.stopping import Stopping
@@ -15,11 +16,8 @@ from specbeam.streaming import TextStream
 from specbeam.tree import Tree
 from tests.conftest import EOS, examples
 
-BYTE_LEVEL = sorted(pre_tokenizers.ByteLevel.alphabet())
-BYTES = {
-    name: f"<0x{value:02X}>" for name, value in {"newline": 10, "lead": 0xE4, "second": 0xBD, "third": 0xA0}.items()
-}
-WORDS = ["▁", "▁the", "▁sea", "a", "b", "é", ".", *BYTES.values(), "<0xFF>", "<0xF0>", "<0x9F>"]
+BYTES = [f"<0x{value:02X}>" for value in (10, 0xE4, 0xBD, 0xA0, 0xFF, 0xF0, 0x9F)]
+WORDS = ["▁", "▁the", "▁sea", "a", "b", "é", ".", *BYTES]
 
 
 def whole_text(decoder, tokens):
@@ -31,20 +29,16 @@ def whole_text(decoder, tokens):
 
 
 def llama():
-    return decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    to_text = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    return decoders.Sequence([*to_text])
 
 
 def multi_byte_tokens():
     """Bytes, and tokens that begin or end within a character, as byte-pair merges do."""
-    to_unicode = dict(zip([*range(256)], byte_order(), strict=True))
-    parts = [b"\xa0\xe4\xbd", b"\xbd\xa0", b"\xe4\xbd", b" the", b"\xff\xe4", b"\xf0\x9f\x98"]
-    return [
-        *"abcĠ",
-        *(to_unicode[b] for b in b"\xe4\xbd\xa0\xff\xf0\x9f\x98\x80"),
-        *("".join(to_unicode[b] for b in p) for p in parts),
-    ]
+    to_unicode = byte_order()
+    parts = [bytes([byte]) for byte in b"\xe4\xbd\xa0\xff\xf0\x9f\x98\x80"]
+    parts += [b"\xa0\xe4\xbd", b"\xbd\xa0", b"\xe4\xbd", b" the", b"\xff\xe4", b"\xf0\x9f\x98"]
+    return [*"abcĠ", *("".join(to_unicode[byte] for byte in part) for part in parts)]
 
 
 def byte_order():
@@ -64,13 +58,12 @@ DECODERS = {
 EXACT = [name for name in DECODERS if name != "byte fallback"]
 
 
-def ids(name, **sizes):
+def ids(name):
     """Token ids that repeat short patterns, so that unusual states last."""
     _, tokens = DECODERS[name]
     pattern = st.lists(st.integers(0, len(tokens)), min_size=1, max_size=5)
-    return st.lists(st.tuples(pattern, st.integers(1, 15)), max_size=6).map(
-        lambda parts: [token for pattern, times in parts for token in pattern * times]
-    )
+    patterns = st.lists(st.builds(operator.mul, pattern, st.integers(1, 15)), max_size=6)
+    return patterns.map(lambda repeated: [token for tokens in repeated for token in tokens])
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -110,11 +103,16 @@ def test_a_stop_string_is_found_where_the_whole_text_first_has_it(name, data):
     tree, stop = Tree([0]), Stopping(frozenset(), 10_000, stops, decode)
     for n, token in enumerate(tokens, start=1):
         expected = "stop" if any(s in decode(tokens[:n]) for s in stops) else None
-        (node,) = tree.add(tree.tip, token).tolist()
-        tree.keep(node)
-        assert stop(tree, node) == expected
+        assert stop(tree, grow(tree, token)) == expected
         if expected:
             break
+
+
+def grow(tree, token):
+    """Add a token to the one sequence of a tree."""
+    (node,) = tree.add(tree.tip, token).tolist()
+    tree.keep(node)
+    return node
 
 
 def test_a_stop_string_that_ends_inside_a_token_is_found_where_the_window_begins_anew():
@@ -122,11 +120,9 @@ def test_a_stop_string_that_ends_inside_a_token_is_found_where_the_window_begins
     tokens = [1] * 13 + [0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
     stop_string = decode([*tokens, 0])[58:77]
     tree, stop = Tree([0]), Stopping(frozenset(), 10_000, (stop_string,), decode)
-    for token in tokens:
-        (node,) = tree.add(tree.tip, token).tolist()
-        tree.keep(node)
+    *_, last = [grow(tree, token) for token in tokens]
     assert stop_string in decode(tokens)
-    assert stop(tree, node) == "stop"
+    assert stop(tree, last) == "stop"
 
 
 @settings(max_examples=examples(0.3))
@@ -164,9 +160,7 @@ def test_work_does_not_grow_with_the_text(name):
         stream, work = TextStream(decode), []
         for token in (pattern * 400)[:400]:
             handed = 0
-            (node,) = tree.add(tree.tip, token).tolist()
-            tree.keep(node)
-            stop(tree, node)
+            stop(tree, grow(tree, token))
             stream.push([token])
             work.append(handed)
         assert sum(work[200:]) < 1.3 * sum(work[:200]) + 40 * MIN_WINDOW_TOKENS

@@ -20,7 +20,7 @@ import pandas
 import pytest
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, MarianConfig, MarianMTModel
+from transformers import AutoModelForCausalLM
 
 import specbeam
 from docs.hooks import help_of
@@ -28,6 +28,7 @@ from specbeam import cli
 from specbeam.errors import BAD_INPUT
 from specbeam.option_names import OTHER_NAMES
 from specbeam.server.chat import ChatRequest
+from tests.backends.test_encoder_decoder import make
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
 from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
 from tests.server.conftest import serving
@@ -51,21 +52,7 @@ def stand_ins(save, tmp_path_factory):
     sizes = {"max_position_embeddings": 1024, "initializer_range": 0.2}
     causal = save(random_model("llama", **sizes), byte_tokenizer(CHAT_TEMPLATE))
     gpt2 = save(random_model("gpt2", tie_word_embeddings=True))
-    config = MarianConfig(
-        vocab_size=259,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        pad_token_id=258,
-        eos_token_id=EOS,
-        forced_eos_token_id=EOS,
-        decoder_start_token_id=256,
-    )
-    translator = save(MarianMTModel(config).eval())
+    translator = save(make("marian", max_position_embeddings=1024, forced_eos_token_id=EOS))
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(causal), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(adapter := tmp_path_factory.mktemp("adapter"))
     return {"causal": causal, "gpt2": gpt2, "translator": translator, "adapter": adapter}
@@ -139,25 +126,17 @@ def test_the_greedy_search_of_the_architecture_page_is_greedy_search(stand_ins):
     page = {}
     exec(program(ROOT / "docs/architecture.md"), page)
     engine = specbeam.Engine(specbeam.load(stand_ins["causal"]))
-    options = {"max_new_tokens": 8}
-    texts = [
-        engine.submit("one", options, strategy=strategy)
-        for strategy in (None, lambda s, drafter: page["greedy"](s.tree, s.selector, s.stop, s.record))
-    ]
+    strategies = (None, lambda s, drafter: page["greedy"](s.tree, s.selector, s.stop, s.record))
+    one, other = [engine.submit("one", {"max_new_tokens": 8}, strategy=strategy) for strategy in strategies]
     engine.run()
-    assert texts[0].result().token_ids == texts[1].result().token_ids
+    assert one.result().token_ids == other.result().token_ids
 
 
-def names_read(code):
+def names_read(code, operations=("LOAD_GLOBAL", "LOAD_NAME")):
     """The global names that a program reads, also in functions that it only defines."""
-    reads = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    reads = {i.argval for i in dis.get_instructions(code) if i.opname in operations}
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return reads.union(*map(names_in_function, inner))
-
-
-def names_in_function(code):
-    reads = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-    return reads.union(*(names_in_function(const) for const in code.co_consts if isinstance(const, CodeType)))
+    return reads.union(*(names_read(function, ("LOAD_GLOBAL",)) for function in inner))
 
 
 def no_downloads(monkeypatch):
@@ -274,15 +253,8 @@ def test_dotted_names_resolve():
         code = [code for language, code in blocks(page) if language == "python"]
         for name in DOTTED.findall("\n".join([*inline_code(page), *code])):
             places.setdefault(name, page.name)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run(
-        [sys.executable, "-c", RESOLVE],
-        input=json.dumps([*places]),
-        capture_output=True,
-        text=True,
-        env=env,
-        check=True,
-    )
+    how = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    found = subprocess.run([sys.executable, "-c", RESOLVE], input=json.dumps([*places]), check=True, **how)
     assert {name: places[name] for name in json.loads(found.stdout)} == {}
 
 
@@ -298,13 +270,10 @@ def other_options():
     """The options of the programs in bench, of the evaluation harness, and names that get a suggestion."""
     import lm_eval
 
-    files = [
-        *(ROOT / "bench").glob("*.py"),
-        *(ROOT / "tests/fuzz").glob("*.py"),
-        *Path(lm_eval.__file__).parent.rglob("*cli*/**/*.py"),
-    ]
+    files = [*(ROOT / "bench").glob("*.py"), *(ROOT / "tests/fuzz").glob("*.py")]
+    files += Path(lm_eval.__file__).parent.rglob("*cli*/**/*.py")
     suggested = {f"--{name}".replace("_", "-") for names in OTHER_NAMES.values() for name in names}
-    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    text = "".join(map(text_of, files))
     return suggested | {*re.findall(r"\"(--[\w-]+)\"", text)}
 
 
@@ -313,15 +282,15 @@ def test_commands_and_options_in_prose_exist(page):
     for span in inline_code(page):
         words = span.split()
         program = words[0].removeprefix(".venv/bin/")
+        helps = [*command_help().values()]
         if program == "make" and len(words) > 1:
             assert words[1] in TARGETS, span
-        if program == "specbeam" and len(words) > 1:
-            assert words[1] in command_help(), span
         if program == "python" and words[1].endswith(".py"):
             assert (ROOT / words[1]).is_file(), span
-        known = {option for text in command_help().values() for option in re.findall(r"--[\w-]+", text)}
         if program == "specbeam" and len(words) > 1:
-            known = set(re.findall(r"--[\w-]+", command_help()[words[1]]))
+            assert words[1] in command_help(), span
+            helps = [command_help()[words[1]]]
+        known = {*re.findall(r"--[\w-]+", "\n".join(helps))}
         for option in re.findall(r"(?<![\w-])--\w[\w-]*", span):
             assert option.replace("_", "-") in known or (program != "specbeam" and option in other_options()), span
 
@@ -336,9 +305,7 @@ def words_of_the_code():
 
 
 OF_OTHERS = {
-    *("jupyterlab", "lab"),
-    *("manylinux_2_35", "vpdpbusd", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"),
-    *("SPECBEAM_", "xe6"),
+    *("jupyterlab", "lab", "manylinux_2_35", "vpdpbusd", "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "SPECBEAM_", "xe6"),
     *("bashrc", "CT2_FORCE_CPU_ISA", "q4_k_m", "sentencepiece", "zshrc"),
 }
 """Names of other programs, and parts of names."""
@@ -354,13 +321,8 @@ def test_names_in_code_style_occur_in_the_code(page):
 PATH = re.compile(r"`((?:\.?[\w-]+/)*[\w-]+(?:/|\.(?:py|cpp|h|ipynb)|(?<=/)[\w-]*\.(?:md|yaml|txt)))`")
 MADE = ("site/", "packed/", "plots/", "runs/", "models/", "cmake/native/", "specbeam-test-builds/", "dist/")
 """Folders that commands make."""
-PARENTS = (
-    ROOT,
-    ROOT / "src/specbeam",
-    ROOT / "src/specbeam/backends/cpu",
-    ROOT / "src/specbeam/backends/cpu/native",
-    ROOT / "src/specbeam/checkpoints/families",
-)
+FOLDERS = ("", "backends/cpu", "backends/cpu/native", "checkpoints/families")
+PARENTS = (ROOT, *(ROOT / "src/specbeam" / folder for folder in FOLDERS))
 
 
 @pytest.mark.parametrize("page", named(PAGES))
@@ -380,7 +342,7 @@ def test_documents_named_in_the_code_exist():
 
 def test_links_of_the_readme_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
+        for target in re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", text_of(page)):
             name = "".join(target)
             assert name.startswith("http") or (ROOT / name).exists(), name
 

@@ -1,22 +1,18 @@
 """The five rungs give the text of transformers, and a rung that fails says why."""
 
-import os
-import shutil
-
 import pytest
 import torch
-from transformers import GPTJConfig, GPTJForCausalLM
 
 import specbeam
 from specbeam import hf, ladder
 from specbeam.backends.torch.transformer import Transformer
 from tests.backends.test_conformance import FAMILIES
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import EOS, random_model
+from tests.conftest import EOS, beams_of_transformers, random_model
+from tests.test_selection import needs_compiler
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
 TOKENS = 8
-COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
 
 
 @pytest.fixture
@@ -28,9 +24,12 @@ def interpreted(monkeypatch):
 
 
 def expected(model, prompt=PROMPT, tokens=TOKENS):
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
-    return tuple(out[0, len(prompt) :].tolist())
+    (found,), _ = beams_of_transformers(model, prompt, max_new_tokens=tokens)
+    return tuple(found)
+
+
+def climb(lm, tokens=TOKENS, prompt=PROMPT, runs=1, **how):
+    return [*ladder.climb(lm, prompt, max_new_tokens=tokens, runs=runs, **how)]
 
 
 def failures(found):
@@ -48,12 +47,10 @@ def failures(found):
 def test_every_rung_gives_the_text_of_transformers(tiny, interpreted, family):
     architecture, changes = FAMILIES[family]
     theirs, lm = tiny(architecture, **changes)
-    found = list(ladder.climb(lm, PROMPT, max_new_tokens=TOKENS, runs=2))
-    assert [rung.number for rung in found] == [*ladder.RUNGS]
+    found = climb(lm, runs=2)
+    assert [*failures(found).items()] == [(number, None) for number in ladder.RUNGS]
     for rung in found:
-        assert rung.failure is None
-        assert rung.token_ids == expected(theirs)
-        assert rung.text == lm.decode([*rung.token_ids])
+        assert (rung.token_ids, rung.text) == (expected(theirs), lm.decode([*rung.token_ids]))
         assert rung.passes == len(rung.token_ids)
         assert len(rung.seconds) == 2
         assert min(rung.seconds) <= rung.median <= max(rung.seconds)
@@ -69,24 +66,16 @@ def test_every_rung_gives_the_text_of_transformers(tiny, interpreted, family):
 def test_models_of_transformers_are_not_compiled(family, attention):
     architecture, changes = FAMILIES[family]
     model = random_model(architecture, attention=attention, **changes)
-    found = list(ladder.climb(hf.wrap(model), PROMPT, max_new_tokens=TOKENS, runs=1))
+    found = climb(hf.wrap(model))
     failure = "the model runs on the transformers backend, and only torch's passes are compiled"
     assert failures(found) == {1: None, 2: failure, 3: None, 4: failure, 5: None}
     assert {rung.token_ids for rung in found if not rung.failure} == {expected(model)}
 
 
-def test_a_model_that_transformers_alone_has():
-    config = GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=259, eos_token_id=EOS)
-    model = GPTJForCausalLM(config).eval()
-    found = list(ladder.climb(hf.wrap(model), PROMPT, max_new_tokens=4, rungs=[1, 3, 5], runs=1))
-    assert [rung.token_ids for rung in found] == [expected(model, tokens=4)] * 3
-
-
 @pytest.mark.parametrize("quantize", ["float32", "int8"])
 def test_native_kernels_climb_what_is_not_compiled(save, quantize):
     model = random_model("gemma3", sliding_window=5)
-    lm = specbeam.load(save(model), backend="cpu", quantize=quantize)
-    found = list(ladder.climb(lm, PROMPT, max_new_tokens=TOKENS, runs=1))
+    found = climb(specbeam.load(save(model), backend="cpu", quantize=quantize))
     assert [rung.failure is None for rung in found] == [True, False, True, False, True]
     assert [rung.identical for rung in found] == [None, None, True, None, True]
     assert {(rung.device, rung.backend, rung.weights) for rung in found} == {("cpu", "cpu", quantize)}
@@ -95,8 +84,7 @@ def test_native_kernels_climb_what_is_not_compiled(save, quantize):
 
 
 def test_models_with_an_encoder_are_for_the_engine_alone():
-    model = make("t5")
-    found = list(ladder.climb(hf.wrap(model), [10, 11, EOS], max_new_tokens=4, runs=1))
+    found = climb(hf.wrap(make("t5")), 4, [10, 11, EOS])
     failure = "the model has an encoder, which this rung does not know"
     assert failures(found) == {1: failure, 2: failure, 3: failure, 4: failure, 5: None}
     assert found[-1].identical is None
@@ -104,25 +92,24 @@ def test_models_with_an_encoder_are_for_the_engine_alone():
 
 def test_texts_end_at_an_end_token_and_with_the_context(tiny, interpreted):
     model, lm = tiny("llama")
-    (first,) = ladder.climb(lm, PROMPT, max_new_tokens=TOKENS, rungs=[1], runs=1)
+    (first,) = climb(lm, rungs=[1])
     stop = first.token_ids[5]
     ends = specbeam.LanguageModel(lm.source, lm.backend, lm.tokenizer, frozenset([stop]), {"repetition_penalty": 9.0})
-    for rung in ladder.climb(ends, PROMPT, max_new_tokens=TOKENS, runs=1):
+    for rung in climb(ends):
         assert rung.token_ids == first.token_ids[: first.token_ids.index(stop) + 1]
     long = [i % 250 for i in range(lm.backend.context_length - 3)]
-    for rung in ladder.climb(lm, long, max_new_tokens=TOKENS, runs=1):
+    for rung in climb(lm, prompt=long):
         assert (rung.failure, rung.token_ids) == (None, expected(model, long, 3))
 
 
 def test_half_precision_says_where_texts_part(save, interpreted):
-    lm = specbeam.load(save(random_model("llama")), device="cpu", dtype="bfloat16")
-    for rung in ladder.climb(lm, PROMPT, max_new_tokens=TOKENS, runs=1):
+    for rung in climb(specbeam.load(save(random_model("llama")), device="cpu", dtype="bfloat16")):
         assert (rung.failure, rung.weights) == (None, "bfloat16")
         assert rung.identical in (None, True) or rung.difference.near_tie
 
 
 def test_a_difference_is_measured(lm, interpreted, monkeypatch):
-    (plain,) = ladder.climb(lm, PROMPT, max_new_tokens=4, rungs=[1], runs=1)
+    (plain,) = climb(lm, 4, rungs=[1])
     second = {"gap": 0.0, "token": plain.token_ids[2]}
 
     def wrong(model, reader, *rest):
@@ -130,7 +117,7 @@ def test_a_difference_is_measured(lm, interpreted, monkeypatch):
         yield second["token"]
 
     def difference():
-        _, rung = ladder.climb(lm, PROMPT, max_new_tokens=4, rungs=[1, 3], runs=1)
+        _, rung = climb(lm, 4, rungs=[1, 3])
         assert rung.identical is False
         return rung.difference
 
@@ -155,7 +142,7 @@ def test_a_rung_that_fails_says_why_and_the_others_go_on(lm, monkeypatch):
         raise RuntimeError("no compiler here\nand much more")
 
     monkeypatch.setattr(torch, "compile", failing)
-    found = list(ladder.climb(lm, PROMPT, max_new_tokens=2, rungs=[2, 3, 4, 5], runs=1))
+    found = climb(lm, 2, rungs=[2, 3, 4, 5])
     failure = "RuntimeError: no compiler here"
     assert failures(found) == {2: failure, 3: None, 4: failure, 5: None}
     assert [rung.identical for rung in found] == [None, None, None, True]
@@ -175,7 +162,7 @@ def test_reasons_are_short(lm, monkeypatch, error, says):
         raise error
 
     monkeypatch.setattr(Transformer, "forward", forward)
-    (rung,) = ladder.climb(lm, PROMPT, max_new_tokens=2, rungs=[3], runs=1)
+    (rung,) = climb(lm, 2, rungs=[3])
     assert rung.failure.startswith(says)
 
 
@@ -191,16 +178,16 @@ def test_compiled_rungs_are_one_program_each(lm, monkeypatch):
         return compile_(forward, fullgraph=fullgraph, dynamic=dynamic, backend=keep)
 
     monkeypatch.setattr(torch, "compile", trace_only)
-    for rung in ladder.climb(lm, PROMPT, max_new_tokens=6, rungs=[1, 2, 4], runs=2):
+    for rung in ladder.climb(lm, PROMPT, max_new_tokens=6, rungs=[1, 2, 4], runs=2):  # one rung after the other
         assert rung.failure is None
         assert rung.identical in (None, True)
         assert len(graphs) == {1: 0, 2: 1, 4: 2}[rung.number]
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler for torch.compile")
+@needs_compiler
 def test_compiled_rungs_are_compiled(lm):
-    for rung in ladder.climb(lm, PROMPT, max_new_tokens=6, rungs=[1, 2, 4], runs=1):
+    for rung in climb(lm, 6, rungs=[1, 2, 4]):
         assert rung.failure is None
         assert rung.identical in (None, True)
         assert (rung.compile_seconds is not None) == (rung.number in ladder.COMPILED)

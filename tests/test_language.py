@@ -34,12 +34,9 @@ def test_a_phrase_that_stumbles_is_found(sentence, phrase):
     assert found("a.md", sentence.replace(" ", "\n"))[0][1] == phrase
 
 
-def test_plain_sentences_of_any_length_pass():
+def test_plain_sentences_of_any_length_code_and_addresses_pass():
     plain = "It proposes 8 tokens per beam, `so many` is code, the result is None, and it takes a pass"
     assert found("a.md", ", ".join([plain] * 5) + ".") == []
-
-
-def test_code_and_addresses_are_no_sentences():
     assert found("a.md", "```\nso many\n```\n\nSee [this](https://a.b/so many) and ``so `many` ``.\n") == []
 
 
@@ -59,15 +56,9 @@ def f(a):
     assert found("tool", f"#!/usr/bin/env python3\n{source}")[0] == (2, "so many")
 
 
-def test_comments_of_other_languages_are_read():
-    assert found("a.cpp", 'f("// so many");  // so\n// many, so many\n\n/* told */') == [
-        (1, "so many"),
-        (2, "so many"),
-        (4, "told"),
-    ]
+def test_comments_of_other_languages_and_notebooks_are_read():
+    code = 'f("// so many");  // so\n// many, so many\n\n/* told */'
+    assert found("a.cpp", code) == [(1, "so many"), (2, "so many"), (4, "told")]
     assert found("Makefile", 'a: "# told"  # told\n# so many\n') == [(1, "told"), (2, "so many")]
-
-
-def test_notebooks_are_read():
     cell = ' "cell_type": "markdown",\n "source": [\n  "Plain.\\n",\n  "It is told.\\n"\n ]'
     assert found("a.ipynb", f'{{"cells": [{{\n{cell}}}]}}') == [(5, "told")]

@@ -26,37 +26,38 @@ def machine(tmp_path, monkeypatch):
     return machine
 
 
-def group_2(path, **values):
+def group(path="", **values):
+    """Files of a control group of version 2, or of version 1 if the path begins with a controller."""
     return {f"sys/fs/cgroup/{path}{name.replace('_', '.', 1)}": value for name, value in values.items()}
-
-
-def group_1(controller, path, **values):
-    return {f"sys/fs/cgroup/{controller}/{path}{name.replace('_', '.', 1)}": value for name, value in values.items()}
 
 
 def test_without_control_groups_the_machine_is_the_limit(machine):
     root = machine()
     assert usable_memory(root) == (100 * GB, 90 * GB)
     assert usable_processors(root) == 64
+    assert usable_memory(root, mapped=3 * GB) == (100 * GB, 87 * GB)  # files of this process are not free
+    assert usable_memory(root, mapped=95 * GB) == (100 * GB, 0)
 
 
 def test_version_2_with_limits_at_several_levels(machine):
     root = machine(
         "0::/kubepods/pod/app",
-        **group_2("", memory_current=50 * GB),  # the root has no limit
-        **group_2("kubepods/", memory_max=40 * GB, memory_current=30 * GB, memory_stat="anon 1\ninactive_file 0"),
-        **group_2("kubepods/", cpu_max="800000 100000"),
-        **group_2("kubepods/pod/", memory_max=20 * GB, memory_current=4 * GB, cpu_max="250000 100000"),
-        **group_2("kubepods/pod/app/", memory_max="max", memory_current=3 * GB, cpu_max="max 100000"),
+        **group(memory_current=50 * GB),  # the root has no limit
+        **group("kubepods/", memory_max=40 * GB, memory_current=30 * GB, memory_stat="anon 1\ninactive_file 0"),
+        **group("kubepods/", cpu_max="800000 100000"),
+        **group("kubepods/pod/", memory_max=20 * GB, memory_current=4 * GB, cpu_max="250000 100000"),
+        **group("kubepods/pod/app/", memory_max="max", memory_current=3 * GB, cpu_max="max 100000"),
     )
     assert usable_memory(root) == (20 * GB, 10 * GB)  # the pod's limit; what its neighbours left
     assert usable_processors(root) == 3  # 2.5, rounded up
 
 
-def test_files_that_memory_can_be_taken_from_are_free(machine):
+def test_files_that_memory_can_be_taken_from_are_free_and_a_full_container_has_nothing_free(machine):
     stat = f"anon {2 * GB}\ninactive_file {4 * GB}\nactive_file {3 * GB}\nfile_mapped {2 * GB}"
-    root = machine("0::/", **group_2("", memory_max=8 * GB, memory_current=7 * GB, memory_stat=stat))
+    root = machine("0::/", **group(memory_max=8 * GB, memory_current=7 * GB, memory_stat=stat))
     assert usable_memory(root) == (8 * GB, 6 * GB)
+    root = machine("0::/", **group(memory_max=4 * GB, memory_current=5 * GB, memory_stat=""))  # a full container
+    assert usable_memory(root) == (4 * GB, 0)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +72,8 @@ def test_files_that_memory_can_be_taken_from_are_free(machine):
 def test_files_that_this_process_needs_are_not_free_wherever_they_lie(machine, cached, touched, free):
     """The container has 1 GB of other data, and this process needs a file of 3 GB."""
     stat = f"anon {GB}\nactive_file {cached * GB}\nfile_mapped {touched * GB}"
-    limits = group_2("", memory_max=8 * GB, memory_current=(1 + cached) * GB, memory_stat=stat)
+    limits = group(memory_max=8 * GB, memory_current=(1 + cached) * GB, memory_stat=stat)
     assert usable_memory(machine("0::/", **limits), mapped=3 * GB) == (8 * GB, free * GB)
-
-
-def test_the_files_of_this_process_are_not_free_on_a_machine(machine):
-    root = machine()
-    assert usable_memory(root, mapped=3 * GB) == (100 * GB, 87 * GB)
-    assert usable_memory(root, mapped=95 * GB) == (100 * GB, 0)
 
 
 @pytest.mark.parametrize("path", ["/docker/0123abcd", "/", "/../../neighbour"])
@@ -86,9 +81,9 @@ def test_version_1_in_a_container(machine, path):
     """A container sees its own group where the host's groups begin, and its path may be the host's."""
     root = machine(
         f"7:memory:{path}\n4:cpuacct,cpu:{path}\n1:name=systemd:{path}\n0::/unused",
-        **group_1("memory", "", memory_limit_in_bytes=6 * GB, memory_usage_in_bytes=3 * GB),
-        **group_1("memory", "", memory_stat=f"inactive_file 1\ntotal_inactive_file {GB}\ntotal_active_file 0"),
-        **group_1("cpu", "", cpu_cfs_quota_us="50000", cpu_cfs_period_us="100000"),
+        **group("memory/", memory_limit_in_bytes=6 * GB, memory_usage_in_bytes=3 * GB),
+        **group("memory/", memory_stat=f"inactive_file 1\ntotal_inactive_file {GB}\ntotal_active_file 0"),
+        **group("cpu/", cpu_cfs_quota_us="50000", cpu_cfs_period_us="100000"),
     )
     assert usable_memory(root) == (6 * GB, 4 * GB)
     assert usable_processors(root) == 1
@@ -98,16 +93,11 @@ def test_version_1_without_limits(machine):
     """Version 1 says "no limit" as -1 processors, and as nearly 2^63 bytes."""
     root = machine(
         "7:memory:/a\n4:cpu:/a",
-        **group_1("memory", "a/", memory_limit_in_bytes=(1 << 63) - 4096, memory_usage_in_bytes=GB),
-        **group_1("cpu", "a/", cpu_cfs_quota_us="-1", cpu_cfs_period_us="100000"),
+        **group("memory/a/", memory_limit_in_bytes=(1 << 63) - 4096, memory_usage_in_bytes=GB),
+        **group("cpu/a/", cpu_cfs_quota_us="-1", cpu_cfs_period_us="100000"),
     )
     assert usable_memory(root) == (100 * GB, 90 * GB)
     assert usable_processors(root) == 64
-
-
-def test_a_full_container_has_nothing_free(machine):
-    root = machine("0::/", **group_2("", memory_max=4 * GB, memory_current=5 * GB))
-    assert usable_memory(root) == (4 * GB, 0)
 
 
 def test_engines_take_a_share_of_the_container(machine, monkeypatch):
@@ -117,12 +107,12 @@ def test_engines_take_a_share_of_the_container(machine, monkeypatch):
     from specbeam.backends import devices
     from specbeam.backends.cpu import choose_threads
 
-    limits = group_2("", memory_max=8 * GB, memory_current=GB, cpu_max="300000 100000")
+    limits = group(memory_max=8 * GB, memory_current=GB, cpu_max="300000 100000")
     root = machine("0::/", **limits)
     monkeypatch.setattr("specbeam.backends.cpu.usable_processors", lambda: usable_processors(root))
     monkeypatch.setattr(devices, "usable_memory", lambda **_: usable_memory(root))
     monkeypatch.delenv("SPECBEAM_THREADS", raising=False)
     assert choose_threads(None) == 3
     assert devices.memory_for_caches(torch.device("cpu")) == 2 * GB
-    machine("0::/", **limits | group_2("", memory_current=7 * GB))
+    machine("0::/", **limits | group(memory_current=7 * GB))
     assert devices.memory_for_caches(torch.device("cpu")) == int(0.8 * GB)

@@ -32,19 +32,25 @@ def sources(save, tmp_path_factory):
         ("quantized file", {"dtype": "float32"}, "float32 on cpu"),
     ],
 )
-def test_precision_is_logged_and_in_the_statistics(sources, caplog, source, options, precision):
+def test_precision_is_logged_and_in_the_statistics_and_in_the_name(sources, caplog, source, options, precision):
     with caplog.at_level(logging.INFO, "specbeam"):
         lm = specbeam.load(sources[source], device="cpu", **options)
     of_file = " of this file" if source == "quantized file" else ""
     advice = "" if options else f"; dtype='float32' for transformers' own numbers{of_file}"
     assert caplog.messages == [f"{sources[source]}: {precision}{advice}"]
     assert specbeam.generate(lm, [1], max_new_tokens=1).stats.precision == precision
+    assert repr(lm) == f"LanguageModel({str(sources[source])!r}, {precision})"
+
+
+def begin_anew(monkeypatch):
+    """As in a process that begins, without logging."""
+    monkeypatch.setattr(logging.getLogger("specbeam"), "propagate", False)
+    monkeypatch.setattr(specbeam.model, "shown_precisions", set())
 
 
 def test_a_quantization_that_nobody_asked_for_is_shown_once(sources, capsys, monkeypatch):
     """Without logging set up, on standard error. The draft does not repeat it, and JSON is alone on standard output."""
-    monkeypatch.setattr(logging.getLogger("specbeam"), "propagate", False)  # as if pytest had not set up logging
-    monkeypatch.setattr(specbeam.model, "shown_precisions", set())  # as in a process that begins
+    begin_anew(monkeypatch)
     target, draft = map(str, sources.values())
     assert main(["generate", "hi", "--json", "--device", "cpu", "--model", target, "--draft", draft]) == 0
     out, err = capsys.readouterr()
@@ -54,21 +60,10 @@ def test_a_quantization_that_nobody_asked_for_is_shown_once(sources, capsys, mon
 
 
 def test_each_model_is_shown_once(sources, capsys, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("specbeam"), "propagate", False)
-    monkeypatch.setattr(specbeam.model, "shown_precisions", set())
+    begin_anew(monkeypatch)
     for source in [*sources.values(), *sources.values()]:
         specbeam.load(source, device="cpu")
     assert [line.split("; ")[0] for line in capsys.readouterr().err.splitlines()] == [
         f"specbeam: {sources['folder']}: int8 on cpu",
         f"specbeam: {sources['quantized file']}: Q8_0 on cpu",
     ]
-
-
-def test_two_precisions_at_once_are_refused(sources):
-    with pytest.raises(specbeam.SpecbeamError, match="contradicts quantize='int8'"):
-        specbeam.load(sources["folder"], device="cpu", dtype="float32", quantize="int8")
-
-
-def test_a_model_shows_its_name_and_precision(sources):
-    lm = specbeam.load(sources["folder"], device="cpu")
-    assert repr(lm) == f"LanguageModel({str(sources['folder'])!r}, int8 on cpu)"

@@ -23,10 +23,7 @@ BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 def made(model, splits=None, normalizer=None, added=()):
     tokenizer = Tokenizer(model)
-    if splits is not None:
-        tokenizer.pre_tokenizer = splits
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer, tokenizer.normalizer = splits, normalizer
     tokenizer.add_tokens([AddedToken("<added token>", normalized=True), *added])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
@@ -59,7 +56,7 @@ PROVEN = {
     "NFC": byte_level(normalizer=normalizers.NFC()),
     "BPE with bytes": sentencepiece("bpe"),
 }
-WORDS = pre_tokenizers.Whitespace()
+WORDS, BYTES = pre_tokenizers.Whitespace(), models.BPE(numbered(*LETTERS), [])
 UNPROVEN = {
     "NFC, without some bytes": byte_level(SOME_LETTERS, normalizers.NFC()),
     "rstrip": byte_level(added=[AddedToken("<r>", rstrip=True)]),
@@ -70,45 +67,21 @@ UNPROVEN = {
     "words": made(models.WordLevel(numbered("<unk>", "ab"), unk_token="<unk>"), WORDS),
     "byte-level words": made(models.WordLevel(numbered("<unk>", *LETTERS), unk_token="<unk>"), WORDS),
     "pieces of words": made(models.WordPiece(numbered("<unk>", "a", "##b"), unk_token="<unk>"), WORDS),
-    "dropped spaces": made(
-        models.BPE(numbered(*LETTERS), []), pre_tokenizers.Sequence([WORDS, pre_tokenizers.ByteLevel()])
-    ),
+    "dropped spaces": made(BYTES, pre_tokenizers.Sequence([WORDS, pre_tokenizers.ByteLevel()])),
     "dropped letters": byte_level(normalizer=normalizers.Replace(Regex("b+"), "")),
     "lower case": byte_level(normalizer=normalizers.Lowercase()),
     "NFKC": byte_level(normalizer=normalizers.NFKC()),
 }
-PIECES = st.sampled_from(
-    [
-        "a",
-        "ab",
-        " ",
-        "  ",
-        "\n",
-        "K",
-        "가",
-        "각",
-        "ΐ",
-        "\u1fd3",
-        "é",
-        "e\u0301",
-        "😀",
-        "\0",
-        "<added token>",
-        "<r>",
-        "<l>",
-    ]
-)
-TEXTS = st.lists(
-    st.tuples(PIECES | st.characters(exclude_categories=["Cs"]), st.integers(1, 9)), min_size=1, max_size=9
-).map(lambda parts: "".join(piece * times for piece, times in parts))
+
+PIECES = st.sampled_from([*"a \nK가각ΐ\u1fd3é😀\0", "ab", "  ", "e\u0301", "<added token>", "<r>", "<l>"])
+RUNS = st.lists(st.tuples(PIECES | st.characters(exclude_categories=["Cs"]), st.integers(1, 9)), min_size=1, max_size=9)
+TEXTS = RUNS.map(lambda runs: "".join(piece * times for piece, times in runs))
 
 
 @pytest.mark.parametrize("tokenizer", PROVEN.values(), ids=PROVEN)
 @given(text=TEXTS)
 def test_no_token_is_longer_than_is_proven(tokenizer, text):
-    bound = bound_of(tokenizer)
-    assert bound is not None
-    assert bound.least_tokens(text) <= len(tokenizer(text, add_special_tokens=False).input_ids)
+    assert bound_of(tokenizer).least_tokens(text) <= len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 @pytest.mark.parametrize("tokenizer", UNPROVEN.values(), ids=UNPROVEN)
@@ -136,14 +109,10 @@ def read(monkeypatch):
     return lengths
 
 
-def model_with(tokenizer):
-    """The parts of a model with a context of 256 that encode a prompt."""
-    backend = SimpleNamespace(vocab_size=10**6, context_length=256, start_token_ids=None)
-    return SimpleNamespace(tokenizer=tokenizer, backend=backend, source="it")
-
-
 def encoded(tokenizer, text):
-    return encode(model_with(tokenizer), text, raw=True, most=255)
+    """The prompt of a model with a context of 256."""
+    backend = SimpleNamespace(vocab_size=10**6, context_length=256, start_token_ids=None)
+    return encode(SimpleNamespace(tokenizer=tokenizer, backend=backend, source="it"), text, raw=True, most=255)
 
 
 def test_a_long_prompt_is_refused_by_its_bytes(lm, read):
@@ -197,11 +166,7 @@ def test_only_a_prompt_that_is_too_long_is_refused(tokenizer, text):
 
 
 def test_memory_comes_back():
-    tokenizer, text = byte_tokenizer(), "word " * 60_000
-    before = resident_bytes()
+    tokenizer, text, process = byte_tokenizer(), "word " * 60_000, psutil.Process()
+    before = process.memory_info().rss
     assert len(token_ids(tokenizer, text)) == len(text)
-    assert resident_bytes() - before < 20 << 20
-
-
-def resident_bytes():
-    return psutil.Process().memory_info().rss
+    assert process.memory_info().rss - before < 20 << 20

@@ -17,14 +17,11 @@ def chat(tiny):
     return tiny("llama", chat=True)[1]
 
 
-def test_text_is_a_users_message_where_there_is_a_template(chat):
+def test_text_is_a_users_message_where_there_is_a_template_as_transformers_renders_it(chat):
     assert specbeam.show_prompt(chat, "Hi") == "<bos>user: Hi\nassistant: "
     assert specbeam.show_prompt(chat, "Hi", system="Be brief.") == specbeam.show_prompt(chat, MESSAGES)
     assert specbeam.show_prompt(chat, MESSAGES) == "<bos>system: Be brief.\n<bos>user: Hi\nassistant: "
     assert encode(chat, "Hi")[0] == BOS
-
-
-def test_messages_are_rendered_as_transformers_renders_them(chat):
     expected = chat.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert encode(chat, MESSAGES) == list(expected)
 
@@ -38,19 +35,15 @@ def test_a_message_of_the_assistant_at_the_end_is_continued(chat, lm):
     assert specbeam.show_prompt(chat, BEGUN) == "<bos>user: Count.\n<bos>assistant: One, "
     assert specbeam.show_prompt(chat, BEGUN, system="Be brief.").endswith("<bos>assistant: One, ")
     assert specbeam.show_prompt(lm, BEGUN) == specbeam.show_prompt(chat, BEGUN, raw=True) == "Count.\n\nOne, "
-    closed = [*BEGUN, {"role": "user", "content": "On."}]
-    assert specbeam.show_prompt(chat, closed) == (
-        "<bos>user: Count.\n<bos>assistant: One, \n<bos>user: On.\nassistant: "
-    )
-
-
-TURN = "<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n"
-CHATML = "{% for m in messages %}TURN{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    closed = specbeam.show_prompt(chat, [*BEGUN, {"role": "user", "content": "On."}])
+    assert closed == "<bos>user: Count.\n<bos>assistant: One, \n<bos>user: On.\nassistant: "
 
 
 def templated(content):
     """A tokenizer whose chat template writes the content of a message so."""
-    return byte_tokenizer(CHATML.replace("TURN", TURN.replace("CONTENT", content)))
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+    begun = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    return byte_tokenizer(turns.replace("CONTENT", content) + begun)
 
 
 def begun(content):
@@ -79,11 +72,6 @@ def test_a_begun_answer_that_the_template_changes_is_refused(content):
         render(templated(content), begun("one</think>two"))
 
 
-def test_an_empty_answer_is_no_prompt(chat):
-    with pytest.raises(SpecbeamError, match="the messages are empty: give at least one with text"):
-        encode(chat, begun("")[1:])
-
-
 def test_parts_of_text_are_joined_by_line_breaks(chat):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for role, end in (("user", "\nassistant: "), ("assistant", "")):
@@ -98,11 +86,9 @@ def test_plain_text_without_a_template_or_when_raw(chat, lm):
     assert specbeam.show_prompt(lm, "Hi", system="Be brief.") == "Be brief.\n\nHi"
 
 
-@pytest.mark.parametrize(
-    "ids", [[1, 2, 3], np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, 2, 3), list(np.array([1, 2, 3]))]
-)
-def test_token_ids_are_taken_as_they_are(chat, ids):
-    assert encode(chat, ids) == [1, 2, 3]
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda ids: [*np.array(ids)]])
+def test_token_ids_are_taken_as_they_are(chat, kind):
+    assert encode(chat, kind([1, 2, 3])) == [1, 2, 3]
 
 
 def test_arrays_make_a_batch(lm):
@@ -126,6 +112,7 @@ def test_arrays_make_a_batch(lm):
         ([{"role": "user", "content": [{"text": "no type"}]}], {}, '"role" and "content"'),
         ([{"role": "user", "content": ["Hi"]}], {}, '"role" and "content"'),
         ([{"content": []}], {}, '"role" and "content"'),
+        ([{"role": "assistant", "content": ""}], {}, "the messages are empty: give at least one with text"),
     ],
 )
 def test_what_is_no_prompt_is_refused(chat, prompt, keywords, says):

@@ -13,11 +13,13 @@ import specbeam
 from specbeam import Options, SpecbeamError
 
 
-def test_dir_shows_the_public_names_alone():
+def test_dir_shows_the_public_names_and_there_is_no_other_name():
     shown = {name for name in dir(specbeam) if not name.startswith("__")}
     modules = {"constraints", "hf", "ladder", "reference", "scoring"}
     assert shown - {"lm_eval"} == {*specbeam.__all__, *modules}  # lm_eval if a test has imported it
     assert all(getattr(specbeam, name) for name in shown)
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        specbeam.generat  # noqa: B018
 
 
 def test_help_shows_functions_and_classes_with_their_signatures():
@@ -51,23 +53,16 @@ def test_the_import_is_fast():
     assert done.stdout.split("\n") == ["set()", "set()", ""], done.stderr
 
 
-def test_there_is_no_other_name():
-    with pytest.raises(AttributeError, match="no attribute 'generat'"):
-        specbeam.generat  # noqa: B018
-
-
 OPTIONS = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2}
 
 
 @pytest.mark.parametrize("options", [OPTIONS, Options(**OPTIONS)], ids=["mapping", "Options"])
 def test_options_come_by_position_too_and_keywords_override_them(lm, options):
     expected = specbeam.generate(lm, [1, 2], **OPTIONS)
-    assert [s.token_ids for s in specbeam.generate(lm, [1, 2], options).sequences] == [
-        s.token_ids for s in expected.sequences
-    ]
+    for found in (specbeam.generate(lm, [1, 2], options).sequences, specbeam.nbest(lm, [1, 2], options)):
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected.sequences]
     assert [r.token_ids for r in specbeam.generate(lm, [[1, 2]], options)] == [expected.token_ids]
     assert "".join(piece.text for piece in specbeam.stream(lm, [1, 2], options)) == expected.text
-    assert [s.token_ids for s in specbeam.nbest(lm, [1, 2], options)] == [s.token_ids for s in expected.sequences]
     shorter = specbeam.generate(lm, [1, 2], options, max_new_tokens=3)
     assert shorter.token_ids == specbeam.generate(lm, [1, 2], **{**OPTIONS, "max_new_tokens": 3}).token_ids
     assert OPTIONS["max_new_tokens"] == 6  # the mapping is the caller's

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specbeam
-from specbeam import Engine, Options
+from specbeam import Engine
 from specbeam.checkpoints import open_checkpoint
 from specbeam.prompts import encode
-from tests.conftest import beams_of_transformers, in_thorough_mode, reference_model
+from tests.conftest import beams_of_transformers, in_thorough_mode, reference_model, run_alone
 
 pytestmark = pytest.mark.models
 
@@ -27,12 +27,14 @@ SPEC_BENCH = Path(__file__).parents[2] / "shared/data/spec_bench.jsonl"
 ALL_BEAMS = [pytest.param(beams, marks=() if beams == 4 else pytest.mark.thorough) for beams in (2, 4, 8)]
 
 
-@cache
-def smollm2():
-    """SmolLM2 in float32, as specbeam runs it and as transformers does."""
-    path = reference_model(SMOLLM2)
+def float32(name):
+    """A model in float32, as specbeam runs it and as transformers does."""
+    path = reference_model(name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     return specbeam.load(path, dtype="float32", device="cpu"), model
+
+
+smollm2 = cache(lambda: float32(SMOLLM2))
 
 
 def questions(n, longest=10**9 if THOROUGH else 500):
@@ -52,33 +54,19 @@ def near_tie(model, prompt, ours, theirs):
     return abs(logits[ours[at]] - logits[theirs[at]]).item() < 1e-4
 
 
-def test_greedy_tokens_of_smollm2_are_those_of_transformers():
-    greedy_tokens_match(*smollm2(), *((20, 64) if THOROUGH else (2, 24)))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "prompts"), [(GEMMA3, 20), (DRAFT, 5), (TARGET, 5)])
+@pytest.mark.parametrize(
+    ("name", "prompts"),
+    [
+        (SMOLLM2, 20 if THOROUGH else 2),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((GEMMA3, 20), (DRAFT, 5), (TARGET, 5))),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(name, prompts):
-    path = reference_model(name)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    greedy_tokens_match(specbeam.load(path, dtype="float32", device="cpu"), model, prompts, 64)
-
-
-def greedy_tokens_match(lm, model, prompts, new_tokens):
-    different = []
+    (lm, model), different = smollm2() if name == SMOLLM2 else float32(name), []
     for text in questions(prompts):
-        prompt = encode(lm, text)
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=new_tokens,
-                eos_token_id=sorted(lm.eos_token_ids),
-            )
-        expected = out[0, len(prompt) :].tolist()
-        got = specbeam.generate(lm, prompt, max_new_tokens=new_tokens).token_ids
+        prompt, how = encode(lm, text), {"max_new_tokens": 64 if THOROUGH else 24}
+        (expected,), _ = beams_of_transformers(model, prompt, eos_token_id=sorted(lm.eos_token_ids), **how)
+        got = specbeam.generate(lm, prompt, **how).token_ids
         if got != expected and not near_tie(model, prompt, got, expected):
             different.append(text[:60])
     assert not different
@@ -118,28 +106,28 @@ def same_but_for_near_ties(lm, prompt, ours, theirs):
 @pytest.mark.parametrize("num_beams", [2, 4, 8])
 def test_lookups_change_nothing_on_40_questions(num_beams):
     lm, _ = smollm2()
-    texts = questions(40, longest=500)
-    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 48}
-    plain = together(lm, texts, **options)
-    for draft in ("ngram", "suffix"):
-        drafted = together(lm, texts, draft, num_draft_tokens=4, draft_width=1, **options)
-        assert sum(r.stats.accepted for r in drafted) > 0
-        for text, ours, theirs in zip(texts, drafted, plain, strict=True):
-            assert same_but_for_near_ties(lm, text, ours, theirs)
+    _, *drafted = with_and_without(("ngram", "suffix"), lm, 40, 48, num_beams, num_draft_tokens=4, draft_width=1)
+    assert all(sum(r.stats.accepted for r in results) > 0 for results in drafted)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_beams", [1, 4, 8])
 def test_a_draft_model_changes_nothing_on_12_questions(num_beams):
-    lm = specbeam.load(reference_model(TARGET), dtype="float32", device="cpu")
-    draft = specbeam.load(reference_model(DRAFT), dtype="float32", device="cpu")
-    texts = questions(12, longest=500)
-    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
-    plain = together(lm, texts, **options)
-    drafted = together(lm, texts, draft, num_draft_tokens=3, draft_width=num_beams + 4, **options)
+    lm, draft = (specbeam.load(reference_model(name), dtype="float32", device="cpu") for name in (TARGET, DRAFT))
+    sizes = {"num_draft_tokens": 3, "draft_width": num_beams + 4}
+    plain, drafted = with_and_without((draft,), lm, 12, 32, num_beams, **sizes)
     assert sum(r.stats.target_passes for r in drafted) < sum(r.stats.target_passes for r in plain)
-    for text, ours, theirs in zip(texts, drafted, plain, strict=True):
-        assert same_but_for_near_ties(lm, text, ours, theirs)
+
+
+def with_and_without(drafts, lm, count, new_tokens, num_beams, **sizes):
+    """Results of questions without a draft and with each, which are the same."""
+    texts = questions(count, longest=500)
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": new_tokens}
+    plain, *drafted = together(lm, texts, **options), *(together(lm, texts, d, **sizes, **options) for d in drafts)
+    for results in drafted:
+        for text, ours, theirs in zip(texts, results, plain, strict=True):
+            assert same_but_for_near_ties(lm, text, ours, theirs)
+    return plain, *drafted
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -183,28 +171,21 @@ def test_the_files_tokenizer_is_the_one_transformers_reads(name):
 @pytest.mark.thorough
 def test_a_mixed_batch_on_real_weights_gives_each_what_it_gets_alone():
     lm, _ = smollm2()
-    texts = questions(8)
-    options = [
-        Options(max_new_tokens=24 + 8 * i, min_new_tokens=24, do_sample=True, temperature=0.8, seed=i)
-        if i % 2
-        else Options(max_new_tokens=24 + 8 * i, min_new_tokens=24)
-        for i in range(8)
-    ]
+    sampled = [{"do_sample": True, "temperature": 0.8, "seed": i} if i % 2 else {} for i in range(8)]
+    options = [{"max_new_tokens": 24 + 8 * i, "min_new_tokens": 24, **how} for i, how in enumerate(sampled)]
+    asked = [*zip(questions(8), options, strict=True)]
     engine = Engine(lm)
-    requests = [engine.submit(text, o) for text, o in zip(texts, options, strict=True)]
+    requests = [engine.submit(*one) for one in asked]
     while engine.step():
         if len(requests[4].pieces) >= 12:
             requests[4].cancel()
-    for i, (request, text, o) in enumerate(zip(requests, texts, options, strict=True)):
-        alone = Engine(lm)
-        expected = alone.submit(text, o)
-        alone.run()
-        got = request.result()
+    for i, (request, one) in enumerate(zip(requests, asked, strict=True)):
+        got, expected = request.result(), run_alone(lm, *one)
         if i == 4:
             assert got.finish_reason == "cancelled"
-            assert expected.result().text.startswith(got.text)
+            assert expected.text.startswith(got.text)
         else:
-            assert got.token_ids == expected.result().token_ids
+            assert got.token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("num_beams", [4, 8, 16])

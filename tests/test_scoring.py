@@ -3,7 +3,6 @@
 import os
 import threading
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,6 +22,22 @@ CONTINUATIONS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=6), min_si
 @pytest.fixture(scope="module")
 def model():
     return random_model("llama", vocab_size=VOCAB, eos_token_id=1, bos_token_id=2)
+
+
+@pytest.fixture
+def watched(model, monkeypatch):
+    """The model, and of each pass: the nodes and the slots of its segments, and the number of its logits' rows."""
+    lm, passes = hf.wrap(model), []
+    forward = lm.backend.forward
+
+    def noted(segments):
+        logits = forward(segments)
+        slots = [len({*one.prefix, *one.suffixes.ravel()}) for one in segments]
+        passes.append(([len(one.tokens) for one in segments], slots, len(logits)))
+        return logits
+
+    monkeypatch.setattr(lm.backend, "forward", noted)
+    return lm, passes
 
 
 def expected(model, context, continuation):
@@ -57,40 +72,27 @@ def test_greedy_continuations_are_told(model):
     assert answers == {0: True, 1: False}
 
 
-def test_a_shared_context_is_evaluated_once_and_long_texts_in_chunks(model, monkeypatch):
-    lm = hf.wrap(model)
-    passes = []
-    forward = lm.backend.forward
-    monkeypatch.setattr(
-        lm.backend, "forward", lambda s: passes.append(([len(x.tokens) for x in s], forward(s))) or passes[-1][1]
-    )
+def test_a_shared_context_is_evaluated_once_and_long_texts_in_chunks(watched):
+    lm, passes = watched
+
+    def nodes_of_passes(texts, **limits):
+        passes.clear()
+        assert len(list(score(lm, texts, **limits))) == len(texts)
+        return [nodes for nodes, *_ in passes]
+
     context = [3] * 20
-    list(score(lm, [(context, [4, 5, 6]), (context, [7]), (context, [4, 5, 8])]))
-    assert [nodes for nodes, _ in passes] == [[22]]  # the context, 4, and 5
-
-    passes.clear()
-    list(score(lm, [([3], [5] * 50)], max_batch_tokens=16))
-    assert [nodes for nodes, _ in passes] == [[16], [16], [16], [2]]
-    assert max(len(logits) for _, logits in passes) == 16
-
-    passes.clear()
-    list(score(lm, [([n], [5] * 3) for n in range(6)], max_contexts=4))
-    assert [nodes for nodes, _ in passes] == [[3] * 4, [3] * 2]
+    shared = nodes_of_passes([(context, [4, 5, 6]), (context, [7]), (context, [4, 5, 8])])
+    assert shared == [[22]]  # the context, 4, and 5
+    assert nodes_of_passes([([3], [5] * 50)], max_batch_tokens=16) == [[16], [16], [16], [2]]
+    assert max(rows for *_, rows in passes) == 16
+    assert nodes_of_passes([([n], [5] * 3) for n in range(6)], max_contexts=4) == [[3] * 4, [3] * 2]
 
 
-def test_many_continuations_of_one_context_do_not_share_one_tree(model, monkeypatch):
-    lm = hf.wrap(model)
-    lengths = []
-    forward = lm.backend.forward
-
-    def watched(segments):
-        lengths.extend(len(np.unique(np.concatenate([s.prefix, s.suffixes.ravel()]))) for s in segments)
-        return forward(segments)
-
-    monkeypatch.setattr(lm.backend, "forward", watched)
+def test_many_continuations_of_one_context_do_not_share_one_tree(watched):
+    lm, passes = watched
     texts = [([3], [a, b, a, b]) for a in range(VOCAB) for b in range(VOCAB)]
     assert len(list(score(lm, texts, max_batch_tokens=32))) == len(texts)
-    assert max(lengths) <= 1 + 32
+    assert max(max(slots) for _, slots, _ in passes) <= 1 + 32
 
 
 def test_a_context_may_be_as_long_as_the_models():
@@ -104,15 +106,12 @@ def test_a_context_may_be_as_long_as_the_models():
 EXAMPLES = [n % VOCAB for n in range(100)]
 
 
-def test_contexts_that_begin_alike_share_a_prefix(model, monkeypatch):
-    lm = hf.wrap(model)
-    passes = []
-    forward = lm.backend.forward
-    monkeypatch.setattr(lm.backend, "forward", lambda s: passes.append([len(x.tokens) for x in s]) or forward(s))
+def test_contexts_that_begin_alike_share_a_prefix(model, watched):
+    lm, passes = watched
     texts = [([*EXAMPLES, question, 3], [label, 4]) for label in (5, 6) for question in range(VOCAB)]
     answers = {number: log_prob for number, log_prob, _ in score(lm, texts)}
     # The first question with its two labels, then seven others beside each other.
-    assert passes == [[104], [4] * 8, [4] * 3]
+    assert [nodes for nodes, *_ in passes] == [[104], [4] * 8, [4] * 3]
     for number, text in enumerate(texts):
         assert answers[number] == pytest.approx(expected(model, *text)[0], abs=1e-4)
 

@@ -24,12 +24,6 @@ from specbeam.selection.noise import gumbel, philox
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
-COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
-
-
-def words(text):
-    return [torch.tensor([int(word, 16)]) for word in text.split()]
-
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
@@ -41,8 +35,8 @@ def words(text):
     ],
 )
 def test_the_generator_gives_the_known_answers_of_random123(counter, key, expected, device):
-    got = philox([word.to(device) for word in words(counter)], [word.to(device) for word in words(key)])
-    assert [int(word) for word in got] == [int(word) for word in words(expected)]
+    got = philox(*([torch.tensor([int(word, 16)], device=device) for word in text.split()] for text in (counter, key)))
+    assert [f"{int(word):x}" for word in got] == expected.split()
 
 
 def test_noise_is_of_its_seed_stream_position_and_token_alone():
@@ -98,14 +92,17 @@ def random_request(rng, n, vocab, kind):
     )
 
 
-def same(one, other):
-    for name in ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals"):
+ARRAYS = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
+
+
+def assert_equal_bits(one, other):
+    """Compare the arrays of two selections."""
+    for name in ARRAYS:
         a, b = getattr(one, name), getattr(other, name)
         assert (a is None) == (b is None), name
         if a is not None:
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b, err_msg=name)
-    assert torch.equal(one.logits, other.logits)
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+            np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"), err_msg=name)
 
 
 @given(SCORES, st.sampled_from([3, 40, 3000]), st.lists(st.integers(0, 3), min_size=1, max_size=6))
@@ -118,7 +115,9 @@ def test_requests_together_select_as_each_alone(rng, vocab, kinds):
     before = logits.clone()
     together = choose(logits, [*zip(rows, requests, strict=True)])
     for one, at, request in zip(together, rows, requests, strict=True):
-        same(one, select(logits[at], request))
+        alone = select(logits[at], request)
+        assert_equal_bits(one, alone)
+        assert torch.equal(one.logits, alone.logits)
     assert torch.equal(logits, before)
 
 
@@ -143,14 +142,9 @@ def test_scores_are_changed_as_transformers_changes_them(rng, temperature, k, to
     edit = Edit("repeat", rows, ids.ravel().astype(np.int32), np.full(ids.size, penalty, np.float32))
     warpers = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.from_numpy(ids), logits.clone())
-    for warper in (
-        TemperatureLogitsWarper(temperature),
-        TopKLogitsWarper(k),
-        TopPLogitsWarper(top_p),
-        MinPLogitsWarper(min_p),
-        TypicalLogitsWarper(typical_p),
-    ):
-        expected = warper(None, expected)
+    kinds = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper
+    for kind, value in zip(kinds, warpers.values(), strict=True):
+        expected = kind(value)(None, expected)
     selection = select(logits, SelectionRequest(top=vocab, edits=(edit,), **warpers))
     assert [sorted(row) for row in selection.tokens.tolist()] == [[*range(vocab)]] * 2
     np.testing.assert_allclose(selection.scores, np.take_along_axis(expected.numpy(), selection.tokens, -1), rtol=1e-5)
@@ -192,42 +186,30 @@ def test_the_likeliest_draws_without_replacement_have_their_exact_odds():
 def test_scores_of_whole_rows_are_changed_by_a_callers_function():
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     selection = select(logits, SelectionRequest(top=3, functions=(lambda scores: -scores,)))
-    assert selection.tokens.tolist() == [[0, 1, 2]]
-    assert selection.scores.tolist() == [[-1.0, -2.0, -3.0]]
+    assert (selection.tokens.tolist(), selection.scores.tolist()) == ([[0, 1, 2]], [[-1.0, -2.0, -3.0]])
     assert logits.tolist() == [[1.0, 2.0, 3.0]]
 
 
-@pytest.mark.parametrize(
-    "compiler",
-    [
-        "eager",  # the graph that Dynamo traces runs uncompiled
-        pytest.param(
-            "inductor",
-            marks=[
-                pytest.mark.thorough,
-                pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler for torch.compile"),
-            ],
-        ),
-    ],
-)
+COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler for torch.compile")
+INDUCTOR = pytest.param("inductor", marks=(pytest.mark.thorough, needs_compiler))
+
+
+@pytest.mark.parametrize("compiler", ["eager", INDUCTOR])  # eager: the graph that Dynamo traces runs uncompiled
 @pytest.mark.parametrize("kind", ["plain", "all"])
 def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
     """PyTorch compiles it without breaks. The test of the ladder's rungs says the same of a pass."""
     rng, n, vocab = np.random.default_rng(1), 3, 3000
     ids = np.arange(n, dtype=np.uint32)
     rows, tokens, tenths = ids.astype(np.int32), np.array([5, 6, vocab], np.int32), np.full(n, 1.1, np.float32)
-    everything = SelectionRequest(
-        top=4,
-        given=rng.integers(0, vocab, (n, 2)),
-        normalize=True,
-        edits=(Edit("repeat", rows, tokens, tenths), Edit("add", rows, tokens, tenths), Edit("ban", rows, tokens)),
-        allowed=np.packbits(rng.random((n, vocab)) < 0.9, axis=-1, bitorder="little"),
-        one_of=(0, 1),
+    everything = {
+        **{"top": 4, "normalize": True, "total": True, "one_of": (0, 1), "noise": Noise(2**64 - 1, ids, ids)},
         **{"temperature": 1.5, "top_k": 2000, "top_p": 0.95, "min_p": 1e-4, "typical_p": 0.95},
-        noise=Noise(2**64 - 1, ids, ids),
-        total=True,
-    )
-    request = {"plain": SelectionRequest(), "all": everything}[kind]
+        "given": rng.integers(0, vocab, (n, 2)),
+        "edits": (Edit("repeat", rows, tokens, tenths), Edit("add", rows, tokens, tenths), Edit("ban", rows, tokens)),
+        "allowed": np.packbits(rng.random((n, vocab)) < 0.9, axis=-1, bitorder="little"),
+    }
+    request = SelectionRequest(**(everything if kind == "all" else {}))
     logits = torch.from_numpy(rng.normal(size=(n, vocab)).astype(np.float32)) * 3
     compiled = torch.compile(selection._select, fullgraph=True, dynamic=False, backend=compiler)
     with torch.no_grad():

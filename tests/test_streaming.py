@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam.errors import SpecbeamError
 from specbeam.streaming import TextStream
-from tests.conftest import byte_tokenizer, random_model
+from tests.conftest import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -35,12 +35,6 @@ def test_pieces_of_a_text(text, stops, data):
     assert shown == stream.text == expected
 
 
-@pytest.fixture(scope="module")
-def exact_lm(save):
-    """On the backend that gives a text the same bits in any passes."""
-    return specbeam.load(save(random_model("llama")), backend="cpu", threads=1)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -53,8 +47,9 @@ def exact_lm(save):
     ],
     ids=["greedy", "sampled", "stop strings", "beams", "samples", "drafted"],
 )
-def test_stream_is_generate_in_pieces(exact_lm, options):
-    lm = exact_lm
+def test_stream_is_generate_in_pieces(lm, options):
+    """On the backend that gives a text the same bits in any passes."""
+    lm = specbeam.load(lm.source, backend="cpu", threads=1)
     options = {"max_new_tokens": 50, "top_logprobs": 2, **options}
     result = specbeam.generate(lm, "hello", **options)
     *pieces, last = specbeam.stream(lm, "hello", **options)

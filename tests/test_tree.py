@@ -23,6 +23,10 @@ class Paths:
     def keep(self, nodes):
         self.live = {n for kept in nodes for n in self.paths[kept]}
 
+    def below(self, node):
+        """The live nodes that a node is an ancestor of, and itself."""
+        return sorted(n for n in self.live if node in self.paths[n])
+
     def prefix(self, ends):
         """The longest path all of the ends' paths begin with."""
         prefix = []
@@ -38,19 +42,20 @@ def test_tree_agrees_with_paths_written_out(data):
     prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
     tree, paths = Tree(prompt), Paths(prompt)
     for _ in range(data.draw(st.integers(1, 12))):
-        prefix_tip = tree.tip
-        growable = [n for n in paths.live if prefix_tip in paths.paths[n]]
-        parents = data.draw(st.lists(st.sampled_from(growable), min_size=1, max_size=6))
+        parents = data.draw(st.lists(st.sampled_from(paths.below(tree.tip)), min_size=1, max_size=6))
         nodes = tree.add(parents, np.arange(len(parents)), log_probs=-1.0)
         for node, parent in zip(nodes.tolist(), parents, strict=True):
             paths.add(node, parent)
             assert tree.path(node).tolist() == list(paths.paths[node])
             assert tree.depths(node) == len(paths.paths[node]) - 1
             assert tree.scores(node) == pytest.approx(-(len(paths.paths[node]) - len(prompt)))
+        some = st.lists(st.sampled_from(paths.below(tree.tip)), min_size=1, max_size=8)
+        nodes, ancestors, kept = data.draw(some), data.draw(some), data.draw(some)
+        for node, path in zip(nodes, tree.paths(nodes).tolist(), strict=True):
+            own = list(paths.paths[node])
+            assert path == own + own[-1:] * (len(path) - len(own))
+        assert tree.below(nodes, ancestors).tolist() == [bool(set(paths.paths[n]) & set(ancestors)) for n in nodes]
         before = set(paths.live)
-        kept = data.draw(
-            st.lists(st.sampled_from(sorted(n for n in paths.live if prefix_tip in paths.paths[n])), min_size=1)
-        )
         tree.keep(kept)
         paths.keep(kept)
         assert tree.live == len(paths.live)
@@ -107,21 +112,6 @@ def test_a_draft_token_is_found_again():
     tree.keep([first, 4])
     assert tree.tip == first
     assert tree.drafted(np.array([1, first]), np.array([6, 7])).tolist() == [-1, 4]
-
-
-@given(st.data())
-def test_paths_and_what_lies_below_are_those_written_out(data):
-    tree, paths = Tree([1, 2, 3]), Paths([1, 2, 3])
-    for _ in range(data.draw(st.integers(1, 6))):
-        parents = data.draw(st.lists(st.sampled_from([n for n in paths.live if n >= 2]), min_size=1, max_size=6))
-        for node, parent in zip(tree.add(parents, 0).tolist(), parents, strict=True):
-            paths.add(node, parent)
-    some = st.lists(st.sampled_from([n for n in paths.live if n >= 2]), min_size=1, max_size=8)
-    nodes, ancestors = data.draw(some), data.draw(some)
-    for node, path in zip(nodes, tree.paths(nodes).tolist(), strict=True):
-        own = list(paths.paths[node])
-        assert path == own + own[-1:] * (len(path) - len(own))
-    assert tree.below(nodes, ancestors).tolist() == [bool(set(paths.paths[n]) & set(ancestors)) for n in nodes]
 
 
 def test_a_finished_draft_token_is_not_found_again():

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam.backends.contract import Segment
 from specbeam.selection import Beams, Edit, Noise, SelectionRequest
-from tests.backends.test_choosing import equal
+from tests.backends.test_cpu import of_one_sequence
 from tests.conftest import examples, random_model
+from tests.test_selection import assert_equal_bits
 
 VOCAB = 259
 PROMPT_TOKENS = 20
@@ -65,9 +66,7 @@ class Search:
 
     def prompt(self):
         """The part of a pass over the prompt."""
-        at = np.arange(PROMPT_TOKENS)
-        no_suffixes = np.empty((len(at), 0), np.int64)
-        return Segment(np.array(self.given["prompt"]), at, self.slots[at], self.slots[at], no_suffixes, at[:0])
+        return of_one_sequence(np.array(self.given["prompt"]), self.slots[:PROMPT_TOKENS], [])
 
     def ahead(self, passes):
         """The part of a pass over its last tokens, and of the passes that follow."""
@@ -85,11 +84,7 @@ class Search:
             self.sequences = [[*self.sequences[0], token]]
             return token not in ends
         n, top = len(self.sequences), selection.tokens.shape[1]
-        sums = {
-            (beam, place): self.scores[beam] + selection.scores[beam, place]
-            for beam in range(n)
-            for place in range(top)
-        }
+        sums = {(beam, place): self.scores[beam] + selection.scores[beam, place] for beam, place in np.ndindex(n, top)}
         best = sorted(sums, key=sums.get, reverse=True)[:n]  # stable: ties go to the first beam, and its first token
         tokens = [int(selection.tokens[where]) for where in best]
         self.sequences = [[*self.sequences[beam], token] for (beam, _), token in zip(best, tokens, strict=True)]
@@ -128,11 +123,9 @@ def test_passes_ahead_have_the_bits_of_single_passes(backends, given, passes, wh
     segments = [search.ahead(passes) for search in searches]
     requests, beams = [search.request() for search in searches], [search.beams for search in searches]
     selections = backend.forward_ahead(segments, requests, beams, passes, ends, GO_ON)
+    found = [selection.passes(len(search.sequences)) for selection, search in zip(selections, searches, strict=True)]
+    by_pass = list(zip(*found, strict=True))
     done = len(selections[0].tokens) // len(searches[0].sequences)
-    of_searches = [
-        selection.passes(len(search.sequences)) for selection, search in zip(selections, searches, strict=True)
-    ]
-    by_pass = list(zip(*of_searches, strict=True))
     assert len(by_pass) == done
     for number, together in enumerate(by_pass):
         logits, asked = whole_sequences(backend, [one for search in searches for one in search.sequences]), []
@@ -141,7 +134,7 @@ def test_passes_ahead_have_the_bits_of_single_passes(backends, given, passes, wh
             asked.append((slice(first, first + len(search.sequences)), search.request()))
         goes_on = True
         for selection, single, search in zip(together, backend.choose(logits, asked), searches, strict=True):
-            equal(selection, single)
+            assert_equal_bits(selection, single)
             goes_on &= search.go_on(single, ends)
         if number == done - 1:
             torch.testing.assert_close(torch.cat([one.logits for one in together]), logits, rtol=0, atol=0)
@@ -151,23 +144,20 @@ def test_passes_ahead_have_the_bits_of_single_passes(backends, given, passes, wh
 
 def whole_sequences(backend, sequences):
     """The logits at the ends of sequences."""
-    segments = []
-    for number, tokens in enumerate(sequences):
-        at = np.arange(len(tokens))
-        slots = (SEARCHES + number) * ROOM + at
-        no_suffixes = np.empty((len(at), 0), np.int64)
-        segments.append(Segment(np.array(tokens), at, slots, slots, no_suffixes, at[-1:]))
+    segments = [
+        of_one_sequence(np.array(tokens), number * ROOM + np.arange(len(tokens)), [-1])
+        for number, tokens in enumerate(sequences, SEARCHES)
+    ]
     return backend.forward(segments)
 
 
 def test_the_pass_in_which_something_comes_up_is_the_last(backends):
-    backend = backends[0]
     segments = [root(0, [1], 7), root(ROOM, [2], 7)]
     free, barred = SelectionRequest(), SelectionRequest(allowed=np.zeros((1, -(-VOCAB // 8)), np.uint8))
 
     def passes(requests, ends=(), halt=0):
-        selections = backend.forward_ahead(segments, requests, [None, None], 8, ends, np.array([halt], np.int32))
-        return {len(selection.tokens) for selection in selections}
+        halt = np.array([halt], np.int32)
+        return {len(one.tokens) for one in backends[0].forward_ahead(segments, requests, [None] * 2, 8, ends, halt)}
 
     assert passes([free, free]) == {8}
     assert passes([free, free], halt=1) == {1}
@@ -176,22 +166,21 @@ def test_the_pass_in_which_something_comes_up_is_the_last(backends):
 
 
 def test_selections_so_far_are_shown_between_passes(backends):
-    backend, segments, request = backends[0], [root(0, [1], 7), root(ROOM, [2], 7)], SelectionRequest()
-    shown = []
+    segments, requests, shown = [root(0, [1], 7), root(ROOM, [2], 7)], [SelectionRequest()] * 2, []
 
     def forward(every, show):
-        return backend.forward_ahead(segments, [request, request], [None, None], 8, [], GO_ON, every, show)
+        return backends[0].forward_ahead(segments, requests, [None] * 2, 8, [], GO_ON, every, show)
 
     def show(selections):
         shown.append([(selection.tokens.tolist(), selection.log_probs.tolist()) for selection in selections])
 
     for every in (1, 3, 7, 8):
         shown.clear()
-        selections = forward(every, show)
-        passes = [*range(every, 8, every)]  # the last pass is not among them
-        whole = [(selection.tokens.tolist(), selection.log_probs.tolist()) for selection in selections]
-        assert shown == [[(tokens[:n], scores[:n]) for tokens, scores in whole] for n in passes]
-        assert {len(selection.tokens) for selection in selections} == {8}
+        show(forward(every, show))
+        *earlier, whole = shown
+        passes = range(every, 8, every)  # the last pass is not among them
+        assert earlier == [[(tokens[:n], scores[:n]) for tokens, scores in whole] for n in passes]
+        assert {len(tokens) for tokens, _ in whole} == {8}
 
     def fail(selections):
         show(selections)
@@ -216,7 +205,7 @@ def test_passes_ahead_check_their_arguments(backends):
     about_two = SelectionRequest(top=3, normalize=True)
     beams = Beams(np.zeros(2, np.float32), -math.inf, -math.inf)
     backend.forward_ahead([one, root(ROOM, [1, 2], 14)], [SelectionRequest(), about_two], [None, beams], 8, [], GO_ON)
-    of_one = [
+    for segment, request, own, message in (
         (replace(one, ahead=one.ahead[:6]), SelectionRequest(), None, "lacks slots of the nodes to come"),
         (replace(one, suffixes=np.zeros((1, 1), np.int64)), SelectionRequest(), None, "at the end of its prefix"),
         (replace(one, prefix=np.arange(2)), SelectionRequest(), None, "at the end of its prefix"),
@@ -224,8 +213,6 @@ def test_passes_ahead_check_their_arguments(backends):
         (replace(one, slots=one.slots + 1), SelectionRequest(), None, "does not see its own slot|empty"),
         (replace(one, ahead=np.zeros(7, np.int64)), SelectionRequest(), None, "another position"),
         (replace(one, ahead=one.ahead + 2**40), SelectionRequest(), None, "not in the cache"),
-    ]
-    of_two = [
         (two, about_two, None, "neither about one token of one node"),
         (two, SelectionRequest(top=2, normalize=True), beams, "more tokens than there are beams"),
         (two, about_two, Beams(np.zeros(3, np.float32), 0, 0), "no scores, or too many"),
@@ -233,8 +220,7 @@ def test_passes_ahead_check_their_arguments(backends):
         (replace(two, ahead=np.full(14, 5)), about_two, beams, "same slot|another position"),
         (replace(two, ahead=-two.ahead), about_two, beams, "not in the cache"),
         (replace(two, suffixes=two.suffixes[::-1]), about_two, beams, "does not see its own slot"),
-    ]
-    for segment, request, own, message in of_one + of_two:
+    ):
         with pytest.raises(RuntimeError, match=message):
             backend.forward_ahead([segment], [request], [own], 8, [], GO_ON)
     for requests in ([], [about_two, about_two]):
@@ -254,12 +240,10 @@ def test_scores_and_slots_may_have_any_precision(backends):
     """Native code reads float32 and int64. A strategy of the caller may give others."""
     found = []
     for kind, whole in ((np.float32, np.int64), (np.float16, np.int32), (np.float64, np.int16)):
-        segment = root(0, [1, 2], 14)
+        segment, request = root(0, [1, 2], 14), SelectionRequest(top=3, normalize=True)
         beams = Beams(np.array([0, 1, -2.5, 1], kind)[::2], -math.inf, -math.inf)
-        segments = [replace(segment, ahead=segment.ahead.astype(whole))]
-        (selection,) = backends[0].forward_ahead(
-            segments, [SelectionRequest(top=3, normalize=True)], [beams], 8, [], GO_ON
-        )
+        segment = replace(segment, ahead=segment.ahead.astype(whole))
+        (selection,) = backends[0].forward_ahead([segment], [request], [beams], 8, [], GO_ON)
         found.append(selection.tokens.tolist())
     assert len(found[0]) == 16
     assert found[0] == found[1] == found[2]

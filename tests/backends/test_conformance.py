@@ -1,5 +1,7 @@
 """The conformance suite: every backend computes what transformers computes from the same weights."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
+from specbeam.backends.devices import choose_device
 from specbeam.cache.slots import Slots
 from specbeam.errors import SpecbeamError
 from specbeam.tree import Tree
@@ -21,7 +24,9 @@ from tests.conftest import (
 
 BACKENDS = ["torch", "cpu", "transformers", "transformers, eager"]
 
-SOME_SLIDING = ["sliding_attention", "full_attention"] * 2
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+TWO_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+SOME_SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -29,10 +34,7 @@ FAMILIES = {
     "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
     "llama 3 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama, linear rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
-    ),
+    "llama, linear rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "qwen3": ("qwen3", {}),
@@ -50,70 +52,39 @@ FAMILIES = {
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "gemma2": ("gemma2", {"sliding_window": 5, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "gemma2, another activation": ("gemma2", {"hidden_activation": "silu"}),
-    "gemma3": ("gemma3", {"sliding_window": 5, "layer_types": SOME_SLIDING, "num_hidden_layers": 4}),
-    "gemma3, linear rope": (
-        "gemma3",
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 5,
-            "layer_types": SOME_SLIDING,
-            "num_hidden_layers": 4,
-        },
-    ),
+    "gemma3": ("gemma3", SOME_SLIDING),
+    "gemma3, linear rope": ("gemma3", {**SOME_SLIDING, "rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 24}),
 }
-ONE_PER_ARCHITECTURE = [
-    "llama",
-    "qwen2, some layers sliding",
-    "qwen3",
-    "mistral, sliding window",
-    "gpt2",
-    "gpt_neox",
-    "stablelm, parallel",
-    "phi3",
-    "smollm3",
-    "gemma2",
-    "gemma3",
-]
 SOME = ["llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"]
+ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3"]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def pair(request, tiny):
     """By family: a model of transformers, and the same on one of the backends."""
-    made = {}
 
+    @cache
     def pair(family):
         architecture, changes = FAMILIES[family]
-        if request.param == "torch":
-            return tiny(architecture, **changes)
-        if request.param == "cpu":
-            model, lm = tiny(architecture, **changes)
-            if family not in made:
-                made[family] = model, specbeam.load(lm.source, backend="cpu", quantize="float32")
-            return made[family]
-        if family not in made:
+        if request.param.startswith("transformers"):
             attention = "eager" if request.param.endswith("eager") else "sdpa"
             model = random_model(architecture, attention=attention, **changes)
-            made[family] = model, specbeam.hf.wrap(model)
-        return made[family]
+            return model, specbeam.hf.wrap(model)
+        model, lm = tiny(architecture, **changes)
+        return model, specbeam.load(lm.source, backend="cpu", quantize="float32") if request.param == "cpu" else lm
 
     return pair
 
 
-def evaluate(lm, tree, slots, nodes):
+def evaluate(slots, nodes):
     """Logits at nodes, the way the engine asks for them."""
     pending = slots.missing(nodes)
-    return lm.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, nodes)))])
+    return slots.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, nodes)))])
 
 
 def alone(lm, tokens):
     """Logits after a sequence, from nothing."""
-    tree = Tree(tokens)
-    return evaluate(lm, tree, Slots(tree, lm.backend), [tree.tip])[0]
+    return evaluate(Slots(Tree(tokens), lm.backend), [len(tokens) - 1])[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -122,8 +93,7 @@ def test_logits_equal_the_logits_of_transformers(pair, family):
     tokens = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
-    tree = Tree(tokens.tolist())
-    got = evaluate(lm, tree, Slots(tree, lm.backend), np.arange(len(tokens)))
+    got = evaluate(Slots(Tree(tokens.tolist()), lm.backend), np.arange(len(tokens)))
     assert expected.std() > 0.5  # else closeness says nothing
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
@@ -137,14 +107,12 @@ def test_texts_equal_the_texts_of_transformers(tiny, family):
     architecture, changes = FAMILIES[family]
     theirs, lm = tiny(architecture, **changes)
     assert lm.backend.name == "torch"
-    prompt = [5, 6, 7, 5, 6, 7, 5]
-    out = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)
-    expected = out[0, len(prompt) :].tolist()
-    beams, scores = beams_of_transformers(theirs, prompt, num_beams=4, num_return_sequences=4, max_new_tokens=24)
+    prompt, how = [5, 6, 7, 5, 6, 7, 5], {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 24}
+    (expected,), _ = beams_of_transformers(theirs, prompt, max_new_tokens=24)
+    beams, scores = beams_of_transformers(theirs, prompt, **how)
     for draft in (None, "ngram"):
         assert specbeam.generate(lm, prompt, max_new_tokens=24, draft=draft).token_ids == expected
-        result = specbeam.generate(lm, prompt, num_beams=4, num_return_sequences=4, max_new_tokens=24, draft=draft)
-        assert_are_beams_of_transformers(result.sequences, beams, scores)
+        assert_are_beams_of_transformers(specbeam.generate(lm, prompt, draft=draft, **how).sequences, beams, scores)
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
@@ -166,18 +134,17 @@ def test_half_precision_is_near_float32(save, backend, dtype):
 def test_a_tree_at_once_is_each_sequence_alone(pair, family, data):
     """Also after nodes were dropped and their slots reused. tests/cache/test_slots.py proves the bookkeeping."""
     _, lm = pair(family)
-    tree = Tree(data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=6)))
+    token = st.integers(0, 255)
+    tree = Tree(data.draw(st.lists(token, min_size=1, max_size=6)))
     slots = Slots(tree, lm.backend)
     leaves = [tree.tip]
     for _ in range(data.draw(st.integers(1, 4))):
-        parents = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=5))
-        first = tree.add(
-            parents, data.draw(st.lists(st.integers(0, 255), min_size=len(parents), max_size=len(parents)))
-        )
-        second = tree.add(first, data.draw(st.lists(st.integers(0, 255), min_size=len(first), max_size=len(first))))
-        leaves = [*leaves, *first.tolist(), *second.tolist()]
+        nodes = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=5))
+        for _ in range(2):
+            nodes = tree.add(nodes, data.draw(st.lists(token, min_size=len(nodes), max_size=len(nodes)))).tolist()
+            leaves = [*leaves, *nodes]
         nodes = np.array(sorted(data.draw(st.sets(st.sampled_from(leaves), min_size=1))))
-        logits = evaluate(lm, tree, slots, nodes)
+        logits = evaluate(slots, nodes)
         for node, row in zip(nodes.tolist(), logits, strict=True):
             torch.testing.assert_close(row, alone(lm, tree.tokens(tree.path(node)).tolist()), atol=2e-4, rtol=0)
         leaves = sorted(data.draw(st.sets(st.sampled_from(leaves), min_size=1)))
@@ -188,52 +155,35 @@ def test_a_tree_at_once_is_each_sequence_alone(pair, family, data):
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_trees_share_a_pass_without_seeing_each_other(pair, family):
+def test_trees_share_a_pass_without_seeing_each_other_and_a_pass_can_be_repeated(pair, family):
     _, lm = pair(family)
     sequences = [[1, 2, 3], [4] * 30, [9]]
-    trees = [Tree(sequence) for sequence in sequences]
-    segments, places = [], []
-    for tree in trees:
-        places.append(slots := Slots(tree, lm.backend))
-        nodes = slots.missing([tree.tip])
-        segments.append(slots.segment(nodes, np.array([len(nodes) - 1])))
-    together = lm.backend.forward(segments)
-    for row, sequence in zip(together, sequences, strict=True):
-        torch.testing.assert_close(row, alone(lm, sequence), atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", SOME)
-def test_a_pass_can_be_repeated(pair, family):
-    _, lm = pair(family)
-    tree = Tree([5, 6, 7, 8])
-    slots = Slots(tree, lm.backend)
-    first = evaluate(lm, tree, slots, [tree.tip])
-    again = evaluate(lm, tree, slots, [tree.tip])
-    torch.testing.assert_close(again, first, atol=2e-4, rtol=0)
-    assert slots.used == 4
+    places = [Slots(Tree(sequence), lm.backend) for sequence in sequences]
+    for _ in range(2):
+        segments = []
+        for slots, sequence in zip(places, sequences, strict=True):
+            nodes = slots.missing([len(sequence) - 1])
+            segments.append(slots.segment(nodes, np.array([len(nodes) - 1])))
+        for row, sequence in zip(lm.backend.forward(segments), sequences, strict=True):
+            torch.testing.assert_close(row, alone(lm, sequence), atol=2e-4, rtol=0)
+        assert (places[0].used, places[2].used) == (3, 1)
+        assert places[1].used <= 30  # a window may leave tokens behind
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])
-@pytest.mark.parametrize("vocab", [1, 17, 100, 259, 1000])
-def test_logits_of_the_first_tokens_are_those_of_all(pair, family, vocab):
+def test_logits_of_the_first_tokens_are_those_of_all_and_nothing_wanted_gives_no_rows(pair, family):
     """The logits of the last tokens may be left out if no segment needs them."""
     _, lm = pair(family)
-    tree = Tree([5, 6, 7, 8])
-    slots = Slots(tree, lm.backend)
-    whole = evaluate(lm, tree, slots, [0, 1, 2, 3])
-    some = lm.backend.forward([slots.segment(np.arange(4), np.arange(4), vocab)])
-    assert some.shape[1] in (min(vocab, 259), 259)
-    torch.testing.assert_close(some, whole[:, : some.shape[1]], atol=2e-4, rtol=0)
-    others = [Slots(tree, lm.backend) for _ in range(2)]
-    both = [slots.segment(np.arange(4), np.arange(4), v) for slots, v in zip(others, (vocab, None), strict=True)]
-    assert lm.backend.forward(both).shape == (8, 259)
-
-
-def test_nothing_wanted_gives_no_rows(pair):
-    _, lm = pair("llama")
-    tree = Tree([1, 2, 3])
-    slots = Slots(tree, lm.backend)
-    assert lm.backend.forward([slots.segment(np.array([0, 1]), np.array([], dtype=np.int64))]).shape == (0, 259)
+    nodes = np.arange(4)
+    slots, *others = [Slots(Tree([5, 6, 7, 8]), lm.backend) for _ in range(3)]
+    whole = evaluate(slots, nodes)
+    for vocab in (1, 17, 100, 259, 1000):
+        some = lm.backend.forward([slots.segment(nodes, nodes, vocab)])
+        assert some.shape[1] in (min(vocab, 259), 259)
+        torch.testing.assert_close(some, whole[:, : some.shape[1]], atol=2e-4, rtol=0)
+        both = [one.segment(nodes, nodes, v) for one, v in zip(others, (vocab, None), strict=True)]
+        assert lm.backend.forward(both).shape == (8, 259)
+    assert lm.backend.forward([slots.segment(nodes[:2], nodes[:0])]).shape == (0, 259)
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
@@ -244,3 +194,12 @@ def test_missing_devices_dtypes_and_backends_are_refused(save, backend, device, 
         specbeam.load(folder, backend=backend, device=device, dtype=dtype)
     with pytest.raises(SpecbeamError, match="vllm"):
         specbeam.load(folder, backend="vllm")
+
+
+@pytest.mark.parametrize("name", ["mps", "cuda:99", "meta", "gpu", ""])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(name):
+    if name == "mps" and torch.backends.mps.is_available():
+        pytest.skip("this machine has it")
+    with pytest.raises(SpecbeamError, match=f"^there is no device {name!r} here: give auto, or one of cpu") as raised:
+        choose_device(name)
+    assert len(str(raised.value)) < 100 + 8 * torch.cuda.device_count()

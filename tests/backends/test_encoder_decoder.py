@@ -1,5 +1,7 @@
 """Models with an encoder, against transformers' own generation."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -19,24 +21,17 @@ from transformers import (
 )
 
 import specbeam
-from specbeam import Engine, SpecbeamError, hf
+from specbeam import SpecbeamError, hf
 from specbeam.cache.slots import Slots
 from specbeam.tree import Tree
 from tests.conftest import EOS, beams_of_transformers, examples, random_model
 
 PAD, START = 258, 256
 SIZES = {"vocab_size": 259, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": START}
+PARTS = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
 BART = SIZES | {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 128,
-    "bos_token_id": 256,
-    "init_std": 0.4,
+    **{f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in PARTS.items()},
+    **{"d_model": 32, "max_position_embeddings": 128, "init_std": 0.4, "bos_token_id": 256},
     "forced_eos_token_id": None,
 }
 T5 = SIZES | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 2.0}
@@ -64,106 +59,88 @@ def make(kind, seed=0, attention="sdpa", **changes):
     return model
 
 
-@pytest.fixture(scope="module")
-def pair():
-    made = {}
-
-    def pair(kind, attention="sdpa"):
-        if (kind, attention) not in made:
-            model = make(kind, attention=attention)
-            made[kind, attention] = model, hf.wrap(model)
-        return made[kind, attention]
-
-    return pair
+@cache
+def pair(kind, attention="sdpa"):
+    model = make(kind, attention=attention)
+    return model, hf.wrap(model)
 
 
 # Positions reach the decoder in three ways: biases (T5), counted embeddings (BART), embeddings by ids (M2M100).
-ONE_PER_KIND_OF_POSITIONS = ("t5", "bart", "m2m100")
+MARKS = {kind: () if kind in ("t5", "bart", "m2m100") else pytest.mark.thorough for kind in KINDS}
+"""By kind of model: the other kinds are left to thorough mode."""
 
 
-def quick(*kinds):
-    """All kinds of models; the others are left to thorough mode."""
-    return [kind if kind in kinds else pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_equal_the_texts_of_transformers(pair, kind):
-    check_texts(*pair(kind))
-
-
-@pytest.mark.parametrize("kind", quick(*ONE_PER_KIND_OF_POSITIONS))
-def test_texts_with_eager_attention_equal_the_texts_of_transformers(pair, kind):
-    check_texts(*pair(kind, "eager"))
-
-
-def check_texts(model, lm):
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        *((kind, "sdpa") for kind in KINDS),
+        *(pytest.param(kind, "eager", marks=marks) for kind, marks in MARKS.items()),
+    ],
+)
+def test_texts_equal_the_texts_of_transformers(kind, attention):
+    model, lm = pair(kind, attention)
+    options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 20, "length_penalty": 0.8}
     for prompt in PROMPTS:
         (expected,), _ = beams_of_transformers(model, prompt, max_new_tokens=20)
         assert specbeam.generate(lm, prompt, max_new_tokens=20).token_ids == expected
-        options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 20, "length_penalty": 0.8}
         expected, scores = beams_of_transformers(model, prompt, **options)
-        for got, tokens, score in zip(
-            specbeam.generate(lm, prompt, **options).sequences, expected, scores, strict=True
-        ):
+        found = specbeam.generate(lm, prompt, **options).sequences
+        for got, tokens, score in zip(found, expected, scores, strict=True):
             assert got.token_ids == tokens[: len(got.token_ids)]
             assert got.score == pytest.approx(score, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", quick(*ONE_PER_KIND_OF_POSITIONS))
-def test_drafts_and_batches_change_nothing(pair, kind):
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()])
+def test_drafts_and_batches_change_nothing(kind):
     _, lm = pair(kind)
     near = hf.wrap(make(kind, seed=1))
     options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 16}
     alone = [[s.token_ids for s in specbeam.generate(lm, prompt, **options).sequences] for prompt in PROMPTS]
     for draft in (None, "ngram", "suffix", near, lm):
-        engine = Engine(lm)
         sizes = {} if draft is None else {"num_draft_tokens": 4, "draft_width": 6}
-        requests = [engine.submit(prompt, options | sizes, draft=draft) for prompt in PROMPTS]
-        engine.run()
-        results = [request.result() for request in requests]
+        results = specbeam.generate(lm, PROMPTS, draft=draft, **options, **sizes)
         assert [[s.token_ids for s in result.sequences] for result in results] == alone
         if draft is lm:
             assert all(r.stats.steps_per_target_pass > 1.5 for r in results)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_encoder_reads_prompts_together(pair, kind):
+def test_the_encoder_reads_prompts_together(kind):
     """Each gets what transformers' encoder gives for it alone, and calls have little padding."""
     model, lm = pair(kind)
     prompts = [[2 + (n * k) % 250 for k in range(1, n)] for n in (9, 3, 12, 60, 10, 2, 12, 64, 11)]
+    shapes, together = encoded(lm, prompts)
+    assert shapes == [(2, 2), (2, 63), (5, 11)]
+    for prompt, source in zip(prompts, together, strict=True):
+        (alone,) = lm.backend.encode([prompt])
+        with torch.no_grad():
+            expected = model.get_encoder()(torch.tensor([prompt])).last_hidden_state
+        torch.testing.assert_close(source.states, expected, atol=1e-4, rtol=1e-5)
+        for ours, theirs in zip(source.keys + source.values, alone.keys + alone.values, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+def encoded(lm, prompts):
+    """The shapes of the encoder's calls, without features, and what it gives."""
     calls = []
-    hook = model.get_encoder().register_forward_hook(lambda _, given, out: calls.append(out[0].shape))
+    hook = lm.backend.model.get_encoder().register_forward_hook(lambda _, given, out: calls.append(out[0].shape[:2]))
     try:
-        together = lm.backend.encode(prompts)
-        assert sorted(tuple(shape[:2]) for shape in calls) == [(2, 2), (2, 63), (5, 11)]
-        for prompt, source in zip(prompts, together, strict=True):
-            (alone,) = lm.backend.encode([prompt])
-            with torch.no_grad():
-                expected = model.get_encoder()(torch.tensor([prompt])).last_hidden_state
-            torch.testing.assert_close(source.states, expected, atol=1e-4, rtol=1e-5)
-            for ours, theirs in zip(source.keys + source.values, alone.keys + alone.values, strict=True):
-                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+        sources = lm.backend.encode(prompts)
     finally:
         hook.remove()
+    return sorted(map(tuple, calls)), sources
 
 
-def test_the_encoder_reads_at_most_some_thousand_tokens_at_once(pair):
-    _, lm = pair("t5")
-    sizes = []
-    encoder = lm.backend.model.get_encoder()
-    hook = encoder.register_forward_hook(lambda _, given, out: sizes.append(out[0].shape[0] * out[0].shape[1]))
-    try:
-        sources = lm.backend.encode([[5] * 1000] * 20 + [[5]])
-    finally:
-        hook.remove()
-    assert sorted(sizes) == [1, 4000, 8000, 8000]
+def test_the_encoder_reads_at_most_some_thousand_tokens_at_once():
+    shapes, sources = encoded(pair("t5")[1], [[5] * 1000] * 20 + [[5]])
+    assert shapes == [(1, 1), (4, 1000), (8, 1000), (8, 1000)]
     assert [source.states.shape[1] for source in sources] == [1000] * 20 + [1]
 
 
 @settings(max_examples=examples(0.5))
 @given(st.data())
 @pytest.mark.parametrize("kind", ["t5", "umt5", "bart", "m2m100"])
-def test_a_tree_at_once_is_each_sequence_alone(pair, kind, data):
+def test_a_tree_at_once_is_each_sequence_alone(kind, data):
     """Against transformers' decoder, which is given each sequence by itself."""
     model, lm = pair(kind)
     prompt = PROMPTS[data.draw(st.integers(0, 2))]
@@ -171,12 +148,10 @@ def test_a_tree_at_once_is_each_sequence_alone(pair, kind, data):
     slots = Slots(tree, lm.backend)
     (source,) = lm.backend.encode([prompt])
     nodes = [tree.tip]
+    token = st.integers(2, 255)  # 1 is M2M100's padding
     for _ in range(data.draw(st.integers(1, 3))):
         parents = data.draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=4))
-        tokens = data.draw(
-            st.lists(st.integers(2, 255), min_size=len(parents), max_size=len(parents))
-        )  # 1 is M2M100's padding
-        nodes += tree.add(parents, tokens).tolist()
+        nodes += tree.add(parents, data.draw(st.lists(token, min_size=len(parents), max_size=len(parents)))).tolist()
         wanted = np.array(sorted(data.draw(st.sets(st.sampled_from(nodes), min_size=1))))
         pending = slots.missing(wanted)
         logits = lm.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, wanted)), source=source)])
@@ -187,7 +162,7 @@ def test_a_tree_at_once_is_each_sequence_alone(pair, kind, data):
             torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)  # some logits are over 10
 
 
-def test_the_callers_model_stays_as_it_was(pair):
+def test_the_callers_model_stays_as_it_was():
     for kind in ("t5", "bart"):
         model, lm = pair(kind)
         specbeam.generate(lm, PROMPTS[0], max_new_tokens=4)
@@ -196,19 +171,20 @@ def test_the_callers_model_stays_as_it_was(pair):
         assert not any(module._forward_hooks for module in decoder.modules())
 
 
-def test_what_the_checkpoint_forces_and_forbids_holds(pair):
+def test_what_the_checkpoint_forces_and_forbids_holds():
     model = make("bart")
-    plain = specbeam.generate(hf.wrap(model), PROMPTS[0], max_new_tokens=8).token_ids
-    config = model.generation_config
+
+    def greedy():
+        return specbeam.generate(hf.wrap(model), PROMPTS[0], max_new_tokens=8).token_ids
+
+    plain, config = greedy(), model.generation_config
     config.forced_bos_token_id, config.forced_eos_token_id = 77, EOS
     config.bad_words_ids, config.suppress_tokens = [[plain[0]], [plain[1], plain[2]]], [plain[3]]
     config.no_repeat_ngram_size = 2
-    after_forced = specbeam.generate(hf.wrap(model), PROMPTS[0], max_new_tokens=8).token_ids[1]
+    after_forced = greedy()[1]
     config.begin_suppress_tokens = [after_forced]
-    lm = hf.wrap(model)
-    (expected,), _ = beams_of_transformers(model, PROMPTS[0], max_new_tokens=8)
-    got = specbeam.generate(lm, PROMPTS[0], max_new_tokens=8).token_ids
-    assert got == expected
+    lm, got = hf.wrap(model), greedy()
+    assert ([got], None) == beams_of_transformers(model, PROMPTS[0], max_new_tokens=8)
     assert (got[0], got[-1]) == (77, EOS)
     assert got[1] != after_forced
     options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 8}
@@ -232,7 +208,7 @@ def test_a_folder_is_loaded_and_reads_text(save, caplog):
     assert "".join(piece.text for piece in specbeam.stream(lm, "hello", max_new_tokens=12)) == result.text
 
 
-def test_what_cannot_be_is_one_line(pair):
+def test_what_cannot_be_is_one_line():
     _, lm = pair("t5")
     causal = hf.wrap(random_model("llama"))
     with pytest.raises(SpecbeamError, match="begins its sequences with"):

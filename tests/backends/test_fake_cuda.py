@@ -9,13 +9,15 @@ from specbeam import hf, ladder
 from specbeam.backends import devices
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
+from specbeam.backends.transformers import CausalBackend
 from specbeam.cache.slots import Slots
 from specbeam.engine import CostTable
 from specbeam.selection import Edit, Noise, SelectionRequest, choose
 from specbeam.tree import Tree
 from tests.backends.test_conformance import FAMILIES, evaluate
-from tests.conftest import random_model
+from tests.conftest import random_model, run_alone
 from tests.fake_cuda import fake_cuda, twin
+from tests.test_selection import assert_equal_bits
 
 CUDA = "cuda:0"
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
@@ -49,17 +51,23 @@ def load(folder, device, dtype="float32"):
     return specbeam.load(folder, backend="torch", device=device, dtype=dtype)
 
 
-def waits_of_passes(gpu, monkeypatch, backend=TorchBackend):
-    """How often the host waits from the beginning of a pass to the beginning of the next one. Call it at the end."""
-    starts, forward = [], backend.forward
+@pytest.fixture
+def waits(gpu, monkeypatch):
+    """Does work on the CPU and on the GPU, with equal results. Returns the waits from each pass on to the next one."""
 
-    def noted(self, segments):
-        if self.device.type == "cuda":
-            starts.append(len(gpu.waits))
-        return forward(self, segments)
+    def waits(work, backend=TorchBackend):
+        starts, forward = [], backend.forward
 
-    monkeypatch.setattr(backend, "forward", noted)
-    return lambda: np.diff([*starts, len(gpu.waits)]).tolist()
+        def noted(self, segments):
+            if self.device.type == "cuda":
+                starts.append(len(gpu.waits))
+            return forward(self, segments)
+
+        monkeypatch.setattr(backend, "forward", noted)
+        assert work("cpu") == work(CUDA)
+        return np.diff([*starts, len(gpu.waits)]).tolist()
+
+    return waits
 
 
 def forbid_even(input_ids, scores):
@@ -84,62 +92,54 @@ DRAFTED = {"greedy": {}, "draws": {"do_sample": True, "top_p": 0.9, "seed": 3}, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_pass_is_waited_for_once(gpu, monkeypatch, folder, case):
+def test_a_pass_is_waited_for_once(waits, folder, case):
     """Tokens equal the tokens of the CPU."""
     options, expected = CASES[case]
-    both = []
-    waits = waits_of_passes(gpu, monkeypatch)
-    for device in ("cpu", CUDA):
-        lm = load(folder, device)
-        gpu.waits.clear()
-        both.append(specbeam.generate(lm, PROMPT, max_new_tokens=3, **options))
-    assert both[0].token_ids == both[1].token_ids
-    assert waits() == expected
+    how = {"max_new_tokens": 3, **options}
+    assert waits(lambda device: specbeam.generate(load(folder, device), PROMPT, **how).token_ids) == expected
 
 
 @pytest.mark.parametrize("case", DRAFTED)
-def test_a_pass_of_a_draft_is_waited_for_once(gpu, monkeypatch, folder, case):
+def test_a_pass_of_a_draft_is_waited_for_once(waits, folder, case):
     """Each level of a draft waits for its selection. So a round has as many waits as passes."""
-    both = []
-    waits = waits_of_passes(gpu, monkeypatch)
-    for device in ("cpu", CUDA):
+
+    def work(device):
+        nonlocal stats
         lm, draft = load(folder, device), load(folder, device)
         seconds = {lm.backend: 1.0, draft.backend: 0.01}
-        engine = specbeam.Engine(lm, costs=lambda backend, ahead=False, s=seconds: CostTable(lambda _: s[backend]))
-        gpu.waits.clear()
-        request = engine.submit(PROMPT, {"max_new_tokens": 5} | DRAFTED[case], draft=draft)
-        engine.run()
-        both.append(request.result())
-    assert both[0].token_ids == both[1].token_ids
-    stats = both[1].stats
+        costs = {"costs": lambda backend, ahead=False: CostTable(lambda _: seconds[backend])}
+        result = run_alone(lm, PROMPT, {"max_new_tokens": 5} | DRAFTED[case], draft, **costs)
+        stats = result.stats
+        return result.token_ids
+
+    stats = None
+    found = waits(work)
     assert stats.draft_passes > stats.target_passes
     assert stats.accepted
-    assert waits() == [1] * (stats.draft_passes + stats.target_passes)
+    assert found == [1] * (stats.draft_passes + stats.target_passes)
 
 
-def test_a_piece_of_a_prompt_is_waited_for_once(gpu, monkeypatch, folder):
+def test_a_piece_of_a_prompt_is_waited_for_once(gpu, waits, folder):
     """Its time is measured."""
-    lm, waits = load(folder, CUDA), waits_of_passes(gpu, monkeypatch)
-    gpu.waits.clear()
-    engine = specbeam.Engine(lm, max_batch_tokens=3)
-    engine.submit(PROMPT, {"max_new_tokens": 2})
-    engine.run()
-    assert gpu.waits[:2] == ["synchronize"] * 2
-    assert waits() == [1] * 4
 
-
-def test_requests_of_many_kinds_are_waited_for_once(gpu, monkeypatch, folder):
-    both = []
-    waits = waits_of_passes(gpu, monkeypatch)
-    for device in ("cpu", CUDA):
-        engine = specbeam.Engine(load(folder, device))
+    def work(device):
+        lm = load(folder, device)
         gpu.waits.clear()
+        return run_alone(lm, PROMPT, {"max_new_tokens": 2}, max_batch_tokens=3).token_ids
+
+    assert waits(work) == [1] * 4
+    assert gpu.waits[:2] == ["synchronize"] * 2
+
+
+def test_requests_of_many_kinds_are_waited_for_once(waits, folder):
+    def work(device):
+        engine = specbeam.Engine(load(folder, device))
         kinds = {}, {"do_sample": True, "seed": 1}, {"repetition_penalty": 1.2}, {}, {"top_logprobs": 2}
         requests = [engine.submit(PROMPT[:n], {"max_new_tokens": 2} | kind) for n, kind in enumerate(kinds, 3)]
         engine.run()
-        both.append([request.result().token_ids for request in requests])
-    assert both[0] == both[1]
-    assert waits() == [1] * 2
+        return [request.result().token_ids for request in requests]
+
+    assert waits(work) == [1] * 2
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
@@ -151,9 +151,9 @@ def test_a_pass_lies_on_the_device_in_its_dtype(gpu, save, family):
     backend.reserve(10)
     slots = Slots(tree, backend)
     gpu.waits.clear()
-    first = evaluate(lm, tree, slots, [tree.tip])
+    first = evaluate(slots, [tree.tip])
     left, right = tree.add([2, 2], [4, 5]).tolist()
-    second = evaluate(lm, tree, slots, [left, right, *tree.add([right, left], [6, 7]).tolist()])
+    second = evaluate(slots, [left, right, *tree.add([right, left], [6, 7]).tolist()])
     store = twin(backend._store._keys[0])[:, :7].clone()
     backend.reserve(1000)
     assert torch.equal(twin(backend._store._keys[0])[:, :7], store)
@@ -161,8 +161,9 @@ def test_a_pass_lies_on_the_device_in_its_dtype(gpu, save, family):
     few = backend.forward([slots.segment(np.array([1, 2]), np.array([1]), vocab=17)])
     assert gpu.waits == []
     assert backend.precision == "bfloat16"
-    for logits, shape in ((first, (1, 259)), (second, (4, 259)), (nothing, (0, 259)), (few, (1, 17))):
-        assert (logits.shape, logits.dtype, str(logits.device)) == (shape, torch.float32, CUDA)
+    rows = first, second, nothing, few
+    assert [logits.shape for logits in rows] == [(1, 259), (4, 259), (0, 259), (1, 17)]
+    assert {(logits.dtype, str(logits.device)) for logits in rows} == {(torch.float32, CUDA)}
     weights = [*backend.model.parameters(), *backend._store._keys, *backend._store._values]
     assert {(tensor.dtype, str(tensor.device)) for tensor in weights} == {(torch.bfloat16, CUDA)}
     assert {str(frequencies.device) for frequencies in backend.model.frequencies.values()} <= {CUDA}
@@ -172,20 +173,18 @@ def ids(n):
     return np.arange(n, dtype=np.uint32)
 
 
+def edit(kind, vocab):
+    values = np.full(0 if kind == "ban" else 2, 1.3, np.float32)
+    return Edit(kind, np.zeros(2, np.int32), np.array([1, vocab], np.int32), values)
+
+
 KINDS = {
     "the highest": lambda n, vocab: SelectionRequest(),
     "beams": lambda n, vocab: SelectionRequest(top=6, normalize=True),
     "none": lambda n, vocab: SelectionRequest(top=0),
     "draws": lambda n, vocab: SelectionRequest(top=2, noise=Noise(2**64 - 1, ids(n), ids(n))),
-    "edits": lambda n, vocab: SelectionRequest(
-        edits=tuple(
-            Edit(kind, np.zeros(2, np.int32), np.array([1, vocab], np.int32), np.full(2 * (kind != "ban"), 1.3, "f4"))
-            for kind in ("repeat", "add", "ban")
-        )
-    ),
-    "a mask": lambda n, vocab: SelectionRequest(
-        allowed=np.full((n, -(-vocab // 8)), 0b1010101, np.uint8), one_of=(0, 2)
-    ),
+    "edits": lambda n, vocab: SelectionRequest(edits=tuple(edit(kind, vocab) for kind in ("repeat", "add", "ban"))),
+    "a mask": lambda n, vocab: SelectionRequest(allowed=np.full((n, -(-vocab // 8)), 85, np.uint8), one_of=(0, 2)),
     "warpers": lambda n, vocab: SelectionRequest(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9),
     "given": lambda n, vocab: SelectionRequest(given=np.full((n, 2), 3), total=True),
     "few": lambda n, vocab: SelectionRequest(top=3, vocab=33),
@@ -206,24 +205,13 @@ def test_all_selections_come_in_one_copy(gpu, vocab):
     for selection, expected in zip(selections, choose(on_cpu, requests), strict=True):
         assert str(selection.logits.device) == CUDA
         assert torch.equal(twin(selection.logits), expected.logits)
-        for name in ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals"):
-            one, other = getattr(selection, name), getattr(expected, name)
-            assert (one is None) == (other is None)
-            if one is not None:
-                assert one.dtype == other.dtype
-                np.testing.assert_array_equal(one, other, err_msg=name)
+        assert_equal_bits(selection, expected)
 
 
-def test_models_of_transformers_are_waited_for_once(gpu, monkeypatch):
-    model = random_model("mistral", sliding_window=5, num_hidden_layers=2)
-    both = []
-    for device in ("cpu", CUDA):
-        lm = hf.wrap(model.to(device))
-        waits = waits_of_passes(gpu, monkeypatch, type(lm.backend))
-        gpu.waits.clear()
-        both.append(specbeam.generate(lm, PROMPT, num_beams=2, max_new_tokens=3).token_ids)
-    assert both[0] == both[1]
-    assert waits() == [OUT_OF_ORDER, 1, 1]
+def test_models_of_transformers_are_waited_for_once(waits):
+    model, how = random_model("mistral", sliding_window=5, num_hidden_layers=2), {"num_beams": 2, "max_new_tokens": 3}
+    found = waits(lambda on: specbeam.generate(hf.wrap(model.to(on)), PROMPT, **how).token_ids, CausalBackend)
+    assert found == [OUT_OF_ORDER, 1, 1]
 
 
 def test_compiled_rungs_reduce_the_overhead_of_launches(gpu, monkeypatch, folder):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from filelock import FileLock
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import load_file, save_file
 
 import specbeam
 from specbeam import SpecbeamError
@@ -21,6 +20,7 @@ from specbeam.checkpoints import open_checkpoint, packed
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.cli import main
 from specbeam.machine import Memory, mapped_bytes
+from tests.checkpoints.test_folder import change_tensors
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
 
@@ -44,8 +44,8 @@ def folder(folders):
     return folders[0]
 
 
-@pytest.fixture
-def cached(monkeypatch, tmp_path):
+@pytest.fixture(name="cached")
+def cached_weights(monkeypatch, tmp_path):
     """The folder of packed weights. Even the smallest weights get a file."""
     monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
@@ -56,23 +56,24 @@ def limit(monkeypatch, size):
     monkeypatch.setenv("SPECBEAM_PACKED_GB", str(size / 1e9))
 
 
-def test_the_second_load_maps_the_file(folder, cached, monkeypatch, caplog):
-    first = tokens(loaded(folder))
+def the_file(cached):
     (file,) = cached.glob("*.weights")
-    again = []
-    monkeypatch.setattr(weights, "_pack", lambda *given: again.append(given))
+    return file
+
+
+def test_the_second_load_maps_the_file(folder, cached, monkeypatch, caplog):
+    first, file = tokens(loaded(folder)), the_file(cached)
+    monkeypatch.setattr(weights, "_pack", None)
     assert tokens(loaded(folder)) == first
-    assert not again
-    assert [*cached.glob("*.weights")] == [file]
+    assert the_file(cached) == file
     assert not caplog.text
 
 
 def test_mapped_weights_leave_less_memory_for_caches(folder, cached, monkeypatch):
     """They count once, however often the file is mapped, and no longer than the models live."""
     loaded(folder)  # packs
-    (file,) = cached.glob("*.weights")
     gc.collect()
-    size, others = file.stat().st_size, mapped_bytes()
+    size, others = the_file(cached).stat().st_size, mapped_bytes()
     total = 100 * (size + others)
     monkeypatch.setattr(devices, "usable_memory", lambda mapped=0: Memory(total, 2 * size + others - mapped))
 
@@ -87,31 +88,28 @@ def test_mapped_weights_leave_less_memory_for_caches(folder, cached, monkeypatch
     assert room() == int(0.8 * 2 * size)
 
 
-@pytest.mark.parametrize("damage", ["a bit", "cut", "longer", "header", "empty", "magic"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda whole: whole[:-1000] + bytes([whole[-1000] ^ 1]) + whole[-999:], id="a bit"),
+        pytest.param(lambda whole: whole[:-64], id="cut"),
+        pytest.param(lambda whole: whole + b"x", id="longer"),
+        pytest.param(lambda whole: whole.replace(b'"rows"', b'"rowz"', 1), id="header"),
+        pytest.param(lambda whole: b"", id="empty"),
+        pytest.param(lambda whole: b"x" * 99, id="magic"),
+    ],
+)
 def test_a_damaged_file_is_packed_again(folder, cached, caplog, damage):
-    first = tokens(loaded(folder))
-    (file,) = cached.glob("*.weights")
+    first, file = tokens(loaded(folder)), the_file(cached)
     whole = file.read_bytes()
-    flipped = bytearray(whole)
-    flipped[-1000] ^= 1
-    damaged = {
-        "a bit": bytes(flipped),
-        "cut": whole[:-64],
-        "longer": whole + b"x",
-        "header": whole.replace(b'"rows"', b'"rowz"', 1),
-        "empty": b"",
-        "magic": b"x" * 99,
-    }
-    file.write_bytes(damaged[damage])
+    file.write_bytes(damage(whole))
     assert tokens(loaded(folder)) == first
     assert "is damaged" in caplog.text
     assert file.read_bytes() == whole
 
 
-def test_without_a_writable_folder_models_still_load(folder, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "file"))
+def test_without_a_writable_folder_models_still_load(folder, cached, caplog):
+    cached.parent.write_text("")
     assert tokens(loaded(folder))
     assert "set SPECBEAM_HOME" in caplog.text
 
@@ -127,30 +125,17 @@ def replace_at_the_same_time(path, write):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_another_model_of_the_same_size_and_time_is_packed_anew(save, folders, cached):
-    folder = save(random_model("llama"))
-    first = tokens(loaded(folder))
-    file = folder / "model.safetensors"
-    replace_at_the_same_time(file, lambda: shutil.copy(folders[1] / file.name, file))
-    second = tokens(loaded(folder))
-    assert second == tokens(loaded(folders[1])) != first
-
-
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"])
 def test_a_model_that_differs_in_one_tensor_is_packed_anew(save, cached, name):
     folder = save(random_model("llama"))
-    first = tokens(loaded(folder))
-    tensors, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
-    tensors[name] = -tensors[name]
-    replace_at_the_same_time(file, lambda: save_file(tensors, file, metadata={"format": "pt"}))
+    first, file = tokens(loaded(folder)), folder / "model.safetensors"
+    replace_at_the_same_time(file, lambda: change_tensors(file, lambda those: those[name].neg_()))
     assert tokens(loaded(folder)) != first
 
 
 def test_another_gguf_file_of_the_same_size_and_time_is_packed_anew(tmp_path, cached):
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
-    one, two = (
-        write_gguf(tmp_path / f"{seed}.gguf", random_model("llama", seed=seed, **sizes), Type.Q8_0) for seed in (0, 1)
-    )
+    models = [random_model("llama", seed=seed, hidden_size=64, intermediate_size=96) for seed in (0, 1)]
+    one, two = (write_gguf(tmp_path / f"{seed}.gguf", model, Type.Q8_0) for seed, model in enumerate(models))
     first = tokens(loaded(one, "keep"))
     replace_at_the_same_time(one, lambda: shutil.copy(two, one))
     assert tokens(loaded(one, "keep")) == tokens(loaded(two, "keep")) != first
@@ -189,14 +174,9 @@ def test_a_fingerprint_costs_the_same_for_files_of_all_sizes(tmp_path):
 
 
 def test_a_fingerprint_sees_both_ends_and_the_middle(tmp_path):
-    path = tmp_path / "file"
-    content = bytearray(90_000)
-    digests = set()
-    for place in (None, 0, 30_000, 60_000, 89_999):
-        changed = content.copy()
-        if place is not None:
-            changed[place] = 1
-        path.write_bytes(changed)
+    path, digests = tmp_path / "file", set()
+    for places in ([], [0], [30_000], [60_000], [89_999]):
+        path.write_bytes(bytes(at in places for at in range(90_000)))
         digests.add(fingerprint([(path, [Extent(0, 90_000)])]))
     assert len(digests) == 5
 
@@ -206,8 +186,7 @@ def test_a_load_reads_little_of_a_packed_file(save, cached):
     folder = save(random_model("llama", hidden_size=256, intermediate_size=2048, num_hidden_layers=2))
     checkpoint = open_checkpoint(folder)
     weights.load_weights(checkpoint, "int8")
-    (file,) = cached.glob("*.weights")
-    before = bytes_read()
+    file, before = the_file(cached), bytes_read()
     held = weights.load_weights(checkpoint, "int8")
     assert bytes_read() - before < file.stat().st_size / 2
     (resident,) = re.findall(rf"{file.name}\nSize:.*?\nRss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.DOTALL)
@@ -225,8 +204,7 @@ def test_the_umask_says_who_may_read_a_file(folder, cached, umask, mode):
         loaded(folder)
     finally:
         os.umask(before)
-    (file,) = cached.glob("*.weights")
-    assert file.stat().st_mode & 0o777 == mode
+    assert the_file(cached).stat().st_mode & 0o777 == mode
 
 
 def test_the_least_recently_used_files_go_first(folders, cached, monkeypatch):
@@ -262,10 +240,8 @@ def test_models_packed_shows_the_files_and_clears_them(folders, cached, monkeypa
     loaded(folders[1])
     assert main(["models", "packed"]) == 0
     shown = capsys.readouterr()
-    assert [line.rsplit("-", 4)[0].split("-int8")[0] for line in shown.out.splitlines()] == [
-        folders[1].name,
-        folders[0].name,
-    ]
+    names = [line.rsplit("-", 4)[0].split("-int8")[0] for line in shown.out.splitlines()]
+    assert names == [folders[1].name, folders[0].name]
     assert "of at most 5,000 MB in" in shown.err
     (cached / ".killed-int8-0123456789abcdef.new").write_bytes(b"half")
     assert main(["models", "packed", "--clear"]) == 0
@@ -276,7 +252,7 @@ def test_models_packed_shows_the_files_and_clears_them(folders, cached, monkeypa
 
 def test_a_file_that_is_being_packed_is_not_cleared(folder, cached):
     loaded(folder)
-    (file,) = cached.glob("*.weights")
+    file = the_file(cached)
     with FileLock(file.with_suffix(".lock")):
         assert packed.clear() == 0
     assert file.exists()
@@ -285,8 +261,7 @@ def test_a_file_that_is_being_packed_is_not_cleared(folder, cached):
 
 
 def test_a_file_of_a_killed_process_is_written_over(folder, cached):
-    expected = tokens(loaded(folder))
-    (file,) = cached.glob("*.weights")
+    expected, file = tokens(loaded(folder)), the_file(cached)
     file.unlink()
     file.with_name(f".{file.stem}.new").write_bytes(b"half" * 1_000_000)
     assert tokens(loaded(folder)) == expected

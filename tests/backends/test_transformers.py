@@ -26,25 +26,21 @@ OPTIONS = {"max_new_tokens": 20, "num_beams": 3}
 def test_a_folder_is_loaded_through_transformers(save, architecture):
     model = random_model(architecture)
     lm = specbeam.load(save(model), backend="transformers", device="cpu")
-    assert lm.backend.name == "transformers"
-    assert lm.eos_token_ids == {model.config.eos_token_id}
+    assert (lm.backend.name, lm.eos_token_ids) == ("transformers", {model.config.eos_token_id})
     expected = specbeam.generate(hf.wrap(model, lm.tokenizer), "hello", **OPTIONS)
     got = specbeam.generate(lm, "hello", **OPTIONS)
     assert (got.text, got.token_ids) == (expected.text, expected.token_ids)
 
 
 def test_a_gguf_file_is_loaded_through_transformers(tmp_path):
-    model = random_model("llama")
-    path = tmp_path / "model.gguf"
-    write_gguf(path, model)
+    path = write_gguf(tmp_path / "model.gguf", random_model("llama"))
     ours, theirs = (specbeam.load(path, backend=backend, device="cpu") for backend in ("torch", "transformers"))
     assert specbeam.generate(theirs, [1, 2, 3], **OPTIONS).text == specbeam.generate(ours, [1, 2, 3], **OPTIONS).text
 
 
 def test_what_we_do_not_have_runs_on_transformers_and_says_so(save, caplog):
-    model = GPTJForCausalLM(
-        GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=259, eos_token_id=EOS)
-    ).eval()
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 259}
+    model = GPTJForCausalLM(GPTJConfig(**sizes, eos_token_id=EOS)).eval()
     folder = save(model)
     lm = specbeam.load(folder, device="cpu")
     assert lm.backend.name == "transformers"
@@ -76,23 +72,23 @@ def test_a_configuration_of_another_model_is_refused_in_one_line(folder, changes
 SMALL = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 
 
+EXPERTS = SMALL | {"num_local_experts": 2, "intermediate_size_mlp": 8}
+GPT_NEO = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
+
+
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("make", "sizes", "says"),
     [
-        (MambaConfig(**SMALL), "running state"),
-        (BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2), "takes no position_ids"),
-        (FalconConfig(**SMALL, alibi=True), "does not follow"),
-        (
-            GPTNeoConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
-            "does",
-        ),
-        (Llama4TextConfig(**SMALL, num_local_experts=2, intermediate_size_mlp=8), "layers of kind chunked_attention"),
+        (MambaConfig, SMALL, "running state"),
+        (BloomConfig, {"vocab_size": 9, "hidden_size": 8, "n_layer": 1, "n_head": 2}, "takes no position_ids"),
+        (FalconConfig, SMALL | {"alibi": True}, "does not follow"),
+        (GPTNeoConfig, GPT_NEO, "does"),
+        (Llama4TextConfig, EXPERTS, "layers of kind chunked_attention"),
     ],
-    ids=lambda value: value.model_type if hasattr(value, "model_type") else "",
 )
-def test_models_a_tree_cannot_be_laid_over_are_refused(config, says):
+def test_models_a_tree_cannot_be_laid_over_are_refused(make, sizes, says):
     with pytest.raises(SpecbeamError, match=f"cannot be evaluated at the nodes of a tree: .*{says}"):
-        hf.wrap(AutoModelForCausalLM.from_config(config).eval())
+        hf.wrap(AutoModelForCausalLM.from_config(make(**sizes)).eval())
 
 
 def test_attention_without_masks_and_training_are_refused():

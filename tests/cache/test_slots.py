@@ -173,9 +173,7 @@ def test_an_error_in_the_middle_of_a_change_harms_no_other_engine(method):
     broken, other = EngineCache(backend), EngineCache(backend)
     prefill([1] * 100, other, backend)
     prefill([2] * 100, broken, backend)
-    tree = Tree([3] * 100)
-    slots = Slots(tree, backend, broken, shares=True)
-    slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
+    slots = prefilled(Tree([3] * 100), backend, broken, shares=True)
     free = pool.free
 
     def interrupted(*_):
@@ -194,21 +192,24 @@ def test_an_error_in_the_middle_of_a_change_harms_no_other_engine(method):
     assert (pool.in_use, pool.free.end, pool.free.count) == (0, 0, 0)
 
 
-def prefill(prompt, cache, backend):
-    """Prefill a prompt, leave it to others, and return how many of its tokens were cached."""
-    tree = Tree(prompt)
-    slots = Slots(tree, backend, cache, shares=True)
+def prefilled(tree, backend, *how, **shares):
+    """The slots of a tree whose prompt is prefilled."""
+    slots = Slots(tree, backend, *how, **shares)
     slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
     slots.evaluated(NO_NODES)
+    return slots
+
+
+def prefill(prompt, cache, backend):
+    """Prefill a prompt, leave it to others, and return how many of its tokens were cached."""
+    slots = prefilled(Tree(prompt), backend, cache, shares=True)
     slots.close()
     return slots.reused
 
 
 def test_a_tree_that_is_closed_is_not_looked_for():
     """To count anew would take time for all cached prefixes."""
-    backend = FakeBackend()
-    cache = EngineCache(backend)
-
+    cache = EngineCache(backend := FakeBackend())
     first, *_, last = [calls_made(lambda n=n: prefill([n] * 9, cache, backend)) for n in range(40)]
     assert last <= first
 
@@ -217,16 +218,12 @@ def test_what_nobody_holds_any_more_is_free():
     backend = FakeBackend()
     pool, cache = pool_of(backend), EngineCache(backend)
     for closes in (True, False):
-        tree = Tree([1] * 100)
-        slots = Slots(tree, backend, cache, shares=True)
-        slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
-        slots.evaluated(NO_NODES)
+        slots = prefilled(Tree([1] * 100), backend, cache, shares=True)
         assert pool.in_use == 100
         if closes:
             slots.close()
-        else:
-            del slots
-            gc.collect()
+    del slots
+    gc.collect()
     assert pool.in_use == 100
     del cache
     gc.collect()
@@ -234,9 +231,7 @@ def test_what_nobody_holds_any_more_is_free():
 
 
 def test_the_least_recently_used_prefixes_are_evicted_first_from_their_ends():
-    backend = FakeBackend()
-    cache = EngineCache(backend)
-
+    cache = EngineCache(backend := FakeBackend())
     first, second, third = ([0] * 100 + [n] * 200 for n in (1, 2, 3))
     assert [prefill(prompt, cache, backend) for prompt in (first, second, third, first)] == [0, 100, 100, 299]
     assert cache.kept == 100 + 3 * 200
@@ -244,9 +239,7 @@ def test_the_least_recently_used_prefixes_are_evicted_first_from_their_ends():
     assert cache.kept == 550
     assert [prefill(prompt[:250], cache, backend) for prompt in (first, third)] == [249, 249]
     cache.evict(cache.kept - 350)
-    assert [len(cache.prefixes.find(np.array(prompt))) for prompt in (second, first, third)] == [
-        100, 100 + 50, 300,
-    ]  # fmt: skip
+    assert [len(cache.prefixes.find(np.array(prompt))) for prompt in (second, first, third)] == [100, 100 + 50, 300]
     assert cache.evict(10**6) == 350
 
 
@@ -271,16 +264,13 @@ def test_the_free_list(data):
 
 def test_sequences_that_grow_side_by_side_lie_in_runs():
     backend = FakeBackend()
-    trees = [Tree([n] * 40) for n in range(8)]
-    places = [Slots(tree, backend) for tree in trees]
-    for slots, tree in zip(places, trees, strict=True):
-        slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
+    several = [prefilled(Tree([n] * 40), backend) for n in range(8)]
     for _ in range(200):
-        for slots, tree in zip(places, trees, strict=True):
-            tip = tree.add(tree.tip, 5)
-            tree.keep(tip)
+        for slots in several:
+            tip = slots.tree.add(slots.tree.tip, 5)
+            slots.tree.keep(tip)
             slots.segment(slots.prepare(tip), np.array([0]))
-    for slots in places:
+    for slots in several:
         assert np.count_nonzero(np.diff(slots.held) != 1) <= 240 // 64
 
 

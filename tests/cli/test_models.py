@@ -52,13 +52,8 @@ def test_show_of_a_damaged_file_is_refused(capsys, tmp_path):
 def test_an_alias_is_shown_without_fetching_it(capsys, index, tmp_path):  # noqa: F811
     assert main(["models", "show", "toy"]) == 0
     out, err = capsys.readouterr()
-    rows = dict(line.split("  ", 1) for line in out.splitlines())
-    assert {name: value.strip() for name, value in rows.items()} == {
-        "source": "toy",
-        "size to fetch": "0 MB",
-        "license": "mit",
-        "description": "a toy",
-    }
+    rows = {name: value.strip() for name, value in (line.split("  ", 1) for line in out.splitlines())}
+    assert rows == {"source": "toy", "size to fetch": "0 MB", "license": "mit", "description": "a toy"}
     assert "specbeam models pull toy" in err
     assert not (tmp_path / "home" / "models").exists()
 

@@ -5,7 +5,6 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from tests.conftest import beams_of_transformers
 
 OUTPUTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=30)
 DRAFTS = [None, "ngram", "suffix", "model"]
+SMALL = {"vocab_size": 8, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.25}
 
 
 @given(OUTPUTS, st.lists(st.integers(0, 6), max_size=5))
@@ -46,24 +46,11 @@ def test_a_trie_of_many_outputs_is_compact():
         assert trie.complete(state)
 
 
-@pytest.mark.parametrize(
-    "outputs",
-    [
-        [],
-        [[]],
-        [[1], []],
-        [[1, -2]],
-        [["a"]],
-        [1, 2],
-        ["12", "34"],
-        [[1.5, 2]],
-        [[True]],
-        b"ab",
-        [[2**40, 1]],
-        np.array([[2**40, 1]]),
-        np.zeros((0, 3), int),
-    ],
-)
+NO_LISTS = [[], [[]], [[1], []], [1, 2], ["12", "34"], b"ab", np.zeros((0, 3), int)]
+NO_TOKENS = [[[1, -2]], [["a"]], [[1.5, 2]], [[True]], [[2**40, 1]], np.array([[2**40, 1]])]
+
+
+@pytest.mark.parametrize("outputs", NO_LISTS + NO_TOKENS)
 def test_values_that_are_not_outputs_are_refused(outputs):
     with pytest.raises(SpecbeamError, match="TokenTrie"):
         TokenTrie(outputs)
@@ -75,8 +62,7 @@ CITIES = ["Paris", "Rome", "Rome-Ostia", "Lima"]
 def test_texts_become_outputs_by_the_models_tokenizer(tiny):
     _, lm = tiny("llama")
     for tokenizer in (lm, lm.tokenizer):
-        trie = TokenTrie(CITIES, tokenizer)
-        options = {"constraint": trie, "num_beams": 4, "num_return_sequences": 4}
+        options = {"constraint": TokenTrie(CITIES, tokenizer), "num_beams": 4, "num_return_sequences": 4}
         sequences = specbeam.generate(lm, "Name a city: ", **options).sequences
         assert {s.text for s in sequences} == {*CITIES}
     assert repr(TokenTrie([" Paris"], lm)) == repr(TokenTrie([list(b" Paris")]))
@@ -107,7 +93,7 @@ def test_texts_without_a_tokenizer_say_what_to_give(tiny):
 def test_beams_in_a_trie_are_those_of_transformers(
     tiny, outputs, num_beams, draft, length_penalty, early_stopping, vocab_size
 ):
-    changes = {"vocab_size": vocab_size, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.25}
+    changes = SMALL | {"vocab_size": vocab_size}
     model, lm = tiny("llama", **changes)
     if draft == "model":
         draft = tiny("llama", seed=3, **changes)[1]
@@ -121,14 +107,9 @@ def test_beams_in_a_trie_are_those_of_transformers(
     options = {"max_new_tokens": 6, "num_beams": num_beams, "num_return_sequences": num_beams}
     if num_beams > 1:
         options |= {"length_penalty": length_penalty, "early_stopping": early_stopping}
-        expected, scores = beams_of_transformers(model, prompt, prefix_allowed_tokens_fn=allowed, **options)
-        expected = [
-            tokens[: tokens.index(7) + 1] for tokens, score in zip(expected, scores, strict=True) if score > -1e6
-        ]
-    else:
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, prefix_allowed_tokens_fn=allowed, do_sample=False, max_new_tokens=6)
-        expected = [out[0, len(prompt) :].tolist()]
+    expected, scores = beams_of_transformers(model, prompt, prefix_allowed_tokens_fn=allowed, **options)
+    found = zip(expected, scores or [0.0], strict=True)
+    expected = [tokens[: tokens.index(7) + 1] for tokens, score in found if score > -1e6]
     for how in ({"constraint": TokenTrie(outputs)}, {"prefix_allowed_tokens_fn": allowed}):
         result = specbeam.generate(lm, prompt, draft=draft, **options, **how)
         got = [s.token_ids for s in result.sequences]
@@ -145,10 +126,9 @@ def test_beams_in_a_trie_are_those_of_transformers(
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_samples_in_a_trie_stay_in_it(tiny, draft):
-    changes = {"vocab_size": 8, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.25}
-    _, lm = tiny("llama", **changes)
+    _, lm = tiny("llama", **SMALL)
     if draft == "model":
-        draft = tiny("llama", seed=3, **changes)[1]
+        draft = tiny("llama", seed=3, **SMALL)[1]
     outputs = [list(text) for text in itertools.product((1, 4, 5), repeat=3)]
     engine, options = Engine(lm, max_requests=40), {"constraint": TokenTrie(outputs), "temperature": 2.0}
     requests = [engine.submit([1, 4, 5, 1], options | {"seed": seed}, draft=draft) for seed in range(40)]
@@ -160,7 +140,7 @@ def test_samples_in_a_trie_stay_in_it(tiny, draft):
 
 def test_drafts_the_constraint_forbids_cost_nothing(tiny):
     """A lookup that finds only forbidden tokens proposes none."""
-    _, lm = tiny("llama", vocab_size=8, eos_token_id=7, bos_token_id=0)
+    _, lm = tiny("llama", **SMALL)
     trie = TokenTrie([[3, 6, 5], [6, 4, 5]])  # in the prompt 1 was followed by 2, and 3 by 1
     result = specbeam.generate(lm, [1, 2, 3, 1, 2, 3, 1], constraint=trie, draft="ngram", num_draft_tokens=4)
     assert result.stats.drafted == 0
@@ -168,7 +148,7 @@ def test_drafts_the_constraint_forbids_cost_nothing(tiny):
 
 
 def test_a_constraint_that_leaves_nothing_says_so(tiny):
-    _, lm = tiny("llama", vocab_size=8, eos_token_id=7, bos_token_id=0)
+    _, lm = tiny("llama", **SMALL)
     trie = TokenTrie([[5, 5, 5]])
     plain = {"min_new_tokens": 6, "max_new_tokens": 8}
     drawn = {"temperature": 1.0, "num_return_sequences": 2}
@@ -194,17 +174,15 @@ class Masked(TokenTrie):
         return self.wrong
 
 
+MASKS = [Masked(mask) for mask in ([1, 2], np.ones(2, dtype=bool), np.zeros(2, dtype=np.uint8))]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        *(
-            ({"constraint": Masked(mask)}, r"the mask of Masked is .* needs uint8")
-            for mask in ([1, 2], np.ones(2, dtype=bool), np.zeros(2, dtype=np.uint8))
-        ),
+        *(({"constraint": mask}, r"the mask of Masked is .* needs uint8") for mask in MASKS),
         ({"prefix_allowed_tokens_fn": lambda _, ids: None}, "returned None"),
-        ({"prefix_allowed_tokens_fn": lambda _, ids: [-1]}, "give token ids below"),
-        ({"prefix_allowed_tokens_fn": lambda _, ids: [999]}, "give token ids below"),
-        ({"prefix_allowed_tokens_fn": lambda _, ids: [1.5]}, "give token ids below"),
+        *(({"prefix_allowed_tokens_fn": lambda *_, n=n: [n]}, "give token ids below") for n in (-1, 999, 1.5)),
         ({"logits_processor": lambda ids, scores: None}, "logits_processor returned"),
         ({"logits_processor": lambda ids, scores: scores[0]}, "logits_processor returned"),
         ({"logits_processor": lambda ids, scores: scores * float("nan")}, "NaN"),

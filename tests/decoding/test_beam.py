@@ -12,15 +12,9 @@ from scipy.stats import chisquare
 import specbeam
 from specbeam import Engine, Options
 from specbeam.decoding.beam import BeamSearch
-from specbeam.decoding.processors import Processors
-from specbeam.decoding.selector import Selector
-from specbeam.decoding.stopping import Stopping
-from specbeam.selection import select
-from specbeam.tree import Tree
-from tests.conftest import (
-    beams_of_transformers,
-    random_model,
-)
+from tests.conftest import beams_of_transformers, random_model
+from tests.decoding.test_distinct import written_out
+from tests.decoding.test_lazy_beam import PROMPT, Searched
 
 
 def test_with_a_beam_for_every_sequence_the_result_is_all_sequences_in_order(tiny):
@@ -134,7 +128,6 @@ def test_groups_hardly_kept_apart_are_searches_of_their_own(tiny):
         ({"num_beams": 4, "diversity_penalty": 1.0}, "needs num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 2, "temperature": 0.5}, "does not sample"),
         ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups=2 needs a diversity_penalty"),
-        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3"),
         ({"length_penalty": 0.5}, "length_penalty=0.5 has no effect without beams"),
         ({"early_stopping": True}, "early_stopping=True has no effect without beams"),
         ({"distinct": False, "temperature": 1.0}, "distinct=False has no effect without beams"),
@@ -173,35 +166,6 @@ def test_hundreds_of_beams_over_few_steps(tiny):
         assert same >= 290  # near-ties may change places
 
 
-def tied_rows(seed, vocab_size):
-    """Log-probabilities of the next token, by the last one, float32 [vocab, vocab]. Most of them are equal."""
-    rows = np.random.default_rng(seed).integers(-2, 3, (vocab_size, vocab_size))
-    return torch.tensor(rows, dtype=torch.float32).log_softmax(-1)
-
-
-def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
-    """Beam search over whole sequences. Ties go to the better beam, then the likelier token, then the lower id."""
-    beams, finished, length = [((0,), np.float32(0))], [], 0
-    while True:
-        candidates = [
-            ((*text, token), score + rows[text[-1], token].numpy(), (rank, -rows[text[-1], token].item(), token))
-            for rank, (text, score) in enumerate(beams)
-            for token in range(len(rows))
-        ]
-        candidates.sort(key=lambda candidate: (-candidate[1], candidate[2]))
-        candidates = candidates[: max(2, 1 + len(ends)) * num_beams]
-        length += 1
-        over = [length == max_new_tokens or text[-1] in ends for text, *_ in candidates]
-        penalty = np.float32(length**length_penalty)
-        finished += [
-            (text, score / penalty) for (text, score, _), end in zip(candidates[:num_beams], over, strict=False) if end
-        ]
-        finished = sorted(finished, key=lambda pair: -pair[1])[:num_beams]  # stable: earlier ones come first
-        beams = [(text, score) for (text, score, _), end in zip(candidates, over, strict=True) if not end][:num_beams]
-        if not beams or (len(finished) == num_beams and beams[0][1] / penalty <= finished[-1][1]):
-            return [(list(text[1:]), float(score)) for text, score in finished]
-
-
 @given(
     seed=st.integers(0, 10**6),
     num_beams=st.integers(2, 5),
@@ -212,23 +176,17 @@ def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
 )
 def test_ties_have_one_order(seed, num_beams, length_penalty, num_return_sequences, bounded, more):
     """Also where selections have more tokens than a step needs, and where the bound rule ends the search."""
-    rows, ends, longest = tied_rows(seed, 8), {1, 2}, 5
-    num_return_sequences = min(num_return_sequences, num_beams)
-    options = Options(num_beams=num_beams, num_return_sequences=num_return_sequences, max_new_tokens=longest)
-    tree, selector = Tree([0]), Selector(Processors(options, frozenset(ends), 8))
-    stop = Stopping(frozenset(ends), 1 + longest, (), None)
-    search = BeamSearch(tree, selector, stop, num_beams, num_return_sequences, length_penalty, bounded=bounded)
-    yielded = []
-    while not search.done:
-        request = search.selection_request(search.beams)
-        request.top = min(8, request.top + more)
-        search.step(select(rows[tree.tokens(search.beams)], request))
-        yielded += search.certain()
-    assert yielded == search.hypotheses()
-    expected = written_out(rows, ends, num_beams, longest, length_penalty)[:num_return_sequences]
-    got = [(tree.new_tokens(hypothesis.node), hypothesis.score) for hypothesis in search.hypotheses()]
-    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
-    assert [score for _, score in got] == pytest.approx([score for _, score in expected], abs=1e-5)
+    rows = torch.tensor(np.random.default_rng(seed).integers(-2, 3, (8, 8)), dtype=torch.float32)
+    rows = rows.log_softmax(-1).numpy()  # by the last token. Most of them are equal
+    beams, ends = {"num_beams": num_beams, "length_penalty": length_penalty}, {1, 2}
+    n = min(num_return_sequences, num_beams)
+    options = Options(**beams, num_return_sequences=n, max_new_tokens=5, early_stopping=False)
+    search = Searched(BeamSearch, options, 8, ends, lambda tokens: rows[tokens[-1]], bounded=bounded).run(more=more)
+    assert search.yielded == search.found
+    rows_after = {"log_probs": lambda tokens: rows[[*PROMPT, *tokens][-1]], "text_of": lambda tokens: tokens}
+    expected = written_out(**rows_after, **beams, length=5, ends=ends)[:n]
+    assert [tuple(tokens) for _, tokens, *_ in search.found] == [tokens for tokens, _ in expected]
+    assert [score for *_, score, _ in search.found] == pytest.approx([float(score) for _, score in expected], abs=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

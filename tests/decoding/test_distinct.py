@@ -1,6 +1,7 @@
 """Distinct n-best: against the search written out over whole sequences, and with drafts."""
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -45,29 +46,34 @@ def spellings(save):
     return spellings
 
 
-class LogProbs:
-    """Log-probabilities of the next token after the prompt and some tokens, by transformers' model."""
+@cache
+def log_probs_of(model):
+    """A function: the log-probabilities of the next token after the prompt and some tokens, by transformers' model."""
 
-    def __init__(self, model):
-        self.model = model
-        self.rows = {}
+    @cache
+    @torch.no_grad()
+    def log_probs(tokens):
+        return model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1].log_softmax(-1).tolist()
 
-    def __call__(self, text):
-        if text not in self.rows:
-            with torch.no_grad():
-                self.rows[text] = self.model(torch.tensor([[*PROMPT, *text]])).logits[0, -1].log_softmax(-1).tolist()
-        return self.rows[text]
+    return log_probs
 
 
-def written_out(log_probs, num_beams, length, length_penalty, early_stopping):
-    """Beam search over whole sequences that keeps different texts, best first: [(text, score)]."""
+def written_out(log_probs, num_beams, length, length_penalty, early_stopping=False, ends=ENDS, text_of=text_of):
+    """Beam search over whole sequences that keeps different texts, best first: [(text, score)].
+
+    Ties go to the better beam, then to the likelier token, then to the lower id.
+    """
     beams, places = [((), 0.0)], {}
     for step in range(1, length + 1):
-        grown = [((*text, t), score + log_probs(text)[t]) for text, score in beams for t in range(6)]
-        grown = sorted(grown, key=lambda pair: -pair[1])[: 3 * num_beams]
+        grown = [
+            ((*tokens, token), score + log_prob, (rank, -log_prob, token))
+            for rank, (tokens, score) in enumerate(beams)
+            for token, log_prob in enumerate(log_probs(tokens))
+        ]
+        grown = sorted(grown, key=lambda one: (-one[1], one[2]))[: (1 + len(ends)) * num_beams]
         beams, seen = [], {}
-        for tokens, score in grown:
-            if tokens[-1] in ENDS or step == length:
+        for tokens, score, _ in grown:
+            if tokens[-1] in ends or step == length:
                 seen.setdefault(text_of(tokens), (len(seen), score))
             else:
                 seen[tokens] = len(seen), None
@@ -102,15 +108,12 @@ def test_distinct_beams_are_the_search_written_out_with_any_draft(
     model, lm = spellings(seed)
     drafts = {"model": spellings(seed + 1)[1], "same": lm}
     options = {"num_beams": num_beams, "length_penalty": length_penalty, "early_stopping": early_stopping}
-    expected = written_out(LogProbs(model), length=length, **options)
+    expected = written_out(log_probs_of(model), length=length, **options)
     n = data.draw(st.integers(1, num_beams))
     options |= {"max_new_tokens": length, "eos_token_id": ENDS, "distinct": True, "num_return_sequences": n}
     if draft is not None:
-        options |= {
-            "draft": drafts.get(draft, draft),
-            "num_draft_tokens": 3,
-            "draft_width": data.draw(st.integers(1, 8)),
-        }
+        options |= {"draft": drafts.get(draft, draft), "num_draft_tokens": 3}
+        options["draft_width"] = data.draw(st.integers(1, 8))
     result = specbeam.generate(lm, PROMPT, **options)
     assert [s.text for s in result.sequences] == [text for text, _ in expected[:n]]
     assert [s.score for s in result.sequences] == pytest.approx([score for _, score in expected[:n]], abs=1e-4)
@@ -131,7 +134,7 @@ def test_four_cities_are_four_texts(spellings, draft):
 
 def test_beams_end_an_output_with_the_likeliest_end_token(spellings):
     model, lm = spellings(0)
-    log_probs = LogProbs(model)
+    log_probs = log_probs_of(model)
     options = {"constraint": TokenTrie([[0], [1, 1]]), "num_beams": 4, "num_return_sequences": 4, "distinct": False}
     sequences = specbeam.generate(lm, PROMPT, eos_token_id=ENDS, **options).sequences
     assert len(sequences) == 2
@@ -143,8 +146,7 @@ def test_beams_end_an_output_with_the_likeliest_end_token(spellings):
 def test_samples_in_a_trie_may_end_with_any_end_token(spellings):
     _, lm = spellings(0)
     options = {"constraint": TokenTrie([[0]]), "eos_token_id": ENDS, "do_sample": True, "num_return_sequences": 50}
-    found = {s.token_ids[-1] for s in specbeam.generate(lm, PROMPT, seed=1, **options).sequences}
-    assert found == {*ENDS}
+    assert {s.token_ids[-1] for s in specbeam.generate(lm, PROMPT, seed=1, **options).sequences} == {*ENDS}
 
 
 def test_without_a_tokenizer_texts_are_their_tokens_without_the_end(spellings):
@@ -152,8 +154,7 @@ def test_without_a_tokenizer_texts_are_their_tokens_without_the_end(spellings):
     lm = specbeam.hf.wrap(model)
     options = {"num_beams": 24, "num_return_sequences": 24, "max_new_tokens": 3, "eos_token_id": ENDS, "distinct": True}
     texts = [s.token_ids for s in specbeam.generate(lm, PROMPT, **options).sequences]
-    stripped = [tuple(t for t in text if t not in ENDS) for text in texts]
-    assert len({*stripped}) == 24
+    assert len({*[tuple(t for t in text if t not in ENDS) for text in texts]}) == 24
     assert len({text_of(text) for text in texts}) < 24  # spellings of one text
 
 

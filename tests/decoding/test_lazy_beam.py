@@ -5,7 +5,8 @@ Its trace has the steps of the plain search, and says which beams were evaluated
 
 import string
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,10 +32,9 @@ from specbeam.engine import CostTable
 from specbeam.engine.strategies import make_search
 from specbeam.selection import select
 from specbeam.tree import Tree
-from tests.conftest import (
-    examples,
-    random_model,
-)
+from tests.conftest import examples, random_model
+from tests.decoding.test_record import Replayed
+from tests.engine.conftest import ended
 
 PROMPT = [0, 1]
 
@@ -65,8 +65,12 @@ class Searched:
         self.record = Record(self.tree, decode)
         self.found, self.yielded, self.sizes = [], [], []  # hypotheses, and the number of nodes in each pass
 
-    def run(self, drafter=None, policy=None, copies=None):
-        """Run the search as an engine does. It ends rounds, and no strategy can use the rows of earlier passes."""
+    def run(self, drafter=None, policy=None, copies=None, more=0):
+        """Run the search as an engine does. It ends rounds, and no strategy can use the rows of earlier passes.
+
+        Args:
+            more: selections have this many more tokens than the search asked for.
+        """
         strategy = beam_search(self.search, self.record, drafter, policy, copies)
         times, selection, streamed = Counter(), None, len(PROMPT)
         try:
@@ -85,11 +89,13 @@ class Searched:
                 times.update({*step.nodes.tolist()})
                 assert max(times.values()) <= 20  # again where scores are equal, but there is no loop
                 rows = [self.logits_of(self.tree.tokens(self.tree.path(node)).tolist()) for node in step.nodes]
+                step.selection_request.top = min(len(rows[0]), step.selection_request.top + more)
                 selection = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.selection_request)
         except StopIteration as end:
             nodes = [hypothesis.node for hypothesis in end.value]
             if nodes:
                 self.record.end_round(self.tree.path(nodes[0])[streamed:], nodes)
+                self.replayed = Replayed(self.rounds, len(PROMPT))
             self.found = [self.described(hypothesis) for hypothesis in end.value]
         return self
 
@@ -109,11 +115,7 @@ class Searched:
         return [[self.shown(beam) for beam in step] for one in self.rounds for step in one["steps"]]
 
     def shown(self, beam):
-        tokens, node = [], beam["node"]
-        while node >= len(PROMPT):
-            tokens.append(int(self.tree.tokens(node)))
-            node = int(self.tree.parents(node))
-        return tuple(tokens[::-1]), beam["score"]
+        return self.replayed.path(beam["node"]), beam["score"]
 
 
 class SomeBeams:
@@ -151,21 +153,32 @@ class BestFirst:
         return True
 
 
-class SomeDraftTokens:
-    """Drafts chains below the best beam, and below all beams. Half of their tokens are the likeliest."""
+def drafts_of(seconds=0.3, reading_seconds=0.0, **more):
+    """The statistics of drafts, or of copies, that a policy asks for."""
+    how = {"reading_seconds": reading_seconds, "seconds_per_step": lambda steps: seconds, "skip": lambda: None}
+    return SimpleNamespace(**how, **more)
 
-    def __init__(self, tree, stop, logits_of, seed):
-        self.tree, self.stop, self.logits_of = tree, stop, logits_of
-        self.random = np.random.default_rng(seed)
-        self.controller = self
-        self.seconds = 0.3
+
+class Drafter:
+    """Drafts chains below the best beam, and below all beams.
+
+    Args:
+        seed: of chains of up to four tokens, half of which are the likeliest. None for four tokens that are all right.
+        seconds: per step with drafts.
+    """
+
+    def __init__(self, searched, seed=None, seconds=0.3):
+        self.tree, self.stop, self.logits_of = searched.tree, searched.stop, searched.logits_of
+        self.random = None if seed is None else np.random.default_rng(seed)
+        self.controller = drafts_of(seconds, learn=self.learn)
 
     def propose(self, tips, scores):
         nodes, self.length = [], int(self.tree.depths(tips).max())
         for end in np.unique(tips).tolist():
-            for _ in range(self.random.integers(5)):
+            for _ in range(4 if self.random is None else self.random.integers(5)):
                 logits = self.logits_of(self.tree.tokens(self.tree.path(end)).tolist())
-                token = int(logits.argmax() if self.random.random() < 0.5 else self.random.integers(len(logits)))
+                is_right = self.random is None or self.random.random() < 0.5
+                token = int(logits.argmax() if is_right else self.random.integers(len(logits)))
                 if token in self.stop.eos_token_ids or self.tree.depths([end])[0] + 2 >= self.stop.max_length:
                     break
                 end = int(self.tree.draft(np.array([end]), np.array([token]))[0])
@@ -175,37 +188,13 @@ class SomeDraftTokens:
 
     def learn(self, draft_tokens, tree, steps):
         """The steps are those after the tips."""
-        lengths = [int(tree.depths(ends).max()) - self.length for ends in steps]
-        assert lengths == [*range(1, len(steps) + 1)]
-
-    reading_seconds = 0.0
-
-    def seconds_per_step(self, steps):
-        return self.seconds
-
-    def skip(self):
-        pass
-
-
-class RightDraftTokens(SomeDraftTokens):
-    """Four draft tokens below each tip, which are the likeliest tokens."""
-
-    def propose(self, tips, scores):
-        nodes, self.length = [], int(self.tree.depths(tips).max())
-        for end in np.unique(tips).tolist():
-            room = self.stop.max_length - 2 - int(self.tree.depths([end])[0])
-            for _ in range(min(4, room)):
-                token = int(self.logits_of(self.tree.tokens(self.tree.path(end)).tolist()).argmax())
-                end = int(self.tree.draft(np.array([end]), np.array([token]))[0])
-                nodes.append(end)
-        return DraftTokens(np.array(nodes, dtype=np.int64))
-        yield
+        assert [int(tree.depths(ends).max()) - self.length for ends in steps] == [*range(1, len(steps) + 1)]
 
 
 LENGTH_PENALTIES = [1.0, 0.0, 2.0, -1.0, 0.5]
 STOP_STRINGS = [(), (), ("ab",), ("a", "cc"), ("b", "c", "d", "e", "f")]
 POLICIES = ["best first", "one", "few", "many", "in parts", "ours"]
-COSTS = [lambda nodes: 1.0, lambda nodes: 1 + 0.2 * nodes, lambda nodes: 1.0 * nodes]
+COSTS = [lambda nodes: 1.0, lambda nodes: 1 + 0.2 * nodes, float]
 
 
 def make_policy(name, seed, options):
@@ -225,7 +214,7 @@ def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, dr
     """Compare both searches, and their traces."""
     made = options, vocab_size, eos, lambda tokens: logits_after(tokens, vocab_size, seed, kind)
     plain, lazy = Searched(BeamSearch, *made, **more).run(), Searched(LazyBeamSearch, *made, **more)
-    drafter = SomeDraftTokens(lazy.tree, lazy.stop, made[3], seed) if drafts else None
+    drafter = Drafter(lazy, seed) if drafts else None
     lazy.run(drafter, make_policy(policy, seed, options), lazy.copies(COSTS[seed % len(COSTS)]) if drafts else None)
     assert without_nodes(lazy.found) == without_nodes(plain.found)
     assert lazy.yielded == lazy.found
@@ -234,8 +223,7 @@ def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, dr
         return
     check_steps(plain, lazy, options.num_beams)
     check_evaluated(lazy, options.num_beams, drafts)
-    check_nodes(lazy)
-    check_draft_tokens(lazy)
+    check_tree(lazy)
 
 
 def check_steps(plain, lazy, num_beams):
@@ -247,21 +235,17 @@ def check_steps(plain, lazy, num_beams):
         assert found == expected[: len(found)]
     assert all(len(step) == num_beams for step in lazy.steps[:certain])
     assert all(0 < len(step) <= num_beams for step in lazy.steps)
-    ahead = {}  # by length
-    for one in lazy.rounds:
-        for beam in one["ahead"]:
-            ahead.setdefault(len(lazy.shown(beam)[0]), []).append(lazy.shown(beam))
+    ahead = defaultdict(list)  # by length
+    for tokens, score in [lazy.shown(beam) for one in lazy.rounds for beam in one["ahead"]]:
+        ahead[len(tokens)].append((tokens, score))
     for length, found in ahead.items():
-        for step in lazy.steps[length - 1 : length]:
-            assert step[: len(found)] == found
-        for step in plain.steps[length - 1 : length]:
+        for step in lazy.steps[length - 1 : length] + plain.steps[length - 1 : length]:
             assert step[: len(found)] == found
 
 
 def check_evaluated(lazy, num_beams, drafts):
     """The statistics count the same, but for draft tokens whose selections were dropped before they became beams."""
     evaluated = {len(PROMPT) - 1}.union(*(one["evaluated"] for one in lazy.rounds))
-    assert all({draft_token["node"] for draft_token in one["drafted"]} <= {*one["evaluated"]} for one in lazy.rounds)
     steps = [step for one in lazy.rounds for step in one["steps"]]
     if len(steps) == lazy.record.steps:  # a last step without a known beam is not in the trace
         count = num_beams + sum(beam["node"] in evaluated for step in steps[:-1] for beam in step)
@@ -269,30 +253,13 @@ def check_evaluated(lazy, num_beams, drafts):
         assert counted == pytest.approx(count) or (drafts and counted < count)
 
 
-def check_nodes(lazy):
-    after, dropped, certain = {len(PROMPT) - 1: -1}, set(), []
-    for one in lazy.rounds:
-        assert dropped.isdisjoint(one["evaluated"])
-        beams = [beam for step in one["steps"] for beam in step]
-        for entry in [*one["drafted"], *beams, *one["ahead"], *one["ended"]]:
-            if entry["node"] not in after:
-                assert entry["after"] in {*after} - dropped
-                after[entry["node"]] = entry["after"]
-        assert {*one["evaluated"]} <= {*after}
-        assert {*one["dropped"]} <= {*after} - dropped
-        dropped.update(one["dropped"])
-        certain += one["certain"]
-    assert [int(lazy.tree.tokens(node)) for node in certain] == lazy.found[0][1]
-    assert {node for node, *_ in lazy.found} <= {*after}
-
-
-def check_draft_tokens(lazy):
-    beams = [beam for one in lazy.rounds for step in [*one["steps"], one["ahead"]] for beam in step]
+def check_tree(lazy):
+    assert lazy.replayed.certain == lazy.found[0][1]
+    assert {node for node, *_ in lazy.found} <= {*lazy.replayed.after}
+    assert all({draft_token["node"] for draft_token in one["drafted"]} <= {*one["evaluated"]} for one in lazy.rounds)
     draft_tokens = [draft_token for one in lazy.rounds for draft_token in one["drafted"]]
-    drafted = {draft_token["node"] for draft_token in draft_tokens}
-    assert all(beam["drafted"] == (beam["node"] in drafted) for beam in beams)
     accepted = [draft_token["node"] for draft_token in draft_tokens if draft_token["accepted"]]
-    assert {*accepted} == {beam["node"] for beam in beams} & drafted
+    assert {*accepted} == {beam["node"] for beam in lazy.replayed.beams} & lazy.replayed.drafted
     assert len(accepted) == lazy.record.accepted == sum(lazy.record.checks)
     assert len(draft_tokens) == lazy.record.drafted
 
@@ -330,14 +297,8 @@ def test_lazy_beams_are_beams_and_their_trace_has_the_steps_of_plain_search(
 
 def test_a_search_may_stop_at_a_level_whose_beams_were_dropped():
     """Where scores fall fast with the length, a hypothesis may beat all longer ones after these were found."""
-    options = Options(
-        num_beams=12,
-        num_return_sequences=2,
-        max_new_tokens=6,
-        length_penalty=-3.0,
-        early_stopping="never",
-        no_repeat_ngram_size=3,
-    )
+    how = {"length_penalty": -3.0, "early_stopping": "never", "no_repeat_ngram_size": 3}
+    options = Options(num_beams=12, num_return_sequences=2, max_new_tokens=6, **how)
     assert_lazy_beams_are_beams(options, 12, {9}, "peaked", "best first", seed=537217540)
 
 
@@ -366,10 +327,8 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
     options = Options(num_beams=num_beams, max_new_tokens=max_new_tokens, length_penalty=1.0, early_stopping=False)
     made = options, 12, set(), logits_of
     plain, lazy = Searched(BeamSearch, *made).run(), Searched(LazyBeamSearch, *made)
-    drafter = RightDraftTokens(lazy.tree, lazy.stop, logits_of, seed=0) if drafts else None
-    if drafter is not None:
-        drafter.seconds = seconds
-    lazy.run(drafter, LikelyNeeded(max_new_tokens, num_beams, cost, cost, drafter))
+    drafter = Drafter(lazy, seconds=seconds) if drafts else None
+    lazy.run(drafter, LikelyNeeded(max_new_tokens, num_beams, cost, cost, drafter and drafter.controller))
     assert without_nodes(lazy.found) == without_nodes(plain.found)
     if not drafts:  # no beam is evaluated twice, or in vain; at first all beams are the prompt
         evaluated = num_beams + sum(lazy.sizes[1:])
@@ -378,7 +337,7 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
 
 
 def test_a_confident_model_evaluates_few_of_its_beams_unless_passes_over_all_cost_no_more():
-    sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: float(nodes))
+    sizes, of_plain = passes_of_our_policy(Confident(), float)
     assert sum(of_plain) == 8 * 20
     assert sum(sizes) < 40
     sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: 1.0)
@@ -501,41 +460,24 @@ def test_deferred_beams_take_no_memory(save):
 def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beams(save, strategy, draft, sizes):
     """Evaluated beams keep their memory as long as an earlier step is open, and draft tokens take memory, too."""
     lm = specbeam.load(save(random_model("llama", vocab_size=5, eos_token_id=1, bos_token_id=0)), backend="cpu")
+    prompt, how = [2, 3] * 20, {"strategy": strategy, "draft": draft}
     options = {"num_beams": 32, "max_new_tokens": 40, "num_return_sequences": 8, "share_prefix": False}
-
-    def found(engine, **how):
-        request = engine.submit([2, 3] * 20, options | how.pop("sizes", {}), **how)
-        engine.run()
-        return request.result()
-
-    plain = found(Engine(lm), strategy=lambda setup, _: beam_search(make_search(setup), setup.record))
-    room, how = plain.stats.peak_slots + 32, {"strategy": strategy, "draft": draft, "sizes": sizes}
-    assert found(Engine(lm), **how).stats.peak_slots > room
-    assert found(Engine(lm, max_cache_tokens=room), **how).sequences == plain.sequences
-
-
-class Drafts:
-    """The statistics of drafts and of copies that a policy asks for."""
-
-    def __init__(self, reading_seconds=0.0, later=None):
-        self.reading_seconds, self.later = reading_seconds, later
-
-    def seconds_per_step(self, number):
-        return 0.3 if self.later is None else self.later
-
-    def skip(self):
-        pass
+    plain = ended(Engine(lm), prompt, options, strategy=lambda setup, _: beam_search(make_search(setup), setup.record))
+    room = plain.stats.peak_slots + 32
+    assert room < (40 + 32 * 40) * 2 / 3  # beams share their prefixes
+    assert ended(Engine(lm), prompt, options | sizes, **how).stats.peak_slots > room
+    assert ended(Engine(lm, max_cache_tokens=room), prompt, options | sizes, **how).sequences == plain.sequences
 
 
 @pytest.mark.parametrize(("length", "reading", "pays"), [(7, 0.0, True), (7, 0.1, False), (8, 0.1, True)])
 def test_a_draft_model_reads_the_prompt_after_eight_tokens_at_the_earliest(length, reading, pays):
-    policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, Drafts(reading))
+    policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, drafts_of(reading_seconds=reading))
     assert policy.pays(np.array([-0.01, -9, -9, -9], np.float32), length) == pays
 
 
 @pytest.mark.parametrize(("later", "pays"), [(1.0, False), (0.1, True)])
 def test_beams_that_may_be_needed_are_deferred_if_copies_make_later_steps_cheap(later, pays):
-    policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, Drafts(), copies=Drafts(later=later))
+    policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, drafts_of(), copies=drafts_of(later))
     assert policy.pays(np.array([-4.0, -4.1, -4.1, -4.1], np.float32), 16) == pays
 
 

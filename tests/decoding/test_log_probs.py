@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine
@@ -14,7 +13,7 @@ from specbeam.decoding import Evaluate, Hypothesis, alternatives
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.selection import SelectionRequest, select
 from specbeam.tree import Tree
-from tests.conftest import random_model
+from tests.engine.conftest import ended
 
 METHODS = {
     "greedy": {},
@@ -26,7 +25,6 @@ METHODS = {
     "beam sampling": {"num_beams": 3, "temperature": 1.5, "seed": 5},
     "diverse beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "num_return_sequences": 4},
 }
-PROMPTS = st.lists(st.integers(0, 255), min_size=1, max_size=12)
 
 
 def log_probs_of_model(model, prompt, token_ids):
@@ -62,18 +60,6 @@ def test_log_probs_are_those_of_the_models_own_logits(tiny, options):
         if "length_penalty" in options:
             normalized = sequence.log_prob / len(sequence.token_ids) ** options["length_penalty"]
             assert sequence.score == pytest.approx(normalized, abs=1e-5)
-
-
-@pytest.mark.parametrize("draft", ["ngram", "another model"])
-def test_log_probs_of_speculative_samples_are_those_of_the_same_sequence(save, draft):
-    """Greedy search that is led along a speculative sample gives its bits."""
-    lm, other = (specbeam.load(save(random_model("llama", seed=seed)), backend="cpu", threads=1) for seed in (0, 1))
-    options = {"max_new_tokens": 20, "top_logprobs": 3}
-    draft = other if draft == "another model" else draft
-    drawn = specbeam.generate(lm, [1, 2, 3] * 3, draft=draft, temperature=1.2, seed=4, **options)
-    text = [1, 2, 3] * 3 + drawn.token_ids
-    led = specbeam.generate(lm, text[:9], prefix_allowed_tokens_fn=lambda _, ids: [text[len(ids)]], **options)
-    assert led.sequences[0] == drawn.sequences[0]
 
 
 def test_the_object_for_json_has_log_probs_where_they_are_asked_for(lm):
@@ -112,10 +98,7 @@ def test_no_alternatives_are_known_where_a_strategy_added_a_token_unasked(tiny):
         (second,) = tree.add(first, 6, float(logits[0].log_softmax(-1)[6]))
         return [Hypothesis(int(second), 0.0, "length")]
 
-    engine = Engine(lm)
-    request = engine.submit([1, 2, 3], {"top_logprobs": 2}, strategy=strategy)
-    engine.run()
-    (sequence,) = request.result().sequences
+    (sequence,) = ended(Engine(lm), [1, 2, 3], {"top_logprobs": 2}, strategy=strategy).sequences
     unknown, known = sequence.top_logprobs
     assert (sequence.token_ids, unknown) == ([5, 6], {})
     assert [*known] == log_probs_of_model(model, [1, 2, 3], [5, 6])[1].topk(2).indices.tolist()

@@ -6,17 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from transformers import (
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers.generation import logits_process as theirs
 
 from specbeam.decoding.processors import Processors, processors_of_checkpoint
 from specbeam.decoding.selector import Selector, warpers_of
@@ -27,8 +17,6 @@ from specbeam.tree import Tree
 from tests.calls import calls_made
 
 SCORES = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x)[None])
-
-
 SHARE = st.floats(0.01, 0.99)
 
 
@@ -40,29 +28,20 @@ def scores_by(logits, **changes):
 
 @given(SCORES, st.floats(0.05, 5), st.integers(1, 50), SHARE, SHARE, SHARE)
 def test_warpers_are_those_of_transformers(scores, temperature, k, top_p, min_p, typical_p):
-    theirs = {
-        "temperature": TemperatureLogitsWarper(temperature),
-        "top_k": TopKLogitsWarper(k),
-        "top_p": TopPLogitsWarper(top_p),
-        "min_p": MinPLogitsWarper(min_p),
-        "typical_p": TypicalLogitsWarper(typical_p),
+    warpers = {
+        "temperature": (temperature, theirs.TemperatureLogitsWarper),
+        "top_k": (k, theirs.TopKLogitsWarper),
+        "top_p": (top_p, theirs.TopPLogitsWarper),
+        "min_p": (min_p, theirs.MinPLogitsWarper),
+        "typical_p": (typical_p, theirs.TypicalLogitsWarper),
     }
-    values = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     together = scores
-    for name, warper in theirs.items():
-        alone = scores_by(scores, **warpers_of(Options(**{name: values[name]})))
-        torch.testing.assert_close(alone, warper(None, scores))
-        together = warper(None, together)
-    torch.testing.assert_close(scores_by(scores, **warpers_of(Options(**values))), together)
-
-
-@given(SCORES, st.data(), st.floats(0.1, 5))
-def test_repetition_penalty_is_that_of_transformers(scores, data, penalty):
-    ids = data.draw(st.lists(st.integers(0, scores.shape[1] - 1), min_size=1, max_size=20))
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), scores.clone())[0]
-    tree = Tree(ids)
-    process = Processors(Options(repetition_penalty=penalty), frozenset(), scores.shape[1])
-    torch.testing.assert_close(scores_by(scores, **process(tree, [tree.tip]))[0], expected)
+    for name, (value, warper) in warpers.items():
+        alone = scores_by(scores, **warpers_of(Options(**{name: value})))
+        torch.testing.assert_close(alone, warper(value)(None, scores))
+        together = warper(value)(None, together)
+    options = Options(**{name: value for name, (value, _) in warpers.items()})
+    torch.testing.assert_close(scores_by(scores, **warpers_of(options)), together)
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=5)
@@ -80,21 +59,21 @@ def processed(options, prompt, texts, scores, eos=frozenset()):
     return scores_by(scores, **Processors(Options(**options), eos, scores.shape[1])(tree, ends))
 
 
-@given(TEXTS, st.data())
-def test_bans_and_biases_are_those_of_transformers(texts, data):
-    scores = torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0))
+@given(TEXTS, st.floats(0.1, 5), st.data())
+def test_penalties_bans_and_biases_are_those_of_transformers(texts, penalty, data):
+    scores = 5 * torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0))
     size = data.draw(st.integers(1, 4) | st.sampled_from([9, 2**31 - 1]))  # also longer than any sequence
     words = data.draw(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=8))
     bias = data.draw(st.dictionaries(st.integers(0, 4), st.floats(-5, 5), min_size=1))
-    for options, theirs in (
-        ({"no_repeat_ngram_size": size}, NoRepeatNGramLogitsProcessor(size)),
-        ({"bad_words_ids": words}, NoBadWordsLogitsProcessor(words, eos_token_id=[2])),
-        ({"logit_bias": bias}, SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])),
+    for options, processor in (
+        ({"repetition_penalty": penalty}, theirs.RepetitionPenaltyLogitsProcessor(penalty)),
+        ({"no_repeat_ngram_size": size}, theirs.NoRepeatNGramLogitsProcessor(size)),
+        ({"bad_words_ids": words}, theirs.NoBadWordsLogitsProcessor(words, eos_token_id=[2])),
+        ({"logit_bias": bias}, theirs.SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])),
     ):
         got = processed(options, [3, 1], texts, scores, eos=frozenset([2]))
         for text, row, mine in zip(texts, scores, got, strict=True):
-            expected = theirs(torch.tensor([[3, 1, *text]]), row[None].clone())[0]
-            torch.testing.assert_close(mine, expected)
+            torch.testing.assert_close(mine, processor(torch.tensor([[3, 1, *text]]), row[None].clone())[0])
 
 
 @pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 10**6}, {"bad_words_ids": [[0] * 10**6]}])
@@ -109,8 +88,7 @@ def test_bans_that_are_longer_than_the_sequence_cost_nothing(options):
 def test_frequency_and_presence_penalty_follow_openais_formula(texts, frequency, presence):
     """mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, with c counted without the prompt."""
     scores = torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0))
-    options = {"frequency_penalty": frequency, "presence_penalty": presence}
-    got = processed(options, [3, 1], texts, scores)
+    got = processed({"frequency_penalty": frequency, "presence_penalty": presence}, [3, 1], texts, scores)
     for text, row, mine in zip(texts, scores.tolist(), got, strict=True):
         expected = [x - text.count(j) * frequency - float(j in text) * presence for j, x in enumerate(row)]
         assert mine.tolist() == pytest.approx(expected, abs=1e-5)

@@ -6,10 +6,9 @@ import re
 import pytest
 
 import specbeam
-from specbeam import Engine
 from specbeam.cli.trace import show_trace
 from specbeam.engine.costs import CostTable, nominal_cost
-from tests.conftest import table_of_costs
+from tests.conftest import run_alone, table_of_costs
 
 HOW = {
     "greedy": {},
@@ -24,18 +23,27 @@ HOW = {
 
 
 class Replayed:
-    """The tree that a trace describes."""
+    """The tree that a trace describes, and the beams in it. Nodes are added, evaluated and dropped, in this order."""
 
-    def __init__(self, prompt_length):
+    def __init__(self, trace, prompt_length):
         self.root = prompt_length - 1
-        self.after, self.token, self.log_prob = {}, {}, {}
-        self.drafted, self.dropped = set(), set()
+        self.after, self.token, self.log_prob = {self.root: None}, {}, {}
+        self.beams, self.drafted, self.dropped = [], set(), set()
+        for entry in trace:
+            beams = [beam for step in [*entry["steps"], entry["ahead"]] for beam in step]
+            for one in [*entry["drafted"], *beams, *entry["ended"]]:
+                self._add(one)
+            assert all(beam["drafted"] == (beam["node"] in self.drafted) for beam in beams)
+            assert {*entry["evaluated"]} <= {*self.after} - self.dropped
+            assert {*entry["dropped"]} <= {*self.after} - self.dropped
+            self.dropped.update(entry["dropped"])
+            self.beams += beams
+        self.certain = [self.token[node] for entry in trace for node in entry["certain"]]
 
-    def add(self, entry):
-        node = entry["node"]
-        if node not in self.after:
-            assert entry["after"] not in self.dropped
-        assert self.after.setdefault(node, entry["after"]) == entry["after"]
+    def _add(self, entry):
+        node, after = entry["node"], entry["after"]
+        assert node in self.after or (after in self.after and after not in self.dropped)
+        assert self.after.setdefault(node, after) == after
         assert self.token.setdefault(node, entry["token_id"]) == entry["token_id"]
         if "log_prob" in entry:
             self.log_prob[node] = entry["log_prob"]
@@ -62,10 +70,8 @@ def result(request, tiny, confident):
     draft = options.pop("draft", None)
     if "model" in request.param or request.param == "drafted beams":
         draft = tiny("llama", initializer_range=0.102)[1]
-    engine = Engine(lm, costs=table_of_costs(lambda nodes: 1 + 0.2 * nodes) if is_lazy else None)
-    submitted = engine.submit([1, 2, 3, 1, 2], options, draft=draft)
-    engine.run()
-    result = submitted.result()
+    costs = table_of_costs(lambda nodes: 1 + 0.2 * nodes) if is_lazy else None
+    result = run_alone(lm, [1, 2, 3, 1, 2], options, draft, costs=costs)
     assert is_lazy == any(entry["ahead"] for entry in result.trace)
     return result
 
@@ -93,12 +99,19 @@ def test_positions_of_draft_tokens_are_counted_as_the_trace_shows_them(result):
             if (at := place.pop(beam["node"], None)) is not None:
                 counts[at] = [counts[at][0], counts[at][1] + 1]
     assert result.stats.acceptance_by_position == (counts or None)
-    assert sum(drafted for drafted, _ in counts) == result.stats.drafted
     assert sum(accepted for _, accepted in counts) == result.stats.accepted
 
 
-def test_rounds_add_up_to_the_statistics(result):
-    stats = result.stats
+def test_rounds_and_their_costs_add_up_to_the_statistics(result):
+    stats, costs = result.stats, [entry["pass"] for entry in result.trace]
+    for name in ("target_passes", "draft_passes"):
+        assert sum(cost[name] for cost in costs) == getattr(stats, name)
+    assert sum(cost["nodes"] for cost in costs) == stats.nodes_evaluated
+    for name in ("target_seconds", "draft_seconds"):
+        assert sum(cost[name] for cost in costs) == pytest.approx(getattr(stats, name))
+    times = [cost["seconds"] for cost in costs]
+    assert times == sorted(times)
+    assert times[-1] <= stats.seconds
     draft_tokens = [g for entry in result.trace for g in entry["drafted"]]
     assert len(result.trace) == stats.target_passes
     assert len(draft_tokens) == stats.drafted
@@ -113,37 +126,13 @@ def test_rounds_add_up_to_the_statistics(result):
 
 
 def test_nodes_make_a_tree_whose_paths_are_the_sequences(result):
-    tree = Replayed(5)
-    for entry in result.trace:
-        for draft_token in entry["drafted"]:
-            tree.add(draft_token)
-        for step in [*entry["steps"], entry["ahead"]]:
-            for beam in step:
-                tree.add(beam)
-                assert beam["drafted"] == (beam["node"] in tree.drafted)
-                assert beam["score"] == pytest.approx(tree.score(beam["node"]), abs=1e-4)
-        for node in entry["ended"]:
-            tree.add(node)
-        assert tree.dropped.isdisjoint(entry["evaluated"])
-        assert {*entry["dropped"]} <= {*tree.after} - tree.dropped
-        tree.dropped.update(entry["dropped"])
-    tokens = [token for entry in result.trace for token in map(tree.token.get, entry["certain"])]
-    assert tokens == result.token_ids
+    tree = Replayed(result.trace, 5)
+    for beam in tree.beams:
+        assert beam["score"] == pytest.approx(tree.score(beam["node"]), abs=1e-4)
+    assert tree.certain == result.token_ids
     assert "".join(entry["text"] for entry in result.trace) == result.text
     for sequence in result.sequences:
         assert sequence.token_ids in [tree.path(node) for node in tree.after]
-
-
-def test_costs_add_up_to_the_statistics(result):
-    costs, stats = [entry["pass"] for entry in result.trace], result.stats
-    for name in ("target_passes", "draft_passes"):
-        assert sum(cost[name] for cost in costs) == getattr(stats, name)
-    assert sum(cost["nodes"] for cost in costs) == stats.nodes_evaluated
-    for name in ("target_seconds", "draft_seconds"):
-        assert sum(cost[name] for cost in costs) == pytest.approx(getattr(stats, name))
-    times = [cost["seconds"] for cost in costs]
-    assert times == sorted(times)
-    assert times[-1] <= stats.seconds
 
 
 def test_pieces_have_the_rounds_as_they_come(tiny):
@@ -161,15 +150,10 @@ def test_pieces_have_the_rounds_as_they_come(tiny):
 
 
 def test_the_likeliest_tokens_are_those_of_the_text(tiny):
-    lm = tiny("llama")[1]
-    result = specbeam.generate(lm, [1, 2, 3], max_new_tokens=8, num_beams=2, top_logprobs=4, trace=True)
-    tree, likeliest = Replayed(3), {}
-    for entry in result.trace:
-        for beam in [beam for step in entry["steps"] for beam in step] + entry["ended"]:
-            tree.add(beam)
-        likeliest |= {
-            row["after"]: {one["token_id"]: one["log_prob"] for one in row["tokens"]} for row in entry["likeliest"]
-        }
+    result = specbeam.generate(tiny("llama")[1], [1, 2, 3], max_new_tokens=8, num_beams=2, top_logprobs=4, trace=True)
+    rows = [row for entry in result.trace for row in entry["likeliest"]]
+    likeliest = {row["after"]: {one["token_id"]: one["log_prob"] for one in row["tokens"]} for row in rows}
+    tree = Replayed(result.trace, 3)
     (end,) = [node for node in tree.after if tree.path(node) == result.token_ids]
     for expected in reversed(result.sequences[0].top_logprobs):
         end = tree.after[end]
@@ -203,12 +187,8 @@ def test_a_trace_changes_no_pass_and_no_bit(confident, give_costs, num_beams, dr
     assert traced.stats.acceptance_histogram == plain.stats.acceptance_histogram
     assert traced.stats.acceptance_by_position == plain.stats.acceptance_by_position
     assert (plain.stats.evaluated_beams < 1) == (num_beams == 16 or draft is not None)
-
-
-def test_no_trace_unless_asked_for(lm):
-    result = specbeam.generate(lm, [1], max_new_tokens=2)
-    assert result.trace is None
-    assert "trace" not in result.to_dict()
+    assert plain.trace is None
+    assert "trace" not in plain.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -240,10 +220,7 @@ def test_the_statistics_say_that_drafting_was_skipped_in_most_rounds(tiny):
         return CostTable(lambda nodes: seconds[backend] * nominal_cost(nodes))
 
     options = {"max_new_tokens": 60, "temperature": 2.0, "seed": 1, "eos_token_id": [], "trace": True}
-    engine = Engine(lm, costs=costs)
-    request = engine.submit([1, 2, 3], options, draft=other)
-    engine.run()
-    result = request.result()
+    result = run_alone(lm, [1, 2, 3], options, other, costs=costs)
     undrafted = sum(not entry["drafted"] for entry in result.trace)
     assert result.stats.drafted > 0
     expected = r"draft proposed no tokens in (\d+) of (\d+) passes: that would not have paid"

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -10,27 +9,20 @@ from scipy.stats import chisquare
 import specbeam
 from specbeam import Engine
 from tests.conftest import EOS, examples, in_thorough_mode
-
-SMALL = {"vocab_size": 6, "eos_token_id": 5, "bos_token_id": 0, "initializer_range": 0.3}
-
-
-def distribution(model, ids, temperature):
-    with torch.no_grad():
-        return (model(torch.tensor([ids])).logits[0, -1].double() / temperature).softmax(-1).numpy()
+from tests.decoding.test_speculative import sequences_and_chances
 
 
 def test_samples_are_independent_and_follow_the_model(tiny):
-    """Neighbouring samples, as pairs, follow the product of the model's probabilities."""
-    model, lm = tiny("llama", **SMALL)
+    """Neighbouring samples, as pairs, follow the product of the model's probabilities. The prompt is read once."""
+    model, lm = tiny("llama", vocab_size=6, eos_token_id=5, bos_token_id=0, initializer_range=0.3)
     draws = 8000 if in_thorough_mode() else 2000
-    options = {"temperature": 0.8, "max_new_tokens": 2, "num_return_sequences": draws}
+    options = {"temperature": 0.8, "max_new_tokens": 2, "num_return_sequences": draws, "eos_token_id": []}
     result = specbeam.generate(lm, [1, 2, 3], seed=3, **options)
-    first = distribution(model, [1, 2, 3], 0.8)
-    texts = {(5,): first[5]} | {
-        (a, b): first[a] * p for a in range(5) for b, p in enumerate(distribution(model, [1, 2, 3, a], 0.8))
-    }
-    number = {text: i for i, text in enumerate(texts)}
-    p = np.array([*texts.values()])
+    assert result.stats.target_passes == 2
+    assert result.stats.nodes_evaluated <= 3 + 6
+    chances = sequences_and_chances(model, [1, 2, 3], length=2, temperature=0.8, top_k=6)
+    number = {sequence: i for i, sequence in enumerate(chances)}
+    p = np.array([*chances.values()])
     drawn = np.array([number[tuple(sequence.token_ids)] for sequence in result.sequences])
     assert chisquare(np.bincount(drawn, minlength=len(p)), draws * p / p.sum()).pvalue > 1e-3
     rare = np.argsort(p)[:-4]  # as one sequence, so that every pair is frequent enough
@@ -65,26 +57,14 @@ def test_a_sample_depends_neither_on_the_other_samples_nor_on_the_batch(lm, n, s
     assert alone.score == pytest.approx(several.result().sequences[0].score, abs=1e-4)
 
 
-def test_the_prompt_is_read_once(lm):
-    prompt = [*range(100)]
-    result = specbeam.generate(lm, prompt, do_sample=True, num_return_sequences=7, max_new_tokens=4, seed=1)
-    assert len({tuple(s.token_ids) for s in result.sequences}) > 1
-    assert result.stats.nodes_evaluated <= 100 + 7 * 3
-    assert result.stats.target_passes == max(len(s.token_ids) for s in result.sequences)
-
-
 def test_samples_that_agree_share_their_nodes_and_stream_at_once(lm):
     engine = Engine(lm)
-    options = {"temperature": 1e-5, "num_return_sequences": 5, "max_new_tokens": 6}
-    request = engine.submit("abc", options)
-    streamed = []
+    request, early = engine.submit("abc", {"temperature": 1e-5, "num_return_sequences": 5, "max_new_tokens": 6}), ""
     while engine.step():
-        streamed += [piece.text for piece in request.pieces]
-        request.pieces.clear()
-    streamed += [piece.text for piece in request.pieces]
+        early = "".join(piece.text for piece in request.pieces)
     result = request.result()
-    assert {tuple(s.token_ids) for s in result.sequences} == {
-        tuple(specbeam.generate(lm, "abc", max_new_tokens=6).token_ids)
-    }
+    greedy = specbeam.generate(lm, "abc", max_new_tokens=6)
+    assert [sequence.token_ids for sequence in result.sequences] == [greedy.token_ids] * 5
     assert result.stats.nodes_evaluated == result.stats.prompt_tokens + 5
-    assert "".join(streamed) == result.text
+    assert early
+    assert "".join(piece.text for piece in request.pieces) == result.text

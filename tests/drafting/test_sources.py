@@ -27,13 +27,10 @@ def options(draft):
 
 @pytest.mark.parametrize("kind", ["folder", "path", "file"])
 def test_a_source_drafts_as_the_loaded_model_does(target, folder, tmp_path, kind):
-    source = {
-        "folder": str(folder),
-        "path": folder,
-        "file": str(write_gguf(tmp_path / "m.gguf", random_model("llama"))),
-    }
-    loaded = specbeam.load(source[kind], backend="cpu", quantize="float32", threads=1)
-    results = [specbeam.generate(target, PROMPT, **options(draft)) for draft in (None, loaded, source[kind])]
+    write_gguf(file := tmp_path / "m.gguf", random_model("llama"))
+    source = {"folder": str(folder), "path": folder, "file": str(file)}[kind]
+    loaded = specbeam.load(source, backend="cpu", quantize="float32", threads=1)
+    results = [specbeam.generate(target, PROMPT, **options(draft)) for draft in (None, loaded, source)]
     assert len({tuple(result.token_ids) for result in results}) == 1
     assert results[1].stats.drafted == results[2].stats.drafted > 0
     assert results[1].stats.accepted == results[2].stats.accepted

@@ -7,13 +7,7 @@ from specbeam import Engine, Options
 from specbeam.engine.costs import CostTable, nominal_cost, pass_times
 from specbeam.engine.output import Output
 from specbeam.engine.setup import make_setup
-from tests.conftest import (
-    assert_are_beams_of_transformers,
-    beams_of_transformers,
-    random_model,
-    run_alone,
-    table_of_costs,
-)
+from tests.conftest import random_model, run_alone, table_of_costs
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
 KINDS = [
@@ -23,6 +17,8 @@ KINDS = [
     {"min_new_tokens": 12},
     {"do_sample": True, "logit_bias": {101: 2.0}, "min_new_tokens": 30, "seed": 3},
     {"do_sample": True, "typical_p": 0.9, "seed": 4},
+    {"eos_token_id": [*range(0, 259, 7)]},
+    {"do_sample": True, "seed": 5, "eos_token_id": [*range(0, 259, 7)]},
 ]
 BEAMS = [
     {"num_beams": 2, "eos_token_id": []},
@@ -31,7 +27,9 @@ BEAMS = [
     {"num_beams": 4, "length_penalty": -1.0, "early_stopping": "never", "eos_token_id": [*range(90, 130)]},
     {"num_beams": 4, "min_new_tokens": 12, "logit_bias": {101: 2.0, 102: -1.0}, "distinct": True},
     {"num_beams": 8, "bound_rule": False, "length_penalty": 2.0, "early_stopping": True, "eos_token_id": [33, 44]},
+    {"num_beams": 16, "num_return_sequences": 16, "length_penalty": 0.7, "eos_token_id": [5, 6]},
 ]
+LONG = {"max_new_tokens": 30, "eos_token_id": []}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +40,14 @@ def lm(save):
 @pytest.fixture(scope="module")
 def windowed(save):
     return specbeam.load(save(random_model("mistral", sliding_window=8)), backend="cpu")
+
+
+@pytest.fixture(scope="module")
+def twins(save):
+    """Its tokens come in pairs that are always equally likely."""
+    model = random_model("llama")
+    model.lm_head.weight.data[1::2] = model.lm_head.weight.data[:-1:2]
+    return specbeam.load(save(model), backend="cpu")
 
 
 def results(engine, options, count=3):
@@ -70,105 +76,58 @@ def passes_of_calls(monkeypatch, lm, before=lambda: None, seconds=1e-3):
     return calls
 
 
-@pytest.fixture(scope="module")
-def twins(save):
-    """Its tokens come in pairs that are always equally likely."""
-    model = random_model("llama")
-    model.lm_head.weight.data[1::2] = model.lm_head.weight.data[:-1:2]
-    return specbeam.load(save(model), backend="cpu")
-
-
 @pytest.mark.parametrize("options", KINDS + BEAMS)
 @pytest.mark.parametrize("name", ["lm", "windowed", "twins"])
 def test_to_go_ahead_changes_no_bit(request, name, options):
     lm = request.getfixturevalue(name)
+    single = results(Engine(lm), options | STEP_BY_STEP)
     for count in (1, 3):
         ahead = results(Engine(lm), options, count)
-        single = results(Engine(lm), options | STEP_BY_STEP, count)
-        assert [one.sequences for one in ahead] == [one.sequences for one in single]
-        for one, other in zip(ahead, single, strict=True):
+        assert [one.sequences for one in ahead] == [one.sequences for one in single[:count]]
+        for one, other in zip(ahead, single[:count], strict=True):
             for count_of in ("target_passes", "nodes_evaluated", "steps_per_target_pass", "new_tokens"):
                 assert getattr(one.stats, count_of) == getattr(other.stats, count_of)
             if options in KINDS:  # beams that were given up keep their slots until the last pass
                 assert one.stats.peak_slots == other.stats.peak_slots
 
 
-def test_tokens_come_several_at_a_time(lm, monkeypatch):
-    calls = passes_of_calls(monkeypatch, lm)
-    assert make_setup(lm, [1], Options(), pass_times).goes_ahead
-    (result,) = results(Engine(lm), {"eos_token_id": []}, count=1)
-    assert sum(calls) == result.stats.target_passes - 1  # the first pass is prefill
-    assert max(calls) == 8
-
-
 def test_beams_go_ahead_beside_single_sequences(lm, monkeypatch):
     calls = passes_of_calls(monkeypatch, lm)
     engine = Engine(lm)
     kinds = [{}, {"temperature": 0.8, "seed": 1}, {"num_beams": 4}, {"num_beams": 2}]
-    common = {"max_new_tokens": 30, "eos_token_id": []}
-    requests = [engine.submit([97 + n, 98, 99], common | options) for n, options in enumerate(kinds)]
+    requests = [engine.submit([97 + n, 98, 99], LONG | options) for n, options in enumerate(kinds)]
     engine.run()
     assert max(calls) == 8
     assert sum(calls) == 30 - 1  # the first pass is prefill
     for n, (request, options) in enumerate(zip(requests, kinds, strict=True)):
-        alone = run_alone(lm, [97 + n, 98, 99], common | options | STEP_BY_STEP)
-        assert request.result().sequences == alone.sequences
+        assert request.result().sequences == run_alone(lm, [97 + n, 98, 99], LONG | options | STEP_BY_STEP).sequences
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {}, {"temperature": 0.8, "seed": 1}])
 def test_a_request_goes_ahead_while_it_skips_drafting(lm, monkeypatch, options):
     """A draft model that is as slow as the target never pays. Lookups find nothing in a text without repetitions."""
     calls = passes_of_calls(monkeypatch, lm)
-    options |= {"max_new_tokens": 30, "eos_token_id": []}
-    plain = results(Engine(lm), options, count=1)[0]
+    plain = run_alone(lm, [97, 98, 99], LONG | options)
     for draft in (lm, "ngram", "suffix"):
         calls.clear()
-        with_draft = run_alone(lm, [97, 98, 99], options, draft)
+        with_draft = run_alone(lm, [97, 98, 99], LONG | options, draft)
         assert max(calls) == 8
         assert with_draft.stats.draft_note.startswith("draft proposed no tokens")
         assert with_draft.sequences == plain.sequences
 
 
-@pytest.mark.parametrize("num_beams", [2, 4, 8, 16])
-def test_beams_ahead_are_those_of_transformers(save, monkeypatch, num_beams):
-    model = random_model("llama")
-    exact = specbeam.load(save(model), backend="cpu", quantize="float32")
-    calls = passes_of_calls(monkeypatch, exact)
-    for prompt, ends in (([97, 98, 99], [5, 6]), ([100], [*range(20, 40)]), ([1, 2, 3, 4], [77])):
-        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 20}
-        options |= {"eos_token_id": ends, "length_penalty": 0.7}
-        expected, scores = beams_of_transformers(model, prompt, **options)
-        found = specbeam.generate(exact, prompt, **options).sequences
-        assert_are_beams_of_transformers(found, expected, scores)
-    assert max(calls) > 1
+LOOKS = [{"no_repeat_ngram_size": 3}, {"trace": True}]
+LOOKS_OF_BEAMS = [*LOOKS, {"do_sample": True}, {"num_beam_groups": 2, "diversity_penalty": 0.5}]
+LOOKS += [{"repetition_penalty": 1.1}, {"top_logprobs": 2}, *({"num_beams": 4, **one} for one in LOOKS_OF_BEAMS)]
 
 
-def test_an_end_token_ends_the_passes_too(lm):
-    ids = results(Engine(lm), {"eos_token_id": []}, count=1)[0].sequences[0].token_ids
-    end = next(token for at, token in enumerate(ids) if at >= 4 and token not in ids[:at])
-    (result,) = results(Engine(lm), {"eos_token_id": [end]}, count=1)
-    assert result.sequences[0].token_ids == ids[: ids.index(end) + 1]
-    assert result.stats.target_passes == len(result.sequences[0].token_ids)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.1},
-        {"top_logprobs": 2},
-        {"no_repeat_ngram_size": 3},
-        {"trace": True},
-        {"num_beams": 3, "no_repeat_ngram_size": 3},
-        {"num_beams": 3, "trace": True},
-        {"num_beams": 3, "do_sample": True},
-        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    ],
-)
+@pytest.mark.parametrize("options", LOOKS)
 def test_who_looks_at_tokens_goes_step_by_step(lm, monkeypatch, options):
     calls = passes_of_calls(monkeypatch, lm)
     results(Engine(lm), options)
     assert not calls
-    assert not make_setup(lm, [1], Options.of(options), pass_times).goes_ahead  # so they do not expect its costs
+    goes_ahead = [make_setup(lm, [1], Options.of(one), pass_times).goes_ahead for one in ({}, options)]
+    assert goes_ahead == [True, False]  # so they do not expect its costs
 
 
 def test_a_new_request_waits_for_one_pass(lm, monkeypatch):
@@ -186,12 +145,12 @@ def test_a_new_request_waits_for_one_pass(lm, monkeypatch):
 
 def test_a_cancelled_request_gets_the_token_of_one_pass(lm, monkeypatch):
     engine = Engine(lm)
-    request = engine.submit([1, 2], {"max_new_tokens": 30, "eos_token_id": []})
+    request = engine.submit([1, 2], LONG)
     calls = passes_of_calls(monkeypatch, lm, request.cancel)
     engine.run()
     assert calls == [1]
-    assert len(request.result().sequences[0].token_ids) == 2
-    assert request.result().sequences[0].finish_reason == "cancelled"
+    assert len(request.result().token_ids) == 2
+    assert request.result().finish_reason == "cancelled"
 
 
 def test_if_passes_ahead_fail_each_request_goes_on_alone(lm, monkeypatch):
@@ -242,11 +201,11 @@ def test_tokens_reach_their_reader_while_the_backend_goes_on(lm, monkeypatch, se
 
 def test_where_no_thread_can_take_tokens_the_backend_goes_less_far(lm, monkeypatch):
     calls = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
-    pieces = [*specbeam.stream(lm, [97, 98, 99], max_new_tokens=30, eos_token_id=[])]
+    pieces = [*specbeam.stream(lm, [97, 98, 99], LONG)]
     assert calls == [4] * 7
     assert lengths(pieces) == [1, *calls, 1]
     calls.clear()
-    specbeam.generate(lm, [97, 98, 99], max_new_tokens=30, eos_token_id=[])  # nobody reads
+    specbeam.generate(lm, [97, 98, 99], LONG)  # nobody reads
     assert calls == [8, 8, 8, 5]
 
 
@@ -256,7 +215,7 @@ def test_tokens_of_beams_are_certain_only_after_their_step(lm, monkeypatch):
     (pieces,), (result,) = read(Engine(lm), options)
     assert max(calls) == 1 + int(0.02 / (SECONDS_PER_PASS * nominal_cost(4)))
     assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
-    assert result.sequences == results(Engine(lm), options, count=1)[0].sequences
+    assert result.sequences == run_alone(lm, [97, 98, 99], LONG | options).sequences
 
 
 @pytest.mark.parametrize("options", [*KINDS, BEAMS[1]])
@@ -282,7 +241,7 @@ def test_a_reader_may_cancel_in_the_middle_of_passes(lm, monkeypatch):
     """No pass comes after that, and the text is what it has read."""
     calls, taken = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS), []
     engine = Engine(lm)
-    request = engine.submit([97, 98, 99], {"max_new_tokens": 30, "eos_token_id": []})
+    request = engine.submit([97, 98, 99], LONG)
 
     def take(piece):
         taken.append(piece)
@@ -302,7 +261,7 @@ def test_a_function_in_the_engines_thread_gets_pieces_between_calls(lm, monkeypa
     """It may do anything, even use the backend."""
     calls, pieces = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS), []
     engine = Engine(lm)
-    request = engine.submit([97, 98, 99], {"max_new_tokens": 30, "eos_token_id": []})
+    request = engine.submit([97, 98, 99], LONG)
 
     def take(piece):
         pieces.append(piece)
@@ -318,7 +277,7 @@ def test_a_function_in_the_engines_thread_gets_pieces_between_calls(lm, monkeypa
 def test_a_text_that_cannot_be_shown_ends_only_its_request(lm, monkeypatch):
     passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
     engine, show = Engine(lm), Output.show
-    fine, broken = (engine.submit([97 + n, 98, 99], {"max_new_tokens": 30, "eos_token_id": []}) for n in range(2))
+    fine, broken = (engine.submit([97 + n, 98, 99], LONG) for n in range(2))
     pieces, _ = fine.pieces, broken.pieces  # both are read
 
     def fail(output, selection):
@@ -331,5 +290,5 @@ def test_a_text_that_cannot_be_shown_ends_only_its_request(lm, monkeypatch):
         with pytest.raises(ValueError, match="no text"):
             broken.result(60)
         found = fine.result(60)
-    assert found.sequences == results(Engine(lm), {"eos_token_id": []}, count=1)[0].sequences
+    assert found.sequences == run_alone(lm, [97, 98, 99], LONG).sequences
     assert [token for piece in pieces for token in piece.token_ids] == found.token_ids

@@ -14,23 +14,26 @@ from specbeam.engine.setup import make_setup
 from tests.conftest import table_of_costs
 
 
+class Measured(PassTimes):
+    def measure(self, nodes, seconds, count=2):
+        for _ in range(count):
+            self.add(nodes, seconds)
+
+
 def test_what_a_pass_takes_is_learned_from_passes():
-    times = PassTimes()
-    for _ in range(2):
-        times.add(1, 1.0)
+    times = Measured()
+    times.measure(1, 1.0)
     # Not measured: a little more than a pass over fewer nodes, until it is tried twice.
     assert 1 < times.expected(8) < 1.5
     times.add(8, 9.0)
     assert times.expected(8) < 1.5
     times.add(8, 3.0)
     assert times.expected(8) == pytest.approx(3.0)
-    times.add(4, 2.0)
-    times.add(4, 2.0)
+    times.measure(4, 2.0)
     assert times.expected(2) == pytest.approx(1 + 1 / 3)  # between 1 and 4
     assert times.expected(6) == pytest.approx(2.5)
     assert times.expected(16) == pytest.approx(5.0)  # on from 4 and 8
-    times.add(16, 9.0)
-    times.add(16, 9.0)
+    times.measure(16, 9.0)
     assert times.expected(64) == pytest.approx(36.0)  # but never more than as many times as much
 
 
@@ -51,34 +54,29 @@ def test_how_many_nodes_a_time_is_enough_for_follows_the_latest_passes():
 
 
 def test_a_machine_that_slows_down_does_so_for_passes_of_all_sizes():
-    times = PassTimes()
-    for _ in range(3):
-        times.add(1, 1.0)
-        times.add(8, 2.0)
-    for _ in range(200):
-        times.add(1, 1.5)
+    times = Measured()
+    times.measure(1, 1.0, 3)
+    times.measure(8, 2.0, 3)
+    times.measure(1, 1.5, 200)
     assert times.expected(1) == pytest.approx(1.5, rel=0.01)
     assert times.expected(8) > 2.4
 
 
 def test_passes_that_were_never_measured_are_taken_for_fast():
     """A draft is then tried and measured, also where only its prefill was."""
-    times = PassTimes()
+    times = Measured()
     assert times.expected(1) < times.expected(64) < 0.01
-    for _ in range(2):
-        times.add(64, 1.0)
+    times.measure(64, 1.0)
     assert times.expected(1) < 0.02
     assert times.expected(8) < 2 * times.expected(1)
-    for _ in range(2):
-        times.add(1, 0.9)
+    times.measure(1, 0.9)
     assert times.expected(32) <= 1.0
 
 
 def linear_times(fixed, per_node):
-    times = PassTimes()
+    times = Measured()
     for nodes in (1, 2, 4, 8, 16, 32, 64):
-        for _ in range(2):
-            times.add(nodes, fixed + per_node * nodes)
+        times.measure(nodes, fixed + per_node * nodes)
     return times
 
 
@@ -123,22 +121,15 @@ def test_requests_learn_who_shares_their_passes(lm, monkeypatch):
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_the_passes_of_a_draft_are_its_own(tiny, monkeypatch, num_beams):
+def test_the_passes_of_a_draft_are_its_own(tiny, watch, monkeypatch, num_beams):
     """The seconds of a pass include its use by the request, which may ask its other model at the end of it."""
-    target, draft = tiny("llama")[1], tiny("gpt2")[1]
-    ran, learned = {"target": [], "draft": []}, {"target": [], "draft": []}
-    for name, backend in (("target", target.backend), ("draft", draft.backend)):
-
-        def forward(segments, name=name, forward=backend.forward):
-            ran[name].append(sum(len(one.tokens) for one in segments))
-            return forward(segments)
-
-        monkeypatch.setattr(backend, "forward", forward)
-        times = costs.pass_times(backend)
-        monkeypatch.setattr(times, "add", lambda nodes, seconds, name=name: learned[name].append(nodes))
+    target, draft, learned = tiny("llama")[1], tiny("gpt2")[1], ([], [])
+    ran = watch(target), watch(draft)
+    for lm, nodes in zip((target, draft), learned, strict=True):
+        monkeypatch.setattr(costs.pass_times(lm.backend), "add", lambda n, seconds, nodes=nodes: nodes.append(n))
     sizes = {"num_draft_tokens": 3, "draft_width": num_beams}
     specbeam.generate(target, "hello", draft=draft, num_beams=num_beams, max_new_tokens=8, **sizes)
-    assert ran["draft"]
+    assert ran[1]
     assert learned == ran
 
 
@@ -161,9 +152,8 @@ def test_with_given_costs_counts_are_the_same_in_every_run(tiny):
         stats = [request.result().stats for request in requests]
         return [(one.target_passes, one.nodes_evaluated, one.drafted) for one in stats]
 
-    flat, steep = counts(lambda nodes: 1.0), counts(lambda nodes: float(nodes))
-    assert flat == counts(lambda nodes: 1.0)
-    assert steep == counts(lambda nodes: float(nodes))
+    flat, steep, flat_again, steep_again = map(counts, 2 * [lambda nodes: 1.0, float])
+    assert (flat, steep) == (flat_again, steep_again)
     assert flat != steep
 
 
@@ -178,15 +168,12 @@ def test_lazy_beams_compare_costs_with_the_same_share_of_a_pass(lm, monkeypatch)
 
 
 def test_passes_that_go_ahead_have_times_of_their_own():
-    single = PassTimes()
-    ahead = PassTimes(otherwise=single)
-    for _ in range(2):
-        single.add(1, 3.0)
+    single = Measured()
+    ahead = Measured(otherwise=single)
+    single.measure(1, 3.0)
     assert ahead.expected(1) == 3.0
-    for _ in range(200):
-        single.add(1, 4.0)
+    single.measure(1, 4.0, 200)
     assert ahead.expected(1) == pytest.approx(4.0, rel=0.01)  # it follows
-    for _ in range(2):
-        ahead.add(1, 2.0)
+    ahead.measure(1, 2.0)
     assert ahead.expected(1) == 2.0 < single.expected(1)
     assert ahead.expected(16) == single.expected(16)  # wide passes take too long to go ahead

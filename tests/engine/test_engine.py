@@ -1,6 +1,5 @@
 """The engine: requests share passes, and no request changes the result of another."""
 
-import gc
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,45 +10,12 @@ import torch
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.backends.torch.cache import KeyValues
-from specbeam.cache.pool import pool_of
 from specbeam.cache.slots import Slots
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.engine import CostTable
 from specbeam.tree import Tree
-from tests.conftest import EOS, random_model, run_alone
-
-
-def test_requests_share_passes(lm, monkeypatch):
-    sizes = count_nodes(lm, monkeypatch)
-    engine = Engine(lm)
-    requests = [engine.submit([i + 1], Options(max_new_tokens=10, eos_token_id=EOS)) for i in range(8)]
-    engine.run()
-    assert sizes == [8] * max(len(r.result().token_ids) for r in requests)
-
-
-def count_nodes(lm, monkeypatch):
-    sizes = []
-    forward = lm.backend.forward
-
-    def counted(segments):
-        sizes.append(sum(len(s.tokens) for s in segments))
-        return forward(segments)
-
-    monkeypatch.setattr(lm.backend, "forward", counted)
-    return sizes
-
-
-def test_a_long_prompt_is_prefilled_in_chunks_beside_the_others(lm, monkeypatch):
-    sizes = count_nodes(lm, monkeypatch)
-    engine = Engine(lm, max_batch_tokens=16)
-    short = engine.submit([1], Options(max_new_tokens=20, min_new_tokens=20))
-    long = engine.submit([2] * 150, Options(max_new_tokens=3))
-    while not long.done:
-        engine.step()
-    engine.run()
-    assert max(sizes) == 16
-    assert long.result().token_ids == run_alone(lm, [2] * 150, Options(max_new_tokens=3)).token_ids
-    assert short.result().stats.forward_passes == 20  # it was in every pass, not behind the prompt
+from tests.conftest import random_model, run_alone
+from tests.engine.conftest import ended, in_use
 
 
 @pytest.mark.parametrize(
@@ -59,30 +25,28 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_the_others(lm, monkeypatch)
         (RuntimeError("broken"), RuntimeError, "broken"),
     ],
 )
-def test_a_request_that_fails_in_a_pass_disturbs_nobody_and_lets_go_of_all_memory(lm, monkeypatch, raised, error, says):
-    forward, options = lm.backend.forward, Options(max_new_tokens=3)
+def test_a_request_that_fails_in_a_pass_disturbs_nobody_and_lets_go_of_all_memory(lm, watch, raised, error, says):
+    options = Options(max_new_tokens=3)
     expected = run_alone(lm, [1, 1], options).token_ids
 
-    def failing(segments):
+    def fail(segments):
         if any(len(s.tokens) > 30 for s in segments):
             raise raised
-        return forward(segments)
 
-    gc.collect()  # engines of other tests
-    before = pool_of(lm.backend).in_use
-    monkeypatch.setattr(lm.backend, "forward", failing)
+    before = in_use(lm)
+    watch(lm, fail)
     engine = Engine(lm)
     bad, good = (engine.submit([i] * n, options) for i, n in enumerate((40, 2)))
     engine.run()
     assert good.result().token_ids == expected
     assert engine.cache_tokens == 0
-    assert pool_of(lm.backend).in_use == before + 4  # the prompt of the good one, and two of its new tokens
+    assert in_use(lm) == before + 4  # the prompt of the good one, and two of its new tokens
     del engine
-    assert pool_of(lm.backend).in_use == before
+    assert in_use(lm) == before
     with pytest.raises(error, match=says) as caught:
         bad.result()
     if error is RuntimeError:
-        assert "failing" in caught.value.__notes__[0]  # the error still says where it happened
+        assert "in fail" in caught.value.__notes__[0]  # the error still says where it happened
 
 
 def strategy_that(*yields, returns=()):
@@ -131,12 +95,8 @@ def test_a_strategy_or_a_draft_that_fails_ends_its_request_alone(lm, tiny, monke
 def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
     asked = [3, 0, 0, 2]
     strategy = strategy_that(asked, [1], returns=[Hypothesis(3, 0.0, "length")])
-    engine = Engine(lm, max_batch_tokens=chunk)
-    request = engine.submit([5, 6, 7, 8], strategy=strategy)
-    engine.run()
-    request.result()
-    tree = Tree([5, 6, 7, 8])
-    slots = Slots(tree, lm.backend)
+    ended(Engine(lm, max_batch_tokens=chunk), [5, 6, 7, 8], strategy=strategy)
+    slots = Slots(Tree([5, 6, 7, 8]), lm.backend)
     expected = lm.backend.forward([slots.segment(slots.missing([3]), np.arange(4))])
     torch.testing.assert_close(strategy.seen[0], expected[asked], atol=2e-4, rtol=0)
     torch.testing.assert_close(strategy.seen[1], expected[[1]], atol=2e-4, rtol=0)
@@ -148,10 +108,8 @@ def test_slots_are_used_again(save, monkeypatch):
     reserve, most = lm.backend.reserve, []
     monkeypatch.setattr(lm.backend, "reserve", lambda slots: most.append(slots) or reserve(slots))
     engine = Engine(lm, max_cache_tokens=400)
-    options = Options(max_new_tokens=20, min_new_tokens=20, num_beams=4)
-    for n in range(20):
-        engine.submit([n] * 130, options)
-        engine.run()
+    for n in range(8):
+        ended(engine, [n] * 130, Options(max_new_tokens=20, min_new_tokens=20, num_beams=4))
         if n < 3:
             before = len(most)
     assert len(most) == before > 0
@@ -169,9 +127,9 @@ def test_making_room_can_be_tried_again(monkeypatch):
 
     store = KeyValues(2, 3, 4, torch.float32, torch.device("cpu"))
     store.reserve(64)
-    stored = [torch.randn(2, 64, 3, 4) for _ in range(2)]  # keys and values by layer
-    for layer in range(2):
-        store.store(layer, slice(0, 64), stored[0][layer], stored[1][layer], slice(0, 64))
+    stored, one = torch.randn(2, 2, 64, 3, 4), torch.ones(1, 3, 4)  # keys and values by layer
+    for layer, both in enumerate(stored):
+        store.store(layer, slice(0, 64), *both, slice(0, 64))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "new_zeros", scarce)
         with pytest.raises(torch.OutOfMemoryError):
@@ -179,30 +137,19 @@ def test_making_room_can_be_tried_again(monkeypatch):
     assert left["allocations"] == 0
     store.reserve(65)
     assert store.capacity >= 65
-    one = torch.ones(1, 3, 4)
-    for layer in range(2):
-        for got, expected in zip(store.store(layer, slice(64, 65), one, one, slice(0, 65)), stored, strict=True):
-            assert torch.equal(got[:, :64], expected[layer].transpose(0, 1))
+    for layer, both in enumerate(stored):
+        got = torch.stack(store.store(layer, slice(64, 65), one, one, slice(0, 65)))
+        assert torch.equal(got[:, :, :64], both.transpose(1, 2))
 
 
 def test_without_a_seed_texts_differ(lm):
-    texts = {specbeam.generate(lm, [3], max_new_tokens=12, temperature=1.5).text for _ in range(5)}
-    assert len(texts) > 1
+    assert len({specbeam.generate(lm, [3], max_new_tokens=12, temperature=1.5).text for _ in range(5)}) > 1
 
 
 def test_a_list_of_prompts_gives_a_list_of_results(lm):
     prompts = ["one", [2, 3], [{"role": "user", "content": "three"}]]
     results = specbeam.generate(lm, prompts, max_new_tokens=6)
     assert [r.token_ids for r in results] == [specbeam.generate(lm, p, max_new_tokens=6).token_ids for p in prompts]
-
-
-def test_all_prompts_of_a_list_are_checked_before_the_first_pass(lm, monkeypatch):
-    passes = []
-    monkeypatch.setattr(lm.backend, "forward", passes.append)
-    for bad, says in {"b" * 256: "prompt 12: the prompt has 256 tokens", "\ud800": "prompt 12: .*surrogate"}.items():
-        with pytest.raises(SpecbeamError, match=says):
-            specbeam.generate(lm, [*"a" * 12, bad, "c"], max_new_tokens=2)
-    assert not passes
 
 
 @pytest.mark.parametrize(
@@ -213,11 +160,9 @@ def test_all_prompts_of_a_list_are_checked_before_the_first_pass(lm, monkeypatch
         (["a", ""], {}, "prompt 1: the prompt is empty"),
         ([1] * 256, {}, "context of 256"),
         ([1, 999], {}, "999 is not in the model's vocabulary"),
-        (3.5, {}, "not float"),
         ([1, "a"], {}, "mixes kinds"),
         ([{"role": "user"}], {}, "content"),
         ("a", {"eos_token_id": 4000}, "4000"),
-        ("a", {"max_tokens": 5}, "did you mean 'max_new_tokens'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(lm, prompt, options, says):
@@ -240,16 +185,9 @@ def test_limits_are_checked(lm, limits, says):
         Engine(lm, **limits)
 
 
-@pytest.mark.parametrize("given", ["smollm2-135m-instruct", [1, 2], None])
-def test_what_is_no_loaded_model_is_refused(given):
-    with pytest.raises(SpecbeamError, match=r"is no loaded model: give what specbeam\.load returned"):
-        specbeam.generate(given, "hi")
-
-
-def test_a_result_is_not_there_before_it_is_done(lm):
-    request = Engine(lm).submit([1])
-    with pytest.raises(SpecbeamError, match="not finished"):
-        request.result()
+def test_what_is_no_loaded_model_is_refused():
+    with pytest.raises(SpecbeamError, match=r"str is no loaded model: give what specbeam\.load returned"):
+        specbeam.generate("smollm2-135m-instruct", "hi")
 
 
 def test_a_draft_with_a_shorter_context_stops_drafting_there(tiny, save):
@@ -290,3 +228,48 @@ def test_a_draft_elsewhere_is_refused(lm, tiny, monkeypatch):
     monkeypatch.setattr(draft.backend, "device", torch.device("meta"))
     with pytest.raises(SpecbeamError, match="on meta, but the model on cpu"):
         specbeam.generate(lm, [1], draft=draft)
+
+
+# Requests as they finish.
+
+LENGTHS = [5, 2, 9, 1, 4, 4, 7, 3]
+
+
+def of_length(length):
+    return Options(max_new_tokens=length, min_new_tokens=length)
+
+
+def test_requests_come_back_as_they_finish_and_as_many_as_share_a_pass_are_submitted(lm):
+    engine, finished, unfinished = Engine(lm, max_requests=3), {}, []
+
+    def submissions():
+        for i, length in enumerate(LENGTHS):
+            unfinished.append(i + 1 - len(finished))
+            yield i, engine.submit([i + 1], of_length(length))
+
+    for number, request in engine.as_completed(submissions()):
+        assert request.done
+        finished[number] = request.result().token_ids
+    assert finished == {i: specbeam.generate(lm, [i + 1], of_length(n)).token_ids for i, n in enumerate(LENGTHS)}
+    # Three at a time, a token per iteration: the order follows from the lengths, then from the order of submission.
+    assert [*finished] == [1, 3, 0, 4, 2, 5, 7, 6]
+    assert unfinished == [1, 2, 3, 3, 3, 3, 3, 2]  # when the last is submitted, two have finished at once
+    assert engine.cache_tokens == 0
+
+
+def test_what_is_refused_is_raised_and_a_request_that_fails_is_yielded(lm):
+    engine = Engine(lm)
+
+    def fail(*_):
+        raise RuntimeError("it broke")
+
+    kinds = [Options(max_new_tokens=4, logits_processor=[fail]), of_length(2), of_length(2), {"max_new_tokens": 0}]
+    with pytest.raises(SpecbeamError, match="max_new_tokens=0"):
+        dict(engine.as_completed((i, engine.submit([1], kind)) for i, kind in enumerate(kinds)))
+    found = dict(engine.as_completed((i, engine.submit([1], kind)) for i, kind in enumerate(kinds[:3])))
+    with pytest.raises(RuntimeError, match="it broke"):
+        found[0].result()
+    assert [len(found[i].result().token_ids) for i in (1, 2)] == [2, 2]
+    assert [*engine.as_completed([])] == []
+    with pytest.raises(SpecbeamError, match="submitted to another engine"):
+        dict(engine.as_completed([(0, Engine(lm).submit([1]))]))

@@ -2,7 +2,6 @@
 
 import gc
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
-from specbeam import Engine, SpecbeamError
+from specbeam import Engine, SpecbeamError, prompts
 from specbeam.cache import budget
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.engine.costs import PassTimes
@@ -18,57 +17,60 @@ from tests.calls import calls_made
 from tests.conftest import examples, table_of_costs
 
 
-def watched(iterations, tokens=1000):
-    """A strategy that notes the iteration of each of its tokens. It never ends by itself."""
+class CountingEngine(Engine):
+    iteration = -1
+
+    def step(self):
+        self.iteration += 1
+        return super().step()
+
+
+def watched(engine, length, token=1, tokens=1000):
+    """The iterations in which a request gets its logits. It never ends by itself, unless it gets as many tokens."""
+    iterations = []
 
     def strategy(setup, drafter):
         tree = setup.tree
         for _ in range(tokens):
             yield Evaluate([tree.tip])
-            iterations.append(iterations.now)
+            iterations.append(engine.iteration)
             tree.keep(tree.add(tree.tip, 1))
         return [Hypothesis(tree.tip, 0.0, "length")]
 
-    return strategy
+    engine.submit([token] * length, {"max_new_tokens": 60}, strategy=strategy)
+    return iterations
 
 
-class Iterations(list):
-    """The iterations in which a request got its logits."""
-
-    now = 0
-
-
-def run(engine, iterations, count, begin=0):
-    for now in range(begin, begin + count):
-        for one in iterations:
-            one.now = now
+def run(engine, count):
+    for _ in range(count):
         engine.step()
 
 
-def test_a_long_prompt_gets_its_share_while_shorter_ones_keep_coming(lm):
-    engine = Engine(lm, max_requests=4, max_batch_tokens=16)
-    iterations = Iterations()
-    engine.submit([2] * 64, {"max_new_tokens": 4}, strategy=watched(iterations, 4))
-    for now in range(40):
-        iterations.now = now
-        for _ in range(3):
-            engine.submit([1] * 8, {"max_new_tokens": 1})
+@pytest.mark.parametrize(
+    ("places", "tokens", "length", "length_of_others", "first", "least"),
+    [(4, 16, 64, 8, 64 / (16 / 2 / 4), 1), (2, 1, 1, 1, 1, 40)],
+    ids=["a long prompt gets its share", "new requests do not go before live ones"],
+)
+def test_a_request_advances_while_others_keep_coming(lm, places, tokens, length, length_of_others, first, least):
+    engine = CountingEngine(lm, max_requests=places, max_batch_tokens=tokens)
+    iterations = watched(engine, length, token=2)
+    for _ in range(100):
+        for _ in range(places - 1):
+            engine.submit([1] * length_of_others, {"max_new_tokens": 1})
         engine.step()
-    assert iterations
-    assert iterations[0] <= 64 / (16 / 2 / 4)
+    assert iterations[0] <= first
+    assert len(iterations) >= least
 
 
 @given(prompts=st.lists(st.integers(1, 60), min_size=1, max_size=12), tokens=st.integers(1, 40))
 def test_each_request_advances_within_the_promised_iterations(lm, prompts, tokens):
     """``ceil(requests / tokens)`` passes per node, and an equal share of half of each pass where that is more."""
-    engine = Engine(lm, max_requests=12, max_batch_tokens=tokens)
-    iterations = [Iterations() for _ in prompts]
-    for length, one in zip(prompts, iterations, strict=True):
-        engine.submit([1] * length, {"max_new_tokens": 100}, strategy=watched(one))
+    engine = CountingEngine(lm, max_requests=12, max_batch_tokens=tokens)
+    iterations = [watched(engine, length) for length in prompts]
     per_node = math.ceil(len(prompts) / tokens)
     share = max(1, tokens // 2 // len(prompts))
     bounds = [math.ceil(length / share) * per_node for length in prompts]
-    run(engine, iterations, max(bounds) + 2 * per_node + 1)
+    run(engine, max(bounds) + 2 * per_node + 1)
     for one, bound in zip(iterations, bounds, strict=True):
         assert one[0] <= bound
         assert all(after - before <= per_node for before, after in pairwise(one))
@@ -86,23 +88,18 @@ def test_requests_of_all_kinds_that_come_and_go_keep_nobody_waiting(tiny, data):
         ([2, 3], {"max_new_tokens": 3, "num_beams": 2}, "ngram"),
         ([2] * 5, {"max_new_tokens": 5, "num_draft_tokens": 3}, draft),
     ]
-    tokens, places = data.draw(st.integers(8, 40)), 6
-    engine = Engine(lm, max_requests=places, max_batch_tokens=tokens)
-    lengths, iterations, others = (
-        data.draw(st.tuples(st.integers(1, 60), st.integers(1, 60))),
-        [Iterations(), Iterations()],
-        [],
-    )
-    for length, one in zip(lengths, iterations, strict=True):
-        engine.submit([1] * length, {"max_new_tokens": 190}, strategy=watched(one))
-    for now in range(40):
+    tokens, places, others = data.draw(st.integers(8, 40)), 6, []
+    engine = CountingEngine(lm, max_requests=places, max_batch_tokens=tokens)
+    lengths = data.draw(st.tuples(st.integers(1, 60), st.integers(1, 60)))
+    iterations = [watched(engine, length) for length in lengths]
+    for _ in range(40):
         if data.draw(st.booleans()):
             prompt, options, how = data.draw(st.sampled_from(kinds))
             priority, timeout = data.draw(st.integers(-2, 2)), data.draw(st.sampled_from([None, 0, 3600]))
             others.append(engine.submit(prompt, options, draft=how, priority=priority, timeout=timeout))
         if others and data.draw(st.booleans()):
             data.draw(st.sampled_from(others)).cancel()
-        run(engine, iterations, 1, now)
+        engine.step()
     read_per_pass = max(1, tokens // 2 // places)
     for length, one in zip(lengths, iterations, strict=True):
         waits = 1 + 3  # iterations per pass: the longest draft, and the pass itself
@@ -131,13 +128,12 @@ def passes(monkeypatch):
 
 
 def test_a_prompt_is_prefilled_in_chunks_by_time_while_others_wait(lm, passes):
-    long, iterations = [2] * 240, Iterations()
-    alone = specbeam.generate(lm, long, max_new_tokens=4)
-    engine = Engine(lm, max_batch_tokens=64, max_pass_seconds=0.1)
+    alone = specbeam.generate(lm, [2] * 240, max_new_tokens=4)
+    engine = CountingEngine(lm, max_batch_tokens=64, max_pass_seconds=0.1)
     passes.clear()
-    request = engine.submit(long, {"max_new_tokens": 4})
+    request = engine.submit([2] * 240, {"max_new_tokens": 4})
     engine.step()
-    engine.submit([1], {"max_new_tokens": 50}, strategy=watched(iterations, 9))
+    watched(engine, 1, tokens=9)
     engine.run()
     assert request.result().token_ids == alone.token_ids
     assert passes[0] == 64  # alone
@@ -147,6 +143,10 @@ def test_a_prompt_is_prefilled_in_chunks_by_time_while_others_wait(lm, passes):
 
 def fast(nodes):
     return 0.005 * nodes
+
+
+def very_slow(nodes):
+    return 50.0
 
 
 def slow_to_begin(nodes):
@@ -162,12 +162,7 @@ CHUNKS = {
         [8, 16, 16, 9, 9, 9],  # a tile of prompts, and the other request's node
     ),
     "prompts share one chunk": ({}, [100] * 6, [(fast, 5)], [8, 40, 40, 40, 40]),
-    "one slow pass halves it at most": (
-        {},
-        [200],
-        [(fast, 2), (lambda nodes: 50.0, 1), (fast, 3)],
-        [8, 40, 40, 16, 40, 40],
-    ),
+    "one slow pass halves it at most": ({}, [200], [(fast, 2), (very_slow, 1), (fast, 3)], [8, 40, 40, 16, 40, 40]),
     "prompts get half of the time of passes that are slow without them: from a tile on to 0.8 s": (
         {"max_pass_seconds": 0.1},
         [250],
@@ -179,20 +174,18 @@ CHUNKS = {
 
 @pytest.mark.parametrize(("limits", "prompts", "costs", "nodes"), CHUNKS.values(), ids=CHUNKS)
 def test_a_chunk_beside_a_stream_follows_the_time_of_passes(lm, passes, limits, prompts, costs, nodes):
-    engine = Engine(lm, **{"max_batch_tokens": 128, "max_pass_seconds": 0.2} | limits)
-    iterations, now = Iterations(), 0
-    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
+    engine = CountingEngine(lm, **{"max_batch_tokens": 128, "max_pass_seconds": 0.2} | limits)
+    iterations = watched(engine, 1)
     if costs[0][0] is slow_to_begin:
-        passes.cost, now = slow_to_begin, 3
-        run(engine, [iterations], now)
+        passes.cost = slow_to_begin
+        run(engine, 3)
         passes.clear()
     for number, length in enumerate(prompts):
         engine.submit([2 + number] * length, {"max_new_tokens": 1})
     for passes.cost, count in costs:
-        run(engine, [iterations], count, now)
-        now += count
+        run(engine, count)
     assert passes == nodes
-    assert len(iterations) == now
+    assert iterations == [*range(engine.iteration + 1)]
 
 
 def test_only_prompts_are_prefilled_in_chunks_by_time(lm, passes):
@@ -207,38 +200,33 @@ def test_only_prompts_are_prefilled_in_chunks_by_time(lm, passes):
             tree.keep(nodes[0])
 
     passes.cost = lambda nodes: 1.0 * nodes
-    engine = Engine(lm, max_requests=12, max_pass_seconds=0.0)
-    crowd = [Iterations() for _ in range(10)]
-    for one in crowd:
-        engine.submit([1], {"max_new_tokens": 100}, strategy=watched(one))
+    engine = CountingEngine(lm, max_requests=12, max_pass_seconds=0.0)
+    crowd = [watched(engine, 1) for _ in range(10)]
     engine.submit([3], {"max_new_tokens": 100}, strategy=wide)
-    run(engine, crowd, 2)
+    run(engine, 2)
     engine.submit([2] * 100, {"max_new_tokens": 1})
-    run(engine, crowd, 4, 2)
+    run(engine, 4)
     assert all(one == list(range(6)) for one in crowd)
     assert passes == [11, 30, 30 + 8, 30 + 34, 30 + 34, 30 + 24]  # after two passes over about 30 their time is known
 
 
-def test_the_first_token_beside_32_requests_comes_within_its_share_of_passes(lm):
-    engine = Engine(lm, max_requests=33, max_batch_tokens=128)
-    crowd = [Iterations() for _ in range(32)]
-    for one in crowd:
-        engine.submit([1], {"max_new_tokens": 200}, strategy=watched(one))
-    run(engine, crowd, 3)
-    iterations = Iterations()
-    engine.submit([2] * 192, {"max_new_tokens": 20}, strategy=watched(iterations, 20))
-    run(engine, [*crowd, iterations], 10, 3)
+def test_the_first_token_beside_32_requests_comes_within_its_share_of_passes(lm, passes):
+    engine = CountingEngine(lm, max_requests=33, max_batch_tokens=128)
+    crowd = [watched(engine, 1) for _ in range(32)]
+    run(engine, 3)
+    iterations = watched(engine, 192, token=2)
+    run(engine, 10)
+    assert max(passes) == 128
     assert iterations[0] - 3 < 192 / (128 - 32)  # the crowd needs 32 nodes, and the prompt gets the others
     assert all(after - before == 1 for one in crowd for before, after in pairwise(one))
 
 
 def test_a_small_request_overtakes_one_that_does_not_fit(lm):
-    engine = Engine(lm, max_cache_tokens=200)
-    iterations = Iterations()
-    engine.submit([1], {"max_new_tokens": 100}, strategy=watched(iterations, 100))
+    engine = CountingEngine(lm, max_cache_tokens=200)
+    watched(engine, 1, tokens=100)
     large = engine.submit([2] * 190, {"max_new_tokens": 5})
     small = engine.submit([3], {"max_new_tokens": 1})
-    run(engine, [iterations], 3)
+    run(engine, 3)
     assert small.done
     assert not large.done
     others = [engine.submit([3], {"max_new_tokens": 1}) for _ in range(80)]
@@ -249,21 +237,16 @@ def test_a_small_request_overtakes_one_that_does_not_fit(lm):
     assert all(one.done for one in others)
 
 
-def test_a_batch_that_is_too_large_is_not_tried_again_each_round(lm, monkeypatch):
-    forward, failures = lm.backend.forward, []
-
-    def failing(segments):
+def test_a_batch_that_is_too_large_is_not_tried_again_each_round(lm, watch):
+    def fail(segments):
         if len(segments) > 3:
-            failures.append(len(segments))
             raise RuntimeError("too large")
-        return forward(segments)
 
-    monkeypatch.setattr(lm.backend, "forward", failing)
-    engine = Engine(lm)
+    nodes, engine = watch(lm, fail), Engine(lm)
     requests = [engine.submit([i + 1], {"max_new_tokens": 60, "min_new_tokens": 60}) for i in range(8)]
     engine.run()
     assert all(len(request.result().token_ids) == 60 for request in requests)
-    assert len(failures) < 12
+    assert sum(count > 3 for count in nodes) < 12  # a node per request
 
 
 def test_a_step_costs_no_more_when_many_wait(lm):
@@ -272,8 +255,7 @@ def test_a_step_costs_no_more_when_many_wait(lm):
         engine.submit([1], {"max_new_tokens": 9, "min_new_tokens": 9})
         for _ in range(waiting):
             engine.submit([2], {"max_new_tokens": 1}).add_done_callback(print)
-        engine.step()
-        engine.step()
+        run(engine, 2)
         return calls_made(engine.step)
 
     assert calls(300) < 1.1 * calls(3)
@@ -299,47 +281,17 @@ def test_a_step_costs_the_same_however_long_the_sequences_are(tiny):
     assert sum(work[136:]) <= 1.1 * sum(work[24:32])
 
 
-class CountingTokenizer:
-    """A tokenizer that counts the texts it reads."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.texts = tokenizer, 0
-
-    def __call__(self, *args, **how):
-        self.texts += 1
-        return self.tokenizer(*args, **how)
-
-    def __getattr__(self, name):
-        return getattr(self.tokenizer, name)
-
-
-def test_a_list_of_prompts_is_checked_first_and_holds_tokens_only_when_it_is_their_turn(lm):
-    tokenizer, read = CountingTokenizer(lm.tokenizer), []
-    lm = replace(lm, tokenizer=tokenizer)
-
-    def look(ids, scores):
-        read.append(tokenizer.texts)
-        return scores
-
-    options = {"max_new_tokens": 1, "logits_processor": look}
+def test_a_list_of_prompts_is_checked_first_and_holds_tokens_only_when_it_is_their_turn(lm, monkeypatch):
+    texts, read, tokenize = [], [], prompts.tokenize
+    monkeypatch.setattr(prompts, "tokenize", lambda *text, **how: (texts.append(text), tokenize(*text, **how))[1])
+    options = {"max_new_tokens": 1, "logits_processor": lambda ids, scores: (read.append(len(texts)), scores)[1]}
     assert len(specbeam.generate(lm, ["a"] * 40, options)) == 40
     assert read == [40 + 1 + 8 * (1 + n // 8) for n in range(40)]  # all, the longest once more, then each at its turn
     read.clear()
-    with pytest.raises(SpecbeamError, match="prompt 39: the prompt has 300 tokens"):
-        specbeam.generate(lm, [*["a"] * 39, "a" * 300], options)
+    for bad, says in {"a" * 300: "prompt 39: the prompt has 300 tokens", "\ud800": "prompt 39: .*surrogate"}.items():
+        with pytest.raises(SpecbeamError, match=says):
+            specbeam.generate(lm, [*["a"] * 39, bad], options)
     assert not read
-
-
-def test_new_requests_do_not_go_before_live_ones(lm):
-    engine = Engine(lm, max_requests=2, max_batch_tokens=1)
-    iterations, small = Iterations(), None
-    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(iterations))
-    for now in range(100):
-        if small is None or small.done:
-            small = engine.submit([2], {"max_new_tokens": 1})
-        iterations.now = now
-        engine.step()
-    assert len(iterations) >= 40
 
 
 def test_a_request_costs_no_more_in_a_crowd(lm, monkeypatch):
@@ -349,8 +301,7 @@ def test_a_request_costs_no_more_in_a_crowd(lm, monkeypatch):
         engine = Engine(lm, max_requests=64, max_batch_tokens=1024, costs=table_of_costs(lambda nodes: 1e-3))
         for n in range(count):
             engine.submit([n, 1], {"max_new_tokens": 24, "eos_token_id": []})
-        for _ in range(2):
-            engine.step()
+        run(engine, 2)
         return calls_made(engine.step)
 
     assert calls(64) <= 64 * calls(1)
@@ -364,8 +315,7 @@ def test_a_step_looks_at_each_other_engine_of_the_process_once(lm, monkeypatch):
         others = [Engine(lm) for _ in range(count)]
         engine = Engine(lm, costs=table_of_costs(lambda nodes: 1e-3))  # each step goes ahead by the same passes
         engine.submit([1], {"max_new_tokens": 9, "min_new_tokens": 9})
-        for _ in range(3):
-            engine.step()
+        run(engine, 3)
         calls = calls_made(engine.step)
         assert len(others) == count  # they lived until now
         return calls

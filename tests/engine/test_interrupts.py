@@ -1,9 +1,8 @@
 """Ctrl-C at any moment: the handler that was there before is called, the engine goes on, and no text changes."""
 
 import asyncio
-import gc
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from signal import SIGINT
 
 import pytest
@@ -12,18 +11,25 @@ import specbeam
 from specbeam import Engine, scoring
 from specbeam.cache.pool import pool_of
 from specbeam.interrupts import HeldInterrupts
+from tests.engine.conftest import in_use
 
 KINDS = [
-    {"max_new_tokens": 9},
-    {"max_new_tokens": 7, "num_beams": 3, "num_return_sequences": 2},
-    {"max_new_tokens": 8, "do_sample": True, "seed": 5},
-    {"max_new_tokens": 6, "num_beams": 2, "draft": "ngram"},
+    ({"max_new_tokens": 9}, None),
+    ({"max_new_tokens": 7, "num_beams": 3, "num_return_sequences": 2}, None),
+    ({"max_new_tokens": 8, "do_sample": True, "seed": 5}, None),
+    ({"max_new_tokens": 6, "num_beams": 2}, "ngram"),
 ]
 PROMPTS = [[1, 2, 3], [7, 8] * 9, [4], [5, 6, 5, 6, 5]]
 
 
 def press():
     signal.raise_signal(SIGINT)
+
+
+def hang():
+    """A caller's function that hangs, until Ctrl-C is pressed a second time."""
+    press()
+    press()
 
 
 class Catastrophe(BaseException):
@@ -33,16 +39,10 @@ class Catastrophe(BaseException):
 def submit_all(engine, function=None):
     """Submit a request of each kind. The first one calls a function at each of its steps."""
     requests = []
-    for prompt, kind in zip(PROMPTS, KINDS, strict=True):
-        options = {k: v for k, v in kind.items() if k != "draft"}
+    for prompt, (options, draft) in zip(PROMPTS, KINDS, strict=True):
         if function is not None and not requests:
-
-            def process(ids, scores):
-                function()
-                return scores
-
-            options["logits_processor"] = [process]
-        requests.append(engine.submit(prompt, options, draft=kind.get("draft")))
+            options = options | {"logits_processor": lambda ids, scores: (function(), scores)[1]}
+        requests.append(engine.submit(prompt, options, draft=draft))
     return requests
 
 
@@ -93,21 +93,18 @@ class Once:
             self.returned = True
 
 
-def test_in_a_pass_an_interrupt_comes_at_once(lm, expected, pressed, monkeypatch):
-    forward, passes = lm.backend.forward, []
+def test_in_a_pass_an_interrupt_comes_at_once(lm, expected, pressed, watch):
     before = signal.getsignal(SIGINT)
 
-    def interrupted(segments):
+    def interrupt(segments):
         assert signal.getsignal(SIGINT) is before
-        passes.append(len(segments))
         if len(passes) in (2, 5, 6):
             press()
             raise AssertionError("the interrupt came later")
-        return forward(segments)
 
     engine = Engine(lm, max_batch_tokens=8)
     requests = submit_all(engine)
-    monkeypatch.setattr(lm.backend, "forward", interrupted)
+    passes = watch(lm, interrupt)
     for calls in (1, 2, 3):
         with pytest.raises(KeyboardInterrupt):
             engine.run()
@@ -147,25 +144,19 @@ def test_elsewhere_it_comes_once_after_the_step(lm, expected, pressed, monkeypat
 
 
 def test_in_another_thread_and_beside_handlers_that_are_no_functions_nothing_is_installed(lm, expected, handle):
-    found = []
-
-    def run():
-        engine = Engine(lm)
-        requests = submit_all(engine, lambda: found.append(signal.getsignal(SIGINT)))
+    def handlers():
+        found, engine = set(), Engine(lm)
+        requests = submit_all(engine, lambda: found.add(signal.getsignal(SIGINT)))
         engine.run()
         assert texts(requests) == expected
+        return found
 
     for handler in (signal.SIG_IGN, signal.SIG_DFL):
         handle(handler)
-        found.clear()
-        run()
-        assert {*found} == {handler}
+        assert handlers() == {handler}
     handle(signal.default_int_handler)
-    found.clear()
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert {*found} == {signal.default_int_handler}
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handlers).result() == {signal.default_int_handler}
 
 
 def test_a_handler_of_asyncio_is_called(lm, expected):
@@ -198,35 +189,22 @@ def test_a_handler_of_asyncio_is_called(lm, expected):
 def test_an_error_raised_into_a_change_ends_the_engine_and_no_other(lm, expected, handle, place):
     """A second Ctrl-C while a caller's function hangs, or what a debugger raises in a thread."""
 
-    def hang():
-        press()
-        press()
-
     def explode():
         raise Catastrophe
 
     handle(signal.default_int_handler)
-    gc.collect()  # engines of other tests
-    other, before = Engine(lm), pool_of(lm.backend).in_use
+    before, other = in_use(lm), Engine(lm)
     others = submit_all(other)
     other.step()
-    engine, raised = Engine(lm), []
+    engine = Engine(lm)
     once = Once(hang if place == "processor" else explode)
     requests = submit_all(engine, once)
-
-    def run():
-        try:
-            engine.run()
-        except BaseException as error:
-            raised.append(type(error))
-
     if place == "processor":
-        run()
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
     else:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    assert raised == [KeyboardInterrupt if place == "processor" else Catastrophe]
+        with ThreadPoolExecutor(1) as pool, pytest.raises(Catastrophe):
+            pool.submit(engine.run).result()
     assert not once.returned
     for request in requests:
         with pytest.raises(RuntimeError, match="ended the engine in the middle of its own work: make a new Engine"):
@@ -237,21 +215,14 @@ def test_an_error_raised_into_a_change_ends_the_engine_and_no_other(lm, expected
     other.run()
     assert texts(others) == expected
     assert (engine.cache_tokens, engine.kept_tokens) == (0, 0)
-    assert pool_of(lm.backend).in_use == before + other.kept_tokens
-    another = Engine(lm)
-    again = submit_all(another)
-    another.run()
-    assert texts(again) == expected
-    with engine:  # as after an error in its own thread
-        again = submit_all(engine)
-    assert texts(again) == expected
+    assert in_use(lm) == before + other.kept_tokens
+    for one in (Engine(lm), engine):  # as after an error in its own thread
+        with one:
+            again = submit_all(one)
+        assert texts(again) == expected
 
 
 def test_a_second_interrupt_ends_a_callback_that_hangs(lm, expected, handle):
-    def hang():
-        press()
-        press()
-
     handle(signal.default_int_handler)
     engine = Engine(lm)
     requests = submit_all(engine)
@@ -266,11 +237,9 @@ def test_a_second_interrupt_ends_a_callback_that_hangs(lm, expected, handle):
     assert [token for piece in others for token in piece.token_ids] == expected[2][0]
 
 
-def test_generate_and_scores_give_back_what_they_held(lm, pressed, monkeypatch):
-    forward, once = lm.backend.forward, Once(press)
-    monkeypatch.setattr(lm.backend, "forward", lambda segments: (once(), forward(segments))[1])
-    gc.collect()
-    before = pool_of(lm.backend).in_use
+def test_generate_and_scores_give_back_what_they_held(lm, pressed, watch):
+    before, once = in_use(lm), Once(press)
+    watch(lm, once)
     for work in (
         lambda: specbeam.generate(lm, [1, 2, 3], max_new_tokens=5),
         lambda: [*scoring.score(lm, [([1, 2], [3]), ([4, 5], [6])], max_contexts=1)],
@@ -280,8 +249,7 @@ def test_generate_and_scores_give_back_what_they_held(lm, pressed, monkeypatch):
             work()
         assert len(pressed) == 1
         pressed.clear()  # the frame keeps all alive
-        gc.collect()
-        assert pool_of(lm.backend).in_use == before
+        assert in_use(lm) == before
 
 
 def test_an_engine_in_a_function_of_another_lets_its_interrupts_wait(lm, expected, pressed, monkeypatch):
@@ -291,7 +259,7 @@ def test_an_engine_in_a_function_of_another_lets_its_interrupts_wait(lm, expecte
     def work():
         with monkeypatch.context() as patch:
             patch.setattr(lm.backend, "forward", lambda segments: (in_pass(), forward(segments))[1])
-            inner.append(specbeam.generate(lm, PROMPTS[0], KINDS[0]).token_ids)
+            inner.append(specbeam.generate(lm, PROMPTS[0], KINDS[0][0]).token_ids)
 
     engine = Engine(lm)
     requests = submit_all(engine, Once(work))

@@ -1,71 +1,21 @@
 """Admission follows what requests use. Preemption corrects a wrong estimate, and no text changes."""
 
-import gc
 import weakref
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specbeam import Engine, SpecbeamError
 from specbeam.cache.pool import pool_of
 from tests.conftest import run_alone
+from tests.engine.conftest import ended, in_use
 
-BEAMS = {"max_new_tokens": 30, "min_new_tokens": 30, "num_beams": 16}
+LONG = {"max_new_tokens": 30, "min_new_tokens": 30}
 
 
 def assert_same(result, expected):
     assert [one.token_ids for one in result.sequences] == [one.token_ids for one in expected.sequences]
     assert [one.score for one in result.sequences] == pytest.approx([one.score for one in expected.sequences], abs=1e-4)
-
-
-def test_beams_count_with_the_slots_that_they_use(lm):
-    alone = run_alone(lm, [1] * 10, BEAMS)
-    peak = alone.stats.peak_slots
-    assert peak < (10 + 30 * 16) // 2
-    assert_same(run_alone(lm, [1] * 10, BEAMS, max_cache_tokens=peak + 32), alone)
-
-
-@given(
-    tokens=st.integers(40, 200),
-    kinds=st.lists(
-        st.tuples(
-            st.lists(st.sampled_from([1, 2, 8]), min_size=1, max_size=3),
-            st.integers(1, 40),
-            st.integers(1, 20),
-            st.sampled_from([1, 1, 3]),
-            st.sampled_from([None, None, "ngram"]),
-        ),
-        max_size=8,
-    ),
-)
-def test_requests_and_cached_prefixes_stay_within_the_memory_and_no_text_changes(lm, tokens, kinds):
-    gc.collect()  # engines of other tests
-    pool = pool_of(lm.backend)
-    before = pool.in_use
-    engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
-    requests = []
-    for number, (first, length, new_tokens, beams, draft) in enumerate(kinds):
-        case = [*first, *[8] * length], {"max_new_tokens": new_tokens, "num_beams": beams}, draft
-        try:
-            requests.append((engine.submit(*case[:2], draft=draft), case))
-        except SpecbeamError:
-            continue
-        while number % 2 and engine.step():
-            assert engine.cache_tokens <= pool.in_use - before <= tokens
-    for _ in range(600):
-        more = engine.step()
-        assert engine.cache_tokens <= pool.in_use - before <= tokens
-        if not more:
-            break
-    assert not more
-    assert engine.cache_tokens == 0
-    for request, case in requests:
-        assert_same(request.result(), run_alone(lm, *case))
-    del engine
-    gc.collect()
-    assert pool.in_use == before
 
 
 def test_a_paused_request_goes_on_with_the_same_text_or_can_be_cancelled(lm):
@@ -98,23 +48,21 @@ def test_an_error_says_where_the_default_limit_comes_from(lm, monkeypatch):
         Engine(lm, max_cache_tokens=60).submit([1] * 10, {"max_new_tokens": 200})
 
 
-def test_when_memory_runs_out_in_a_pass_the_newest_waits(lm, monkeypatch):
+def test_when_memory_runs_out_in_a_pass_cached_prefixes_are_evicted_and_the_newest_waits(lm, watch, monkeypatch):
     """The machine has less than the engine was allowed to use."""
-    forward = lm.backend.forward
+    before, engine = in_use(lm), Engine(lm, max_batch_tokens=4)
 
-    def scarce(segments):
-        if sum(len(segment.prefix) for segment in segments) > 60:
+    def fail(segments):
+        if pool_of(lm.backend).in_use > before + 60:
             raise MemoryError("full")
-        return forward(segments)
 
-    monkeypatch.setattr(lm.backend, "forward", scarce)
-    engine = Engine(lm, max_batch_tokens=4)
-    options = {"max_new_tokens": 30, "min_new_tokens": 30}
-    requests = [engine.submit([n] * 25, options) for n in range(1, 5)]
+    ended(engine, [9] * 25, LONG)
+    watch(lm, fail)
+    requests = [engine.submit([n] * 25, LONG) for n in range(1, 5)]
     engine.run()
     monkeypatch.undo()
     for n, request in enumerate(requests, 1):
-        assert request.result().token_ids == run_alone(lm, [n] * 25, options).token_ids
+        assert request.result().token_ids == run_alone(lm, [n] * 25, LONG).token_ids
 
 
 def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
@@ -144,24 +92,17 @@ def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
         (60, {"num_draft_tokens": 2, "num_beams": 8}),
     ],
 )
-def test_drafts_adapt_to_the_memory_for_logits(lm, monkeypatch, rows, how, draft):
+def test_drafts_adapt_to_the_memory_for_logits(lm, watch, monkeypatch, rows, how, draft):
     options = {"max_new_tokens": 20, "min_new_tokens": 20, "num_beams": 16} | how
-    prompt, forward, wanted = [7, 8, 9] * 4, lm.backend.forward, [0]
+    prompt, wanted = [7, 8, 9] * 4, []
     plain = run_alone(lm, prompt, options | {"num_draft_tokens": "auto"})
-
-    def forward_counting(segments):
-        wanted.append(sum(len(segment.wanted) for segment in segments))
-        return forward(segments)
-
     monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 2 * 6 * 4 * lm.backend.vocab_size * rows)
-    monkeypatch.setattr(lm.backend, "forward", forward_counting)
-    engine = Engine(lm, max_cache_tokens=10_000)
-    request = engine.submit(prompt, options, draft=lm if draft == "a model" else draft)
-    engine.run()
-    assert_same(request.result(), plain)
+    watch(lm, lambda segments: wanted.append(sum(len(segment.wanted) for segment in segments)))
+    got = run_alone(lm, prompt, options, lm if draft == "a model" else draft, max_cache_tokens=10_000)
+    assert_same(got, plain)
     assert max(wanted) <= rows
     if "num_draft_tokens" in how:
-        assert request.result().stats.drafted > 0
+        assert got.stats.drafted > 0
 
 
 @pytest.mark.parametrize("sizes", [{"draft_width": 45}, {"num_draft_tokens": 3}, {"draft_budget": 45}])
@@ -177,9 +118,8 @@ def test_sizes_that_were_asked_for_do_not_adapt_to_memory(lm, monkeypatch, sizes
 
 def test_engines_of_one_process_share_the_memory_for_caches(lm, monkeypatch):
     monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 100 * lm.backend.slot_bytes)
-    options = {"max_new_tokens": 30, "min_new_tokens": 30}
     engines = [Engine(lm) for _ in range(3)]
-    requests = [[engine.submit([n] * 30, options) for n in (1, 2)] for engine in engines]
+    requests = [[engine.submit([n] * 30, LONG) for n in (1, 2)] for engine in engines]
     most = 0
     while sum(engine.step() for engine in engines):
         most = max(most, sum(engine.cache_tokens for engine in engines))
@@ -204,14 +144,8 @@ def test_no_request_keeps_the_logits_of_an_earlier_pass(lm, monkeypatch, options
 
     monkeypatch.setattr(lm.backend, "forward", watched)
     engine = Engine(lm, max_batch_tokens=12)
-    requests = [
-        engine.submit(
-            [5, 6, 7, 8, 5, 6, n],
-            {"max_new_tokens": 30, "eos_token_id": [], "num_draft_tokens": 3, **options},
-            draft="ngram",
-        )
-        for n in range(4)
-    ]
+    options = {"max_new_tokens": 30, "eos_token_id": [], "num_draft_tokens": 3, **options}
+    requests = [engine.submit([5, 6, 7, 8, 5, 6, n], options, draft="ngram") for n in range(4)]
     while engine.step():
         assert sum(array() is not None for array in passes) <= 1
     assert any(request.result().stats.drafted for request in requests)

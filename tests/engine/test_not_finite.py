@@ -15,6 +15,7 @@ from specbeam.errors import NotFinite
 from specbeam.scoring import score
 from specbeam.server.errors import refusal_of
 from tests.conftest import random_model
+from tests.engine.conftest import ended
 
 PROMPT, OTHER, NEW = [5, 6, 7, 8, 5, 6], [9, 10, 11], 20
 BACKENDS = ("cpu", "torch", "transformers")
@@ -100,14 +101,14 @@ def test_a_request_ends_by_name_and_the_others_go_on(clean, spoiled, poison, opt
     options = {"max_new_tokens": NEW, **OPTIONS[options]}
     draft, slots = options.pop("draft", None), options.pop("slots", None)
     how = {} if draft is None else {"draft": spoiled if draft == "itself" else draft}
-    expected = [specbeam.generate(clean, OTHER, max_new_tokens=NEW, num_beams=n).token_ids for n in (1, 3)]
-    assert poison not in expected[0] + expected[1]
+    expected = specbeam.generate(clean, OTHER, max_new_tokens=NEW).token_ids
+    assert poison not in expected
     requests = [(PROMPT, options, how), (OTHER, {"max_new_tokens": NEW}, {})]
     error, text = outcomes(spoiled, *requests, max_cache_tokens=slots)
     assert isinstance(error, NotFinite)
     assert f"logits of {spoiled.source} hold NaN: check its weights" in str(error)
     assert "\n" not in str(error)
-    assert text == expected[0]
+    assert text == expected
     with pytest.raises(NotFinite):
         specbeam.generate(spoiled, PROMPT, **options, **how)
 
@@ -177,80 +178,64 @@ def test_a_prefix_that_it_left_is_recomputed(clean, spoiled, poison):
     prefix = [*range(20, 60)]
     expected = specbeam.generate(clean, prefix + OTHER, max_new_tokens=8).token_ids
     engine = Engine(spoiled, max_batch_tokens=44)
-    first = engine.submit([*prefix, poison, *prefix], {"max_new_tokens": 2})
-    engine.run()
     with pytest.raises(NotFinite):
-        first.result()
-    second = engine.submit(prefix + OTHER, {"max_new_tokens": 8})
-    engine.run()
-    assert second.result().token_ids == expected
+        ended(engine, [*prefix, poison, *prefix], {"max_new_tokens": 2})
+    assert ended(engine, prefix + OTHER, {"max_new_tokens": 8}).token_ids == expected
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
+def changed(folder, change):
+    """A model whose logits a function changes."""
+    lm = load(folder, "torch")
+    forward = lm.backend.forward
+    lm.backend.forward = lambda segments: change(forward(segments))
+    return lm
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_draft_tokens_that_are_never_accepted_change_nothing(clean, folder, save, backend, num_beams):
+def test_draft_tokens_that_are_never_accepted_change_nothing(clean, folder, backend):
     """A draft model that always proposes one token, after which the target's logits are NaN."""
-    expected = specbeam.generate(clean, OTHER, max_new_tokens=NEW, num_beams=num_beams).token_ids
-    model = random_model("llama", initializer_range=0.1)
-    drafted = 200
-    model.lm_head.weight.data[drafted] = 0
-    model.lm_head.weight.data[:drafted] = model.lm_head.weight.data[drafted + 1 :][:1] = 0
-    lm, draft = load(folder, backend), load(save(model), "torch")
-    draft.backend.model.head.weight.data[:] = 0
-    forward = draft.backend.forward
-    draft.backend.forward = lambda segments: forward(segments).index_fill(1, torch.tensor([drafted]), 9.0)
+    lm, drafted = load(folder, backend), 200
+    draft = changed(folder, lambda logits: (0 * logits).index_fill(1, torch.tensor([drafted]), 9.0))
     spoil(lm, drafted)
-    how = {"max_new_tokens": NEW, "num_beams": num_beams, "num_draft_tokens": 2}
-    result = specbeam.generate(lm, OTHER, draft=draft, **how)
-    assert result.token_ids == expected
-    assert drafted not in expected
+    for num_beams in (1, 3):
+        options = {"max_new_tokens": NEW, "num_beams": num_beams}
+        expected = specbeam.generate(clean, OTHER, **options).token_ids
+        assert drafted not in expected
+        assert specbeam.generate(lm, OTHER, draft=draft, num_draft_tokens=2, **options).token_ids == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 2}])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_draft_with_such_logits_changes_nothing(clean, folder, backend, options):
+def test_a_draft_with_such_logits_changes_nothing(clean, folder, backend):
     """It only loses its draft tokens: a draft changes no text."""
     draft = load(folder, backend)
     for token in range(258):
         spoil(draft, token)
-    plain = specbeam.generate(clean, PROMPT, max_new_tokens=NEW, **options)
-    assert specbeam.generate(clean, PROMPT, max_new_tokens=NEW, draft=draft, **options).token_ids == plain.token_ids
+    for how in ({}, {"num_beams": 3}, {"do_sample": True, "seed": 2}):
+        options = how | {"max_new_tokens": NEW}
+        plain, drafted = (specbeam.generate(clean, PROMPT, options, draft=one) for one in (None, draft))
+        assert drafted.token_ids == plain.token_ids
 
 
-@pytest.fixture
-def changed(folder, monkeypatch):
-    """A model whose logits a function changes in place."""
-
-    def changed(change):
-        lm = load(folder, "torch")
-        forward = lm.backend.forward
-        monkeypatch.setattr(lm.backend, "forward", lambda segments: change(forward(segments)))
-        return lm
-
-    return changed
-
-
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_beams": 16}, {"do_sample": True, "seed": 1}])
 @pytest.mark.parametrize(
     ("kept", "value", "says"), [(200, NAN, "NaN"), (200, INF, r"\+inf"), (0, -INF, "-inf alone"), (200, -INF, None)]
 )
-def test_only_a_row_without_probabilities_ends_it(changed, kept, value, says, options):
-    lm = changed(lambda logits: logits.index_fill(1, torch.arange(kept, logits.shape[1]), value))
-    if says is None:  # a mask
-        found = specbeam.generate(lm, PROMPT, max_new_tokens=5, **options)
-        assert max(found.token_ids) < kept
-        return
-    with pytest.raises(NotFinite, match=rf"after {len(PROMPT)} tokens.* hold {says}:"):
-        specbeam.generate(lm, PROMPT, max_new_tokens=5, **options)
+def test_only_a_row_without_probabilities_ends_it(folder, kept, value, says):
+    lm = changed(folder, lambda logits: logits.index_fill(1, torch.arange(kept, logits.shape[1]), value))
+    for options in ({}, {"num_beams": 2}, {"num_beams": 16}, {"do_sample": True, "seed": 1}):
+        if says is None:  # a mask
+            assert max(specbeam.generate(lm, PROMPT, max_new_tokens=5, **options).token_ids) < kept
+            continue
+        with pytest.raises(NotFinite, match=rf"after {len(PROMPT)} tokens.* hold {says}:"):
+            specbeam.generate(lm, PROMPT, max_new_tokens=5, **options)
 
 
-def test_a_strategy_that_takes_rows_of_logits_is_told_too(changed):
+def test_a_strategy_that_takes_rows_of_logits_is_told_too(folder):
     def strategy(setup, drafter):
         yield Evaluate([setup.tree.tip])
         return [Hypothesis(setup.tree.tip, 0.0, "length")]
 
     for value, is_refused in ((NAN, True), (INF, True), (-INF, False)):
-        lm = changed(lambda logits, value=value: logits.index_fill(1, torch.tensor([7]), value))
+        lm = changed(folder, lambda logits, value=value: logits.index_fill(1, torch.tensor([7]), value))
         (found,) = outcomes(lm, (PROMPT, {"max_new_tokens": 1}, {"strategy": strategy}))
         assert isinstance(found, NotFinite) == is_refused
 

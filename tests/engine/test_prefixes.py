@@ -1,7 +1,6 @@
 """Prefixes that requests share: no token is computed twice, and no text changes."""
 
-import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -10,11 +9,11 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
-from specbeam.cache.pool import pool_of
 from tests.backends.test_encoder_decoder import make
 from tests.calls import calls_made
 from tests.conftest import examples, random_model, run_alone
 from tests.decoding.test_speculative import other_tokenizer
+from tests.engine.conftest import ended, in_use
 
 PROMPT = [97 + n % 7 for n in range(60)]
 LONG = {"max_new_tokens": 20, "min_new_tokens": 20}
@@ -109,15 +108,10 @@ def converse(lm, drafts, turns, tokens):
         yield got, run_alone(lm, prompt, options, draft), draft
 
 
-DIVIDED = {
-    "kind": ({"max_new_tokens": 6, "num_beams": 2, "num_draft_tokens": 2}, "other vocabulary"),
-    "who": 0,
-    "said": [100, 101, 106, 117],
-    "forgotten": 0,
-    "ends": None,
-    "passes": 0,
-}
+DIVIDED = {"kind": KINDS[-1], "who": 0, "said": [100, 101, 106, 117], "forgotten": 0, "ends": None, "passes": 0}
 """The draft prefills 18 nodes in two passes. The second has two nodes, and only one of them was asked about."""
+AFTER_BEAMS = [DIVIDED | {"kind": (LONG | {"num_beams": n}, None), "said": PROMPT} for n in (8, 1)]
+"""Beams lie between the slots of the prefix of the second turn. These are free."""
 
 
 @settings(max_examples=examples(2))
@@ -128,6 +122,7 @@ DIVIDED = {
 )
 @example(backend="torch", turns=[DIVIDED], tokens=None)
 @example(backend="transformers", turns=[DIVIDED], tokens=None)
+@example(backend="cpu", turns=AFTER_BEAMS, tokens=None)
 def test_conversations_are_the_same(conversing, backend, turns, tokens):
     """Bit for bit on ``cpu``, token for token on the others."""
     for got, anew, draft in converse(*conversing(backend), turns, tokens):
@@ -144,77 +139,44 @@ def test_conversations_are_the_same(conversing, backend, turns, tokens):
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
 @pytest.mark.parametrize("draft", [None, "model", "other vocabulary"])
-def test_a_turn_prefills_only_what_is_new(conversing, backend, draft):
+def test_a_turn_prefills_only_what_is_new(conversing, watch, backend, draft):
     lm, drafts = conversing(backend)
     draft = drafts.get(draft)
-    engine = Engine(lm)
+    engine, evaluated = Engine(lm), [watch(one) for one in filter(None, [lm, draft])]
     options = {"eos_token_id": [256], **({"num_draft_tokens": 1} if draft else {})}
 
     def turn(prompt, new_tokens=4):
-        """Nodes that each model evaluates for a prompt, and the result."""
-        nodes = {}
-        for one in filter(None, [lm, draft]):
-            forward = one.backend.forward
+        """The result, and the number of nodes that each model evaluates for a prompt."""
+        for nodes in evaluated:
+            nodes.clear()
+        result = ended(engine, prompt, {"max_new_tokens": new_tokens, **options}, draft=draft)
+        return result, [sum(nodes) for nodes in evaluated]
 
-            def counted(segments, one=one, forward=forward):
-                nodes[one] = nodes.get(one, 0) + sum(len(s.tokens) for s in segments)
-                return forward(segments)
-
-            one.backend.forward = counted
-        try:
-            request = engine.submit(prompt, {"max_new_tokens": new_tokens, **options}, draft=draft)
-            engine.run()
-        finally:
-            for one in filter(None, [lm, draft]):
-                del one.backend.forward
-        return request.result(), nodes
-
-    prompt = PROMPT
-    first, nodes = turn(prompt)
+    first, nodes = turn(PROMPT)
     assert first.stats.reused_tokens == 0
-    assert all(number >= 60 for number in nodes.values())
+    assert min(nodes) >= 60
     # The last new token was never evaluated.
-    second, nodes = turn(prompt + first.token_ids + [101, 102]) if draft is None else turn([*prompt, 101, 102])
+    second, nodes = turn([*PROMPT, *(first.token_ids if draft is None else []), 101, 102])
     assert second.stats.reused_tokens == (63 if draft is None else 60)
-    assert all(number <= 20 for number in nodes.values())
+    assert max(nodes) <= 20
     # The same prompt again: logits are needed after its last token.
-    third, _ = turn(second_prompt := prompt[:50], new_tokens=30)
-    assert third.stats.reused_tokens == len(second_prompt) - 1
+    third, _ = turn(PROMPT[:50], new_tokens=30)
+    assert third.stats.reused_tokens == 49
     # Other tokens before the common ones change the meaning of these.
-    fourth, nodes = turn([99, *prompt])
+    fourth, nodes = turn([99, *PROMPT])
     assert fourth.stats.reused_tokens == 0
     if draft is drafts["other vocabulary"]:
-        del nodes[draft]  # it reads all of these tokens as the character for bytes that are no text
-    assert all(number >= 60 for number in nodes.values())
+        nodes.pop()  # it reads all of these tokens as the character for bytes that are no text
+    assert min(nodes) >= 60
 
 
-def test_slots_that_the_cached_prefix_does_not_need_are_free(conversing):
-    lm, _ = conversing("cpu")
-    engine = Engine(lm)
-    beams = ended(engine, PROMPT, LONG | {"num_beams": 8})
-    prompt = PROMPT + beams.token_ids + PROMPT
-    got, anew = ended(engine, prompt, LONG), run_alone(lm, prompt, LONG)
-    assert got.stats.reused_tokens > len(PROMPT)
-    assert beams.stats.peak_slots > len(PROMPT) + 20  # beams lay between the slots of the prefix
-    assert got.stats.peak_slots <= anew.stats.peak_slots
-    assert got.sequences == anew.sequences
-
-
-def test_a_draft_model_that_is_idle_for_a_turn_keeps_its_prefix(conversing):
+def test_a_draft_model_that_is_idle_for_a_turn_keeps_its_prefix(conversing, watch):
     lm, drafts = conversing("cpu")
-    draft, nodes = drafts["model"], []
-    forward = draft.backend.forward
-
-    def counted(segments):
-        nodes.append(sum(len(s.tokens) for s in segments))
-        return forward(segments)
-
-    engine = Engine(lm)
-    with mock.patch.object(draft.backend, "forward", counted):
-        for new_tokens, read in ((9, range(60, 100)), (1, [0]), (9, range(1, 40))):  # one token needs no draft
-            nodes.clear()
-            ended(engine, PROMPT, {"max_new_tokens": new_tokens, "num_draft_tokens": 2}, draft=draft)
-            assert sum(nodes) in read
+    engine, nodes = Engine(lm), watch(drafts["model"])
+    for new_tokens, read in ((9, range(60, 100)), (1, [0]), (9, range(1, 40))):  # one token needs no draft
+        nodes.clear()
+        ended(engine, PROMPT, {"max_new_tokens": new_tokens, "num_draft_tokens": 2}, draft=drafts["model"])
+        assert sum(nodes) in read
 
 
 @pytest.mark.parametrize(
@@ -231,17 +193,10 @@ def test_a_finished_request_leaves_its_sequence(lm, how, reason, beams):
         return scores
 
     engine = Engine(lm)
-    options = {"max_new_tokens": 6, "num_beams": beams, "logits_processor": [forced], **how}
-    got = ended(engine, [1] * 10, options)
+    got = ended(engine, [1] * 10, {"max_new_tokens": 6, "num_beams": beams, "logits_processor": [forced], **how})
     assert got.finish_reason == reason
     again = ended(engine, [1] * 10 + got.token_ids + [2], {"max_new_tokens": 20})
     assert again.stats.reused_tokens == 9 + len(got.token_ids)
-
-
-def ended(engine, prompt, options=LONG, **how):
-    request = engine.submit(prompt, options, **how)
-    engine.run()
-    return request.result()
 
 
 def test_models_with_an_encoder_keep_nothing():
@@ -267,7 +222,7 @@ def test_the_longest_common_prefix_is_taken(lm):
     together = [engine.submit([2] * 12 + [5] * n, {"max_new_tokens": 1}) for n in range(3)]
     engine.run()
     assert [one.result().stats.reused_tokens for one in together] == [11, 12, 12]
-    assert ended(Engine(lm), [1] * 12).stats.reused_tokens == 0  # another engine
+    assert ended(Engine(lm), [1] * 12, GREEDY).stats.reused_tokens == 0  # another engine
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
@@ -278,32 +233,28 @@ def test_requests_with_one_prompt_prefill_it_once(conversing, backend, draft):
     prompt = [97 + n % 20 for n in range(200)]
     engine = Engine(lm, max_requests=6, max_batch_tokens=128)
     options = [{"max_new_tokens": 6, "do_sample": True, "seed": seed} for seed in range(5)] + [GREEDY]
-    read = sum(len(prompt) for _ in options)
     requests = [engine.submit(prompt, one, draft=drafts.get(draft)) for one in options]
     used = []
     while engine.step():
         used.append(engine.cache_tokens)
     stats = [request.result().stats for request in requests]
     assert [one.reused_tokens for one in stats] == [0] + 5 * [199]
-    assert sum(one.nodes_evaluated for one in stats) < read / 3
+    assert sum(one.nodes_evaluated for one in stats) < len(options) * len(prompt) / 3
     assert max(used) < 200 + 6 * 40  # what they share counts once
     for request, one in zip(requests, options, strict=True):
         assert request.result().token_ids == run_alone(lm, prompt, one, drafts.get(draft)).token_ids
 
 
 @pytest.mark.parametrize("ends", ["cancel", "fail"])
-def test_who_waits_for_a_request_that_ends_prefills_itself(lm, ends, monkeypatch):
-    forward = lm.backend.forward
-    prompt = [n % 20 for n in range(200)]
-
-    def failing(segments):
+def test_who_waits_for_a_request_that_ends_prefills_itself(lm, ends, watch, monkeypatch):
+    def fail(segments):
         if ends == "fail" and any(s.positions[0] == 100 for s in segments):
             raise RuntimeError("broken")
-        return forward(segments)
 
+    prompt = [n % 20 for n in range(200)]
     engine = Engine(lm, max_batch_tokens=50)
     first, *others = [engine.submit(prompt, GREEDY) for _ in range(3)]
-    monkeypatch.setattr(lm.backend, "forward", failing)
+    watch(lm, fail)
     for _ in range(3):
         engine.step()
     monkeypatch.undo()
@@ -332,55 +283,28 @@ def test_a_request_may_share_nothing(lm):
 
 def test_an_engine_gets_the_memory_that_another_engine_keeps(lm, monkeypatch):
     monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 100 * lm.backend.slot_bytes)
-    gc.collect()  # engines of other tests
-    keeping, other = Engine(lm), Engine(lm)
-    before = pool_of(lm.backend).in_use
+    before, keeping, other = in_use(lm), Engine(lm), Engine(lm)
     for n in (1, 2):
-        ended(keeping, [n] * 20)
-    assert pool_of(lm.backend).in_use == before + 2 * 39
-    assert len(ended(other, [3] * 60).token_ids) == 20
-    assert pool_of(lm.backend).in_use <= before + 100
-    assert ended(keeping, [1] * 20).stats.reused_tokens < 19
-
-
-def test_cached_prefixes_are_evicted_when_a_pass_finds_no_memory(lm, monkeypatch):
-    forward, pool = lm.backend.forward, pool_of(lm.backend)
-    gc.collect()  # engines of other tests
-    before = pool.in_use
-
-    def scarce(segments):
-        if pool.in_use > before + 35:
-            raise MemoryError("full")
-        return forward(segments)
-
-    engine = Engine(lm)
-    ended(engine, [1] * 10)
-    monkeypatch.setattr(lm.backend, "forward", scarce)
-    request = engine.submit([2] * 10, LONG)
-    engine.run()
-    monkeypatch.undo()
-    assert request.result().token_ids == run_alone(lm, [2] * 10, LONG).token_ids
+        ended(keeping, [n] * 20, LONG)
+    assert in_use(lm) == before + 2 * 39
+    assert len(ended(other, [3] * 60, LONG).token_ids) == 20
+    assert in_use(lm) <= before + 100
+    assert ended(keeping, [1] * 20, LONG).stats.reused_tokens < 19
 
 
 def test_engines_in_threads_share_one_kv_cache(conversing):
     lm, _ = conversing("cpu")
     cases = [([97 + who] * 40 + [98] * n, GREEDY | {"num_beams": 1 + who % 2}) for who in range(3) for n in range(1, 6)]
     expected = [run_alone(lm, *case).sequences for case in cases]
-    found = {}
 
     def work(who):
         engine = Engine(lm, max_cache_tokens=200, max_batch_tokens=16)
-        for number in range(len(cases)):
-            at = (number + 5 * who) % len(cases)
-            found[who, at] = ended(engine, *cases[at]).sequences
+        for number in range(5 * who, 5 * who + len(cases)):
+            assert ended(engine, *cases[number % len(cases)]).sequences == expected[number % len(cases)]
         assert engine.cache_tokens == 0
 
-    threads = [threading.Thread(target=work, args=(who,)) for who in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {(who, at): expected[at] for who in range(3) for at in range(len(cases))}
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(work, range(3))] == [None] * 3
 
 
 def test_a_request_costs_the_same_however_many_ended_before(lm):

@@ -13,33 +13,22 @@ ONE = {"max_new_tokens": 1}
 OLDEST_TURN = 8  # one start in eight, as the documents say
 
 
-def ends(requests, engine):
-    """The numbers of requests in the order in which they end."""
-    order = []
-    while engine.step():
-        order += [i for i, one in enumerate(requests) if one.done and i not in order]
-    return order + [i for i, one in enumerate(requests) if one.done and i not in order]
-
-
 def test_lower_priorities_start_first_and_equal_ones_in_the_order_of_submission(lm):
-    engine = Engine(lm, max_requests=1)
-    priorities = [2, 0, 1, 0, -3, 2]
-    requests = [engine.submit([i + 1], ONE, priority=priority) for i, priority in enumerate(priorities)]
-    assert ends(requests, engine) == [4, 1, 3, 2, 0, 5]
+    engine, ended = Engine(lm, max_requests=1), []
+    for i, priority in enumerate([2, 0, 1, 0, -3, 2]):
+        engine.submit([i + 1], ONE, priority=priority).add_done_callback(lambda _, i=i: ended.append(i))
+    engine.run()
+    assert ended == [4, 1, 3, 2, 0, 5]
 
 
-def test_a_priority_changes_no_text_and_takes_no_place_from_live_requests(lm):
+def test_a_priority_takes_no_place_from_live_requests(lm):
     engine = Engine(lm, max_requests=1)
-    options = {"max_new_tokens": 6, "min_new_tokens": 6}
-    first = engine.submit([1], options, priority=9)
+    first = engine.submit([1], {"max_new_tokens": 6, "min_new_tokens": 6}, priority=9)
     engine.step()
-    urgent = engine.submit([2], options, priority=-9)
+    urgent = engine.submit([2], ONE, priority=-9)
     while not first.done:
         engine.step()
         assert not urgent.done
-    engine.run()
-    for request, prompt in ((first, [1]), (urgent, [2])):
-        assert request.result().token_ids == specbeam.generate(lm, prompt, **options).token_ids
 
 
 def test_urgent_requests_that_keep_coming_do_not_starve_the_others(lm):
@@ -89,12 +78,6 @@ def test_a_full_queue_refuses_and_takes_requests_again(lm):
         engine.submit([1], ONE)
     engine.run()
     assert all(request.done for request in requests)
-    lonely = Engine(lm, max_requests=1, max_waiting=0)
-    for _ in range(3):
-        lonely.submit([1], ONE)
-        with pytest.raises(QueueFull):
-            lonely.submit([1], ONE)
-        lonely.run()
 
 
 def test_a_request_that_is_refused_or_fails_takes_no_place(lm):
@@ -106,14 +89,14 @@ def test_a_request_that_is_refused_or_fails_takes_no_place(lm):
         with pytest.raises(SpecbeamError, match="empty"):
             engine.submit([], ONE)
         request = engine.submit([1], ONE | {"logits_processor": [fail]})
+        with pytest.raises(QueueFull):
+            engine.submit([1], ONE)
         engine.run()
         assert request.done
 
 
 def test_a_request_ends_when_its_time_is_over(lm):
-    engine = Engine(lm, max_requests=1)
-    endless = {"max_new_tokens": 250, "min_new_tokens": 250}
-
+    engine, endless = Engine(lm, max_requests=1), {"max_new_tokens": 250, "min_new_tokens": 250}
     generating = engine.submit([1], endless, timeout=1e-3)  # no machine is done within it
     waiting = [engine.submit([2], endless | {"num_beams": beams}, timeout=0) for beams in (1, 2)]
     in_time = engine.submit([3], {"max_new_tokens": 4, "min_new_tokens": 4}, timeout=3600)
@@ -144,17 +127,12 @@ def test_a_wrong_priority_or_timeout_is_refused(lm, how, problem):
 
 
 def test_an_engine_counts_its_requests(lm):
-    engine = Engine(lm, max_requests=2)
-    seen = []
-
-    def look(ids, scores):
-        seen.append((engine.live, engine.waiting))
-        return scores
-
-    requests = [engine.submit([1, 2, 3], ONE | {"logits_processor": [look]}) for _ in range(5)]
+    engine, seen = Engine(lm, max_requests=2), []
+    look = {"logits_processor": lambda ids, scores: (seen.append((engine.live, engine.waiting)), scores)[1]}
+    requests = [engine.submit([1, 2, 3], ONE | look) for _ in range(5)]
     assert (engine.live, engine.waiting, engine.cache_tokens) == (0, 5, 0)
     requests[4].cancel()
     engine.run()
     assert (engine.live, engine.waiting, engine.cache_tokens) == (0, 0, 0)
     assert seen[0] == (2, 2)
-    assert all(live <= 2 and 0 <= waiting <= 2 for live, waiting in seen)
+    assert {*seen} <= {(live, waiting) for live in range(3) for waiting in range(3)}

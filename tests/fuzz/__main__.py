@@ -4,8 +4,6 @@ A harness that dies (a crash of native code, a hang, all memory) is started agai
 if there are findings.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """IN and OUT.partial.jsonl of ``specbeam batch``. The first byte says which of the two it is, and the ending."""
 
-from __future__ import annotations
-
 import io
 import json
 from unittest.mock import patch

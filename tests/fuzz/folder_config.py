@@ -1,7 +1,5 @@
 """config.json and generation_config.json of a folder: a JSON object with both."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import cache
@@ -9,43 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import specbeam
-from specbeam.checkpoints import open_checkpoint
 from tests.conftest import LLAMA3_ROPE, LONGROPE, byte_tokenizer, random_model
 from tests.fuzz.json_mutator import mutate_json as mutate
-from tests.fuzz.toys import SIZES, generate_a_little, room
+from tests.fuzz.toys import SIZES, load_and_generate, room
 
 __all__ = ["mutate", "run", "seeds"]
 MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
+    *((name, {}) for name in ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "stablelm", "smollm3")),
+    *((name, {"sliding_window": 5}) for name in ("mistral", "gemma2", "gemma3")),
     ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    ("qwen2", {}),
-    ("qwen3", {}),
-    ("mistral", {"sliding_window": 8}),
-    ("gpt2", {}),
-    ("gpt_neox", {}),
-    ("stablelm", {}),
     ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [2.0, 4.0]}}),
-    ("smollm3", {}),
-    ("gemma2", {"sliding_window": 5}),
-    ("gemma3", {"sliding_window": 5}),
 ]
 GENERATION = {
-    "do_sample": True,
-    "temperature": 0.6,
-    "top_k": 20,
-    "top_p": 0.9,
-    "repetition_penalty": 1.1,
-    "eos_token_id": [257],
-    "forced_eos_token_id": 257,
-    "suppress_tokens": [5],
-    "begin_suppress_tokens": [4],
-    "bad_words_ids": [[4, 5]],
-    "typical_p": 0.9,
-    "sequence_bias": [[[4], 1.0]],
-    "no_repeat_ngram_size": 3,
-    "exponential_decay_length_penalty": [2, 1.5],
-    "min_length": 3,
-    "guidance_scale": 1.0,
+    **{"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "typical_p": 0.9, "repetition_penalty": 1.1},
+    **{"eos_token_id": [257], "forced_eos_token_id": 257, "suppress_tokens": [5], "begin_suppress_tokens": [4]},
+    **{"bad_words_ids": [[4, 5]], "sequence_bias": [[[4], 1.0]], "no_repeat_ngram_size": 3, "min_length": 3},
+    **{"exponential_decay_length_penalty": [2, 1.5], "guidance_scale": 1.0},
 }
 OTHERS = ["falcon", "bloom", "opt", "mamba", "mixtral", "t5", "bert", "gpt_oss", "llava", "bart"]
 """Architectures of transformers without one here."""
@@ -93,7 +70,5 @@ def run(data: bytes) -> None:
     else:
         (folder / "config.json").write_text(json.dumps(document["config"]))
         (folder / "generation_config.json").write_text(json.dumps(document.get("generation")))
-    _ = open_checkpoint(folder).facts
-    lm = specbeam.load(folder, **({"backend": "torch"} if len(data) % 2 else {}))
-    generate_a_little(lm)
+    lm = load_and_generate(folder, **({"backend": "torch"} if len(data) % 2 else {}))
     specbeam.generate(lm, [1, 2], max_new_tokens=2, do_sample=True, seed=1)

@@ -1,7 +1,5 @@
 """Mutations of JSON documents as data: parsers see sound JSON with surprising values."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -9,48 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 SURPRISES: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2,
-    3,
-    7,
-    255,
-    259,
-    1 << 31,
-    (1 << 31) - 1,
-    1 << 40,
-    1 << 63,
-    1 << 64,
-    -(1 << 63),
-    10**30,
-    0.0,
-    -0.0,
-    0.5,
-    1.5,
-    1e-320,
-    1e308,
-    float("inf"),
-    float("nan"),
-    "",
-    "a",
-    "\0",
-    "\ud800",
-    "../x",
-    "/etc/hostname",
-    "é▁" * 40,
-    "9" * 5000,
-    [],
-    [0],
-    [-1],
-    [[]],
-    ["a", 1],
-    {},
-    {"": ""},
-    {"a": None},
+    *(None, True, False, [], [0], [-1], [[]], ["a", 1], {}, {"": ""}, {"a": None}),
+    *(0, 1, -1, 2, 3, 7, 255, 259, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 63, 1 << 64, -(1 << 63), 10**30),
+    *(0.0, -0.0, 0.5, 1.5, 1e-320, 1e308, float("inf"), float("nan")),
+    *("", "a", "\0", "\ud800", "../x", "/etc/hostname", "é▁" * 40, "9" * 5000),
 ]
 SHARE_OF_BYTE_MUTATIONS = 0.1
 

@@ -1,7 +1,5 @@
 """The file of ``specbeam generate --prompts``, and of ``--draft-corpus``. The first byte says which, and the ending."""
 
-from __future__ import annotations
-
 import json
 from unittest.mock import patch
 

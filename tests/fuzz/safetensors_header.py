@@ -1,15 +1,11 @@
 """model.safetensors of a folder."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import struct
 
-import specbeam
-from specbeam.checkpoints import open_checkpoint
 from tests.fuzz.json_mutator import mutate_json
-from tests.fuzz.toys import generate_a_little, model_folder, room
+from tests.fuzz.toys import load_and_generate, model_folder, room
 
 SHARE_OF_BYTE_MUTATIONS = 0.3
 
@@ -23,8 +19,7 @@ def run(data: bytes) -> None:
     if not folder.exists():
         shutil.copytree(model_folder(), folder)
     (folder / "model.safetensors").write_bytes(data)
-    _ = open_checkpoint(folder).facts
-    generate_a_little(specbeam.load(folder))
+    load_and_generate(folder)
 
 
 def mutate(data: bytes, longest: int, seed: int) -> bytes | None:

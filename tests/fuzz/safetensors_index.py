@@ -1,14 +1,10 @@
 """model.safetensors.index.json of a folder."""
 
-from __future__ import annotations
-
 import shutil
 
-import specbeam
-from specbeam.checkpoints import open_checkpoint
 from tests.conftest import byte_tokenizer, random_model
 from tests.fuzz.json_mutator import mutate_json as mutate
-from tests.fuzz.toys import SIZES, generate_a_little, room
+from tests.fuzz.toys import SIZES, load_and_generate, room
 
 __all__ = ["mutate", "run", "seeds"]
 INDEX = "model.safetensors.index.json"
@@ -25,5 +21,4 @@ def seeds() -> list[bytes]:
 def run(data: bytes) -> None:
     folder = room() / "index"
     (folder / INDEX).write_bytes(data)
-    _ = open_checkpoint(folder).facts
-    generate_a_little(specbeam.load(folder))
+    load_and_generate(folder)

@@ -1,7 +1,5 @@
 """config.yaml of ``specbeam study --config-dir``, and KEY=VALUE words: one per line below a line ``---``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import specbeam.study.config

@@ -1,7 +1,5 @@
 """The data set of a study. The first byte names the ending, and the second the settings."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

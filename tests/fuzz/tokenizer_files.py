@@ -1,7 +1,5 @@
 """tokenizer.json, tokenizer_config.json and a chat template of a folder: a JSON object with the three."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The toy model of the harnesses, and the folder for their files."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -9,20 +7,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import specbeam
+from specbeam.checkpoints import open_checkpoint
 from specbeam.cli import main
 from specbeam.errors import BAD_INPUT, FAILED
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 
 SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "max_position_embeddings": 64},
 }
-
-
 _room = tempfile.TemporaryDirectory()  # removed at exit
 
 
@@ -43,18 +37,16 @@ def model_folder() -> Path:
 @cache
 def toy() -> Any:
     """The toy model, loaded."""
-    import specbeam
-
     return specbeam.load(model_folder(), quantize="float32")
 
 
-def generate_a_little(lm: Any) -> None:
-    """Prefill a prompt and generate two tokens."""
-    import specbeam
-
-    prompt = [0] if lm.tokenizer is None else "Hi"
-    result = specbeam.generate(lm, prompt, max_new_tokens=2)
+def load_and_generate(source: Path, **how: Any) -> Any:
+    """Read the facts of a model, load it, prefill a prompt and generate two tokens. Returns the model."""
+    _ = open_checkpoint(source).facts
+    lm = specbeam.load(source, **how)
+    result = specbeam.generate(lm, [0] if lm.tokenizer is None else "Hi", max_new_tokens=2)
     assert isinstance(result.text, str)
+    return lm
 
 
 def command(*words: str) -> int:

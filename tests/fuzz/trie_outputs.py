@@ -1,7 +1,5 @@
 """The outputs of a TokenTrie, as JSON."""
 
-from __future__ import annotations
-
 import json
 
 import specbeam

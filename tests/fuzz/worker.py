@@ -4,8 +4,6 @@ It goes on after a finding. Findings with the same traceback count once. The fol
 finding the input and the traceback. ``python -m tests.fuzz`` starts it, and reports what it found.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

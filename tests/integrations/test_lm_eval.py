@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import entry_points
 
 import datasets
@@ -40,14 +40,12 @@ def tokenizer(kind):
 @pytest.fixture(scope="module")
 def folder(save):
     """A checkpoint with a short context that likes some tokens."""
-    made = {}
 
+    @cache
     def folder(kind="plain", likes=UNUSED):
-        if (kind, likes) not in made:
-            model = random_model("llama", max_position_embeddings=CONTEXT)
-            model.lm_head.weight.data[likes] *= 2.5
-            made[kind, likes] = str(save(model, tokenizer(kind)))
-        return made[kind, likes]
+        model = random_model("llama", max_position_embeddings=CONTEXT)
+        model.lm_head.weight.data[likes] *= 2.5
+        return str(save(model, tokenizer(kind)))
 
     return folder
 
@@ -71,22 +69,15 @@ def texts_of(model, prompts=PROMPTS, **task):
 @pytest.fixture(scope="module", params=["plain", "adds bos", "no bos"])
 def both(folder, request):
     """The checkpoint as lm_eval's own model, and as ours."""
-    source = folder(request.param)
-    theirs = hflm(source)
-    theirs.generate_until = remembering(theirs.generate_until)  # several of our variants are held to one text
-    return theirs, load(source)
+    theirs = hflm(folder(request.param))
+    answer, answers = theirs.generate_until, {}
 
-
-def remembering(answer):
-    answers = {}
-
-    def remembered(requests):
+    def remembered(requests):  # several of our variants are held to one text
         key = repr([request.args for request in requests])
-        if key not in answers:
-            answers[key] = answer(requests)
-        return answers[key]
+        return answers[key] if key in answers else answers.setdefault(key, answer(requests))
 
-    return remembered
+    theirs.generate_until = remembered
+    return theirs, load(folder(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +85,9 @@ def lm(folder):
     return load(folder()).lm
 
 
-SCORED = [
-    ("The sky is", " blue"),
-    ("The sky is", " green and blue"),
-    ("The sky is", "!"),
-    ("The sky is ", "blue"),
-    ("", "no context"),
-    ("<bos>given", " twice"),
-    ("x" * 200, "too long"),
-    ("x", "y" * 60),
-    ("a", "b"),
-    ("Ünïcödé", " → ✓"),
-]
+SCORED = [("The sky is", continuation) for continuation in (" blue", " green and blue", "!")]
+SCORED += [("The sky is ", "blue"), ("", "no context"), ("<bos>given", " twice"), ("x" * 200, "too long")]
+SCORED += [("x", "y" * 60), ("a", "b"), ("Ünïcödé", " → ✓")]
 ROLLING = [("short",), ("",), ("A text of more than one window. " * 6,), ("w" * CONTEXT,)]
 
 
@@ -181,16 +163,8 @@ def test_a_draft_model_changes_nothing(folder, lm, monkeypatch):
         ({}, {"until": ["", "b"], "max_new_tokens": 7}, {"stop_strings": ("b",), "max_new_tokens": 7}),
         ({}, {"until": ["<unused>"]}, {"eos_token_id": (EOS, UNUSED)}),
         ({"eos_token_id": 9}, {"until": ["<unused>"]}, {"eos_token_id": (9, UNUSED)}),
-        (
-            {"stop_strings": "c", "max_new_tokens": 5},
-            {"until": ["d"]},
-            {"stop_strings": ("c", "d"), "max_new_tokens": 5},
-        ),
-        (
-            {},
-            {"do_sample": True, "temperature": 0.5, "top_p": 0.9},
-            {"samples": True, "temperature": 0.5, "top_p": 0.9},
-        ),
+        ({"stop_strings": "c", "max_new_tokens": 5}, {"until": "d"}, {"stop_strings": ("c", "d"), "max_new_tokens": 5}),
+        ({}, {"do_sample": True, "temperature": 2, "top_p": 0.9}, {"samples": True, "temperature": 2, "top_p": 0.9}),
         ({}, {"temperature": 0.5}, {"samples": True, "temperature": 0.5}),
         ({}, {"do_sample": False, "temperature": 0.5, "top_p": 0.9}, {"samples": False, "top_p": None}),
         ({}, {"do_sample": True, "temperature": 0.0}, {"samples": False}),
@@ -324,29 +298,18 @@ def test_the_model_is_where_lm_eval_looks_for_plugins():
 
 
 DOCUMENTS = [{"question": f"{n} + {n} =", "answer": str(2 * n), "other": str(2 * n + 1)} for n in range(1, 6)]
+METRICS = {"tiny_choice": "acc", "tiny_generate": "exact_match", "tiny_perplexity": "word_perplexity"}
 TASKS = {
-    "tiny_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{[answer, other]}}",
-        "doc_to_target": 0,
-        "metric_list": [{"metric": "acc"}],
-    },
+    "tiny_choice": {"output_type": "multiple_choice", "doc_to_choice": "{{[answer, other]}}", "doc_to_target": 0},
     "tiny_generate": {
         "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
         "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["1"], "max_gen_toks": 8, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
     },
-    "tiny_perplexity": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{question}}",
-        "metric_list": [{"metric": "word_perplexity"}],
-    },
+    "tiny_perplexity": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}"},
 }
-TASKS = {name: {"task": name, **task} for name, task in TASKS.items()}
+for name, task in TASKS.items():
+    TASKS[name] = {"task": name, "doc_to_text": "{{question}}", "metric_list": [{"metric": METRICS[name]}]} | task
 
 
 def test_an_evaluation_gives_what_theirs_gives(folder):
@@ -363,40 +326,48 @@ def test_an_evaluation_gives_what_theirs_gives(folder):
         )
 
     expected, got = evaluate("hf", dtype="float32"), evaluate("specbeam", dtype="float32", draft="ngram", batch_size=4)
-    for task in TASKS:
+    for task, metric in METRICS.items():
         answers, theirs = ([s["filtered_resps"] for s in out["samples"][task]] for out in (got, expected))
         if task == "tiny_generate":
             assert answers == theirs
         else:
             np.testing.assert_allclose(np.array(answers, float), np.array(theirs, float), atol=1e-3)
-        (metric,) = (f"{metric['metric']},none" for metric in TASKS[task]["metric_list"])
-        assert got["results"][task][metric] == pytest.approx(expected["results"][task][metric], rel=1e-3)
+        ours, theirs = (out["results"][task][f"{metric},none"] for out in (got, expected))
+        assert ours == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.fixture
-def tasks(tmp_path):
-    """A folder of tasks as one gives it to ``--include_path``."""
-    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
-    data = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}},
-        "test_split": "test",
-    }
+def tasks(tmp_path, monkeypatch):
+    """A folder of tasks for ``--include_path``. In this process the harness does not read its own 10,000 tasks."""
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(TaskManager, include_defaults=False))
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(documents)}}, "test_split": "test"}
     for name, task in TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task | data))  # JSON is YAML
     return tmp_path
 
 
-def arguments_of_the_command_line(source, tasks):
+@pytest.mark.parametrize("is_module", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_the_command_line_evaluates(folder, tasks, monkeypatch, capsys, is_module):
+    """In this process, or as a module in a process of its own."""
+    source = folder()
     model = f"pretrained={source},device=cpu,dtype=float32,num_beams=2,draft=ngram,length_penalty=0.5"
-    arguments = ["--model", "specbeam", "--tasks", *TASKS, "--include_path", tasks, "--apply_chat_template"]
+    arguments = ["--model", "specbeam", "--tasks", *TASKS, "--include_path", str(tasks), "--apply_chat_template"]
     arguments += ["--model_args", model, "--batch_size", "auto"]
-    return [*map(str, arguments), "--output_path", str(tasks / "results.json"), "--log_samples"]
-
-
-def check_what_the_command_line_wrote(source, tasks, printed):
-    for name in TASKS:
-        assert name in printed
+    arguments += ["--output_path", str(tasks / "results.json"), "--log_samples"]
+    if is_module:
+        environment = {**os.environ, "HF_HOME": str(tasks), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        command = [sys.executable, "-m", "specbeam.lm_eval", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    else:
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tasks / "cache"))
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments])
+        assert main() == 0
+        printed = capsys.readouterr().out
+    assert all(name in printed for name in TASKS)
     (samples,) = tasks.glob("samples_tiny_generate_*.jsonl")
     texts = [json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines()]
     ours = load(source, num_beams=2, length_penalty=0.5)
@@ -404,36 +375,10 @@ def check_what_the_command_line_wrote(source, tasks, printed):
     assert texts == texts_of(ours, prompts, **TASKS["tiny_generate"]["generation_kwargs"])
 
 
-@pytest.fixture
-def own_tasks_only(monkeypatch):
-    """The harness's command line without its 10,000 tasks, whose files it would read."""
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(TaskManager, include_defaults=False))
-
-
-def test_the_command_line_evaluates(folder, tasks, own_tasks_only, monkeypatch, capsys):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tasks / "cache"))
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments_of_the_command_line(folder(), tasks)])
-    assert main() == 0
-    check_what_the_command_line_wrote(folder(), tasks, capsys.readouterr().out)
-
-
-@pytest.mark.thorough
-def test_the_module_is_a_command_line(folder, tasks):
-    done = subprocess.run(
-        [sys.executable, "-m", "specbeam.lm_eval", *arguments_of_the_command_line(folder(), tasks)],
-        env={**os.environ, "HF_HOME": str(tasks), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    check_what_the_command_line_wrote(folder(), tasks, done.stdout)
-
-
-def test_the_command_line_tells_what_is_wrong_in_one_line(folder, tasks, own_tasks_only, monkeypatch, capsys):
+def test_the_command_line_tells_what_is_wrong_in_one_line(folder, tasks, monkeypatch, capsys):
     arguments = ["--model", "specbeam", "--model_args", f"pretrained={folder()},num_beam=2"]
     arguments += ["--include_path", str(tasks), "--tasks", "tiny_choice"]
     monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments])
     assert main() == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "specbeam: unknown model argument 'num_beam': did you mean 'num_beams'?"
-    )
+    says = "specbeam: unknown model argument 'num_beam': did you mean 'num_beams'?"
+    assert capsys.readouterr().err.splitlines()[-1] == says

@@ -4,73 +4,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
-from transformers import (
-    DynamicCache,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EosTokenCriteria,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    WatermarkingConfig,
-)
 
 from specbeam import SpecbeamError, hf
 from tests.conftest import in_thorough_mode, random_model
+from tests.integrations.conftest import DETAILS, EXTRA, VOCAB, assert_same, both, padded
 
-VOCAB, PAD = 20, 0
 PREFERRED = torch.arange(VOCAB) % 3 == 0
-EXTRA = {"custom_generate": hf.generate}
-
-
-@pytest.fixture(scope="module")
-def models():
-    made = {}
-
-    def model(architecture):
-        if architecture not in made:
-            sizes = {"vocab_size": VOCAB, "eos_token_id": 1, "bos_token_id": 2, "initializer_range": 0.25}
-            if architecture == "mistral":
-                sizes["sliding_window"] = 4
-            made[architecture] = random_model(architecture, **sizes)
-            made[architecture].generation_config.pad_token_id = PAD
-        return made[architecture]
-
-    return model
-
-
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama")
-
-
-@pytest.fixture(scope="module")
-def small():
-    """A draft model for it."""
-    return random_model("llama", seed=1, vocab_size=VOCAB, initializer_range=0.25, num_hidden_layers=1)
-
-
-def padded(prompts):
-    """Prompts as a tokenizer that pads on the left gives them."""
-    longest = max(map(len, prompts))
-    rows = [[PAD] * (longest - len(p)) + p for p in prompts]
-    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
-    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
-
-
-PROMPTS = st.lists(st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=8), min_size=1, max_size=3)
 
 
 def test_lengths_count_as_in_transformers(model):
-    inputs = padded([[3, 4, 5], [6]])
     for options in (
         {"max_length": 9},
         {"max_length": 9, "min_length": 7},
@@ -78,28 +24,23 @@ def test_lengths_count_as_in_transformers(model):
         {"max_length": 9, "eos_token_id": -1},
         {},
     ):
-        expected = model.generate(**inputs, **options)
-        got = model.generate(**inputs, **options, **EXTRA)
+        expected, got = both(model, **padded([[3, 4, 5], [6]]), **options)
         assert (got.dtype, got.tolist()) == (expected.dtype, expected.tolist())
 
 
 def test_samples_follow_the_global_seed(model):
     options = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 3}
-    inputs = padded([[3, 4, 5], [6]])
 
     def run(seed, **more):
         torch.manual_seed(seed)
-        return model.generate(**inputs, **options, **more, **EXTRA).tolist()
+        return model.generate(**padded([[3, 4, 5], [6]]), **options, **more, **EXTRA).tolist()
 
     first = run(1)
-    assert len(first) == 6
-    assert run(1) == first
-    assert run(2) != first
-    assert len({tuple(row) for row in first[:3]}) > 1
+    assert run(1) == first != run(2)
     assert run(1, num_beams=3) == run(1, num_beams=3) != run(2, num_beams=3)
-    drafted = run(1, draft="ngram")
-    assert len(drafted) == 6
-    assert len({tuple(row) for row in drafted[:3]}) > 1
+    for rows in (first, run(1, draft="ngram")):
+        assert len(rows) == 6
+        assert len({tuple(row) for row in rows[:3]}) > 1
 
 
 @pytest.mark.parametrize(
@@ -109,17 +50,16 @@ def test_samples_follow_the_global_seed(model):
         {"top_k": 0, "typical_p": 0.6, "temperature": 1.5},
         {"top_k": 0, "top_h": 0.5},
         {"top_k": 12, "epsilon_cutoff": 0.05, "eta_cutoff": 0.1, "renormalize_logits": True},
-        {"top_k": 8, "watermarking_config": WatermarkingConfig(bias=1.5)},
+        {"top_k": 8, "watermarking_config": transformers.WatermarkingConfig(bias=1.5)},
     ],
     ids=lambda options: list(options)[-1],
 )
 def test_samples_have_transformers_distribution(model, options):
     torch.manual_seed(0)
     draws = 2000 if in_thorough_mode() else 500
-    options = options | {"do_sample": True, "max_new_tokens": 1}
-    inputs = padded([[3, 4, 5], [6]])
-    rows = model.generate(**inputs, num_return_sequences=draws, **options, **EXTRA)
-    out = model.generate(**inputs, return_dict_in_generate=True, output_scores=True, **options)
+    options = padded([[3, 4, 5], [6]]) | options | {"do_sample": True, "max_new_tokens": 1}
+    rows = model.generate(num_return_sequences=draws, **options, **EXTRA)
+    out = model.generate(**options, **DETAILS)
     for drawn, scores in zip(rows[:, -1].split(draws), out.scores[0], strict=True):
         p = scores.double().softmax(-1)
         counts = drawn.bincount(minlength=VOCAB)
@@ -131,10 +71,9 @@ def test_samples_have_transformers_distribution(model, options):
 def test_sampled_beams_have_transformers_distribution(model):
     """With beams, transformers' warpers keep more tokens than without."""
     torch.manual_seed(0)
-    rows = 600 if in_thorough_mode() else 200
     options = {"do_sample": True, "num_beams": 2, "top_k": 0, "top_p": 0.01, "max_new_tokens": 2, "eos_token_id": 1}
-    inputs = {"input_ids": torch.tensor([[3, 4]] * rows)}
-    drawn = [model.generate(**inputs, **options, **extra)[:, 2:].tolist() for extra in ({}, EXTRA)]
+    prompts = torch.tensor([[3, 4]] * (600 if in_thorough_mode() else 200))
+    drawn = [rows[:, 2:].tolist() for rows in both(model, prompts, **options)]
     texts = sorted({tuple(text) for texts in drawn for text in texts})
     counts = torch.tensor([[sum(tuple(text) == t for text in texts_of) for t in texts] for texts_of in drawn])
     assert len(texts) > 2
@@ -149,27 +88,23 @@ def test_samples_of_one_prompt_read_it_once(model):
     options = {"do_sample": True, "num_return_sequences": 5, "max_new_tokens": 3}
     rows = model.generate(torch.tensor([[3, 4] * 30]), **options, **EXTRA)
     hook.remove()
-    assert rows.shape == (5, 63)
-    assert read[0] == 60
+    assert (rows.shape, read[0]) == ((5, 63), 60)
     assert sum(read) <= 60 + 5 * 2
 
 
 def test_allowed_tokens_of_samples_get_the_number_of_the_sample(model):
     options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 2, "eos_token_id": 19}
-    rows = model.generate(
-        **padded([[3, 4], [6]]), **options, prefix_allowed_tokens_fn=lambda row, ids: [5 + row, len(ids)], **EXTRA
-    )
-    for number, row in enumerate(rows.tolist()):
+    options["prefix_allowed_tokens_fn"] = lambda row, ids: [5 + row, len(ids)]
+    for number, row in enumerate(model.generate(**padded([[3, 4], [6]]), **options, **EXTRA).tolist()):
         assert row[2] in (5 + number, 2)
         assert row[3] in (5 + number, 3)
 
 
 def test_a_callers_own_processor_of_a_known_kind_counts(model):
-    own = LogitsProcessorList([TopPLogitsWarper(1e-6)])  # leaves one token
-    sampled = model.generate(
-        torch.tensor([[3, 4]]), do_sample=True, top_k=0, max_new_tokens=6, logits_processor=own, **EXTRA
-    )
-    assert sampled.tolist() == model.generate(torch.tensor([[3, 4]]), max_new_tokens=6).tolist()
+    prompt, options = torch.tensor([[3, 4]]), {"max_new_tokens": 6}
+    own = [transformers.TopPLogitsWarper(1e-6)]  # leaves one token
+    sampled = model.generate(prompt, **options, do_sample=True, top_k=0, logits_processor=own, **EXTRA)
+    assert sampled.tolist() == model.generate(prompt, **options).tolist()
 
 
 FORBIDDEN = {"prefix_allowed_tokens_fn": lambda row, ids: [5], "bad_words_ids": [[5]]}
@@ -182,13 +117,13 @@ FEW = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "
     ("options", "says"),
     [
         ({"guidance_scale": 1.5}, "guidance_scale"),
-        ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)}, "SynthID"),
+        ({"watermarking_config": transformers.SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)}, "SynthID"),
         ({"forced_eos_token_id": VOCAB + 3}, "forced_eos_token_id: the token 23"),
         ({"forced_bos_token_id": -1}, "forced_bos_token_id: the token -1"),
         ({"bad_words_ids": [[3], [4, VOCAB]]}, "bad_words_ids: the token 20"),
         ({"sequence_bias": {(VOCAB,): 1.0}}, "sequence_bias: the token 20"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "pad prompts on the left"),
-        ({"past_key_values": DynamicCache(), "num_beams": 2}, "past_key_values with beams"),
+        ({"past_key_values": transformers.DynamicCache(), "num_beams": 2}, "past_key_values with beams"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"output_logits": True, "return_dict_in_generate": True, "num_beams": 2}, "output_logits with beams"),
@@ -199,6 +134,7 @@ FEW = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "
         (FORBIDDEN | {"num_beams": 3}, "prefix_allowed_tokens_fn"),
         (FORBIDDEN | {"remove_invalid_values": True}, "prefix_allowed_tokens_fn"),
         (FORBIDDEN | {"remove_invalid_values": True, "num_beams": 3}, "prefix_allowed_tokens_fn"),
+        ({"do_sample": True, "assistant_model": None, "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
         ({"draft": "n-gram"}, "ngram"),
         ({"draft": "ngram", "prompt_lookup_num_tokens": 3}, "draft and prompt_lookup_num_tokens each"),
         ({"stop_strings": "a"}, "tokenizer="),
@@ -215,9 +151,10 @@ FEW = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_we_do_not_have_is_refused_by_name(model, options, says):
+def test_what_we_do_not_have_is_refused_by_name(model, small, options, says):
+    options = {"max_new_tokens": 3} | options | ({"assistant_model": small} if "assistant_model" in options else {})
     with pytest.raises(SpecbeamError, match=says) as raised:
-        model.generate(torch.tensor([[6, 15, 7]]), **{"max_new_tokens": 3} | options, **EXTRA)
+        model.generate(torch.tensor([[6, 15, 7]]), **options, **EXTRA)
     assert "\n" not in str(raised.value)
 
 
@@ -253,16 +190,7 @@ def test_what_is_no_loaded_model_is_refused(model):
 def test_a_callers_own_end_of_text_counts(model):
     prompt = torch.tensor([[3, 4]])
     end = int(model.generate(prompt, max_new_tokens=6)[0, 4])
-    own = StoppingCriteriaList([EosTokenCriteria(end)])
-    expected = model.generate(prompt, max_new_tokens=6, stopping_criteria=own)
-    assert model.generate(prompt, max_new_tokens=6, stopping_criteria=own, **EXTRA).tolist() == expected.tolist()
-
-
-def test_a_lossy_assistant_is_refused_by_name(model, small):
-    with pytest.raises(SpecbeamError, match="assistant_ensemble_weight"):
-        model.generate(
-            torch.tensor([[3]]), do_sample=True, assistant_model=small, assistant_ensemble_weight=0.5, **EXTRA
-        )
+    assert_same(model, prompt, max_new_tokens=6, stopping_criteria=[transformers.EosTokenCriteria(end)])
 
 
 def test_a_quantized_cache_is_refused_by_name(model):
@@ -274,43 +202,38 @@ def test_a_quantized_cache_is_refused_by_name(model):
         model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, custom_generate=generate)
 
 
-OPTIONS = {
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "bad_words_ids": {"bad_words_ids": [[5], [7, 8]]},
-    "prefix_allowed_tokens_fn": {
-        "prefix_allowed_tokens_fn": lambda row, ids: [1, 3 + row, 9, 10, int(ids[-1]) // 2 + 3, len(ids)]
-    },
-    "function": {
-        "logits_processor": LogitsProcessorList(
-            [lambda ids, scores: scores + 3 * ((ids[:, -1:] + ids.shape[1]) % 2) * PREFERRED]
-        )
-    },
-    "repetition_penalty": {"repetition_penalty": 1.3},
-    "repetition_penalty_of_the_caller": {
-        "logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=2)])
-    },
-    "min_new_tokens": {"min_new_tokens": 4},
-    "min_length": {"min_length": 8},
-    "min_length_of_other_tokens": {"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(8, [1, 11])])},
-    "sequence_bias": {"sequence_bias": {(4,): 2.0, (9, 10): -3.0}},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.6},
-    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
-    "forced_bos_token_id": {"forced_bos_token_id": 7},
-    "forced_eos_token_id": {"forced_eos_token_id": [9, 1]},
-    "remove_invalid_values": {"remove_invalid_values": True},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 1.6)},
-    "suppress_tokens": {"suppress_tokens": [4, 9, 12, -1]},
-    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(1, VOCAB, 2))},
-    "renormalize_logits": {"renormalize_logits": True},
-    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=2.0, context_width=2)},
-    "warpers": {"logits_processor": LogitsProcessorList([TopKLogitsWarper(3), TypicalLogitsWarper(0.8)])},
+VALUES = {
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[5], [7, 8]],
+    "prefix_allowed_tokens_fn": lambda row, ids: [1, 3 + row, 9, 10, int(ids[-1]) // 2 + 3, len(ids)],
+    "repetition_penalty": 1.3,
+    "min_new_tokens": 4,
+    "min_length": 8,
+    "sequence_bias": {(4,): 2.0, (9, 10): -3.0},
+    "encoder_repetition_penalty": 1.6,
+    "encoder_no_repeat_ngram_size": 1,
+    "forced_bos_token_id": 7,
+    "forced_eos_token_id": [9, 1],
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (2, 1.6),
+    "suppress_tokens": [4, 9, 12, -1],
+    "begin_suppress_tokens": list(range(1, VOCAB, 2)),
+    "renormalize_logits": True,
+    "watermarking_config": transformers.WatermarkingConfig(bias=2.0, context_width=2),
 }
+OWN_PROCESSORS = {
+    "function": [lambda ids, scores: scores + 3 * ((ids[:, -1:] + ids.shape[1]) % 2) * PREFERRED],
+    "repetition_penalty_of_the_caller": [transformers.RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=2)],
+    "min_length_of_other_tokens": [transformers.MinLengthLogitsProcessor(8, [1, 11])],
+    "warpers": [transformers.TopKLogitsWarper(3), transformers.TypicalLogitsWarper(0.8)],
+}
+OPTIONS = {name: {name: value} for name, value in VALUES.items()}
+OPTIONS |= {name: {"logits_processor": own} for name, own in OWN_PROCESSORS.items()}
 """Options for each of transformers' processors that we support."""
 
 
-PENALIZED = EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[0]]))(
-    torch.zeros(2, 1).long(), torch.ones(2, 2)
-)
+PENALTY = transformers.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[0]]))
+PENALIZED = PENALTY(torch.zeros(2, 1).long(), torch.ones(2, 2))
 OLD_MISTAKES = () if PENALIZED[1, 0] != 1 else ("encoder_repetition_penalty", "exponential_decay_length_penalty")
 """Options that older releases of transformers get wrong: for all beams but the first, and for forbidden end tokens."""
 
@@ -321,22 +244,20 @@ def test_every_processor_counts_in_a_batch_with_and_without_drafts(model, small,
     if name in OLD_MISTAKES and num_beams > 1:
         pytest.skip("this release of transformers penalizes the first beam alone")
     options = OPTIONS[name] | {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 8}
-    options |= {"eos_token_id": [1, 11]}
     inputs = padded([[3, 4, 5], [6], [12, 13, 14, 3]])
-    expected = model.generate(**inputs, **options).tolist()
-    assert model.generate(**inputs, **options, **EXTRA).tolist() == expected
-    assert model.generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
+    assert_same(model, **inputs, **options, eos_token_id=[1, 11], drafts=({}, {"assistant_model": small}))
 
 
 @given(
     architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
-    prompts=PROMPTS,
+    prompts=st.lists(st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=8), min_size=1, max_size=3),
     names=st.sets(st.sampled_from([*OPTIONS]), max_size=5),
     num_beams=st.integers(1, 3),
     eos=st.sampled_from([-1, 4, [4, 8], [8, -1]]),
     pad=st.sampled_from([None, 0, 3]),
 )
 def test_processors_go_together_in_any_batch(models, small, architecture, prompts, names, num_beams, eos, pad):
+    model, inputs = models(architecture), padded(prompts)
     options = {"num_beams": num_beams, "max_new_tokens": 7, "eos_token_id": eos, "pad_token_id": pad}
     if -1 in torch.tensor(eos).flatten():
         names.discard("exponential_decay_length_penalty")  # transformers refuses this
@@ -345,12 +266,11 @@ def test_processors_go_together_in_any_batch(models, small, architecture, prompt
         names.discard("exponential_decay_length_penalty")  # refused, since transformers' texts have scores of inf
     for name in sorted(names):
         options |= OPTIONS[name]
-    inputs = padded(prompts)
     with forced_tokens() as forced:
-        expected = models(architecture).generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+        expected = model.generate(**inputs, **options, **DETAILS)
     for draft in {}, {"assistant_model": small}:
         try:
-            got = models(architecture).generate(**inputs, **options, **draft, **EXTRA)
+            got = model.generate(**inputs, **options, **draft, **EXTRA)
         except SpecbeamError:
             assert any(forced) or has_dead_end(expected, num_beams)
         else:
@@ -360,7 +280,7 @@ def test_processors_go_together_in_any_batch(models, small, architecture, prompt
 @contextmanager
 def forced_tokens():
     """A list, with a bool for each step: prefix_allowed_tokens_fn forced tokens that were forbidden."""
-    forced, usual = [], PrefixConstrainedLogitsProcessor.__call__
+    forced, usual = [], transformers.PrefixConstrainedLogitsProcessor.__call__
 
     def call(self, input_ids, scores):
         after = usual(self, input_ids, scores)
@@ -368,7 +288,7 @@ def forced_tokens():
         return after
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefixConstrainedLogitsProcessor, "__call__", call)
+        patch.setattr(transformers.PrefixConstrainedLogitsProcessor, "__call__", call)
         yield forced
 
 
@@ -382,42 +302,35 @@ def has_dead_end(output, num_beams):
 def test_an_end_token_that_is_forbidden_does_not_score_infinity(model):
     """remove_invalid_values makes its score finite, exponential_decay_length_penalty infinite. Then texts go on."""
     options = OPTIONS["exponential_decay_length_penalty"] | OPTIONS["remove_invalid_values"] | OPTIONS["min_length"]
-    options |= {"num_beams": 2, "max_new_tokens": 7, "eos_token_id": [4, 8]}
-    inputs = padded([[15, 4, 14], [13, 18], [18]])
-    theirs = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
-    assert theirs.sequences_scores.isinf().all()
+    options |= padded([[15, 4, 14], [13, 18], [18]]) | {"max_new_tokens": 7, "eos_token_id": [4, 8]}
+    assert model.generate(**options, num_beams=2, **DETAILS).sequences_scores.isinf().all()
     with pytest.raises(SpecbeamError, match="exponential_decay_length_penalty with remove_invalid_values"):
-        model.generate(**inputs, **options, **EXTRA)
-    options |= {"num_beams": 1}
-    assert model.generate(**inputs, **options, **EXTRA).tolist() == model.generate(**inputs, **options).tolist()
+        model.generate(**options, num_beams=2, **EXTRA)
+    assert_same(model, **options, num_beams=1)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize("draft", [None, "ngram"])
-def test_texts_without_an_allowed_token_are_not_renormalized(model, num_beams, draft):
+def test_texts_without_an_allowed_token_are_not_renormalized(model, num_beams):
     """transformers makes NaN of these scores, and NaN is the highest of all."""
-    options = {"prefix_allowed_tokens_fn": lambda row, ids: [5, 6], "begin_suppress_tokens": [5, 6]}
-    options |= {"renormalize_logits": True, "num_beams": num_beams, "max_new_tokens": 3}
-    out = model.generate(torch.tensor([[3, 4]]), **options, return_dict_in_generate=True, output_scores=True)
-    assert out.scores[0].isnan().all()
-    with pytest.raises(SpecbeamError, match=r"renormalize_logits gives NaN: .* other options must allow some token"):
-        model.generate(torch.tensor([[3, 4]]), **options, draft=draft, **EXTRA)
+    prompt, options = torch.tensor([[3, 4]]), {"prefix_allowed_tokens_fn": lambda row, ids: [5, 6]}
+    options |= {"begin_suppress_tokens": [5, 6], "renormalize_logits": True, "num_beams": num_beams}
+    assert model.generate(prompt, **options, max_new_tokens=3, **DETAILS).scores[0].isnan().all()
+    says = r"renormalize_logits gives NaN: .* other options must allow some token"
+    for draft in (None, "ngram"):
+        with pytest.raises(SpecbeamError, match=says):
+            model.generate(prompt, **options, max_new_tokens=3, draft=draft, **EXTRA)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_draft_tokens_without_an_allowed_token_are_no_error(model, num_beams):
     """Of the draft tokens after 3, nothing may follow 4. No text has it."""
-    nothing_after = torch.tensor([token == 4 for token in range(VOCAB)])
-    own = LogitsProcessorList(
-        [
-            lambda ids, scores: scores.masked_fill(nothing_after[ids[:, -1]][:, None], float("-inf")),
-            lambda ids, scores: torch.where(torch.arange(VOCAB) == 4, scores - 50, scores),
-        ]
-    )
+    nothing_after = torch.arange(VOCAB) == 4
+    own = [
+        lambda ids, scores: scores.masked_fill(nothing_after[ids[:, -1]][:, None], float("-inf")),
+        lambda ids, scores: torch.where(nothing_after, scores - 50, scores),
+    ]
     options = {"logits_processor": own, "renormalize_logits": True, "num_beams": num_beams, "max_new_tokens": 4}
-    prompt = torch.tensor([[3, 4, 7, 3, 4, 6, 3]])
-    expected = model.generate(prompt, **options).tolist()
-    assert model.generate(prompt, **options, draft="ngram", **EXTRA).tolist() == expected
+    assert_same(model, torch.tensor([[3, 4, 7, 3, 4, 6, 3]]), **options, drafts=({"draft": "ngram"},))
 
 
 @pytest.mark.parametrize(
@@ -429,10 +342,7 @@ def test_draft_tokens_without_an_allowed_token_are_no_error(model, num_beams):
     ],
 )
 def test_where_few_texts_are_possible_beams_are_still_those_of_transformers(model, options):
-    options = options | {"num_beams": 4, "num_return_sequences": 3, "return_dict_in_generate": True}
-    options["output_scores"] = True
-    expected = model.generate(torch.tensor([[6, 15, 7]]), **options)
-    got = model.generate(torch.tensor([[6, 15, 7]]), **options, **EXTRA)
+    expected, got = both(model, torch.tensor([[6, 15, 7]]), **options, **DETAILS, num_beams=4, num_return_sequences=3)
     assert got.sequences.tolist() == expected.sequences.tolist()
     assert got.beam_indices.tolist() == expected.beam_indices.tolist()
     torch.testing.assert_close(got.sequences_scores, expected.sequences_scores)

@@ -7,30 +7,21 @@ from functools import cache
 import pytest
 import torch
 import transformers
-from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from specbeam import hf
 from tests.conftest import in_thorough_mode
-from tests.integrations.test_transformers_steps import check_scores
+from tests.integrations.test_transformers_steps import Kept, check_scores
 
 VOCAB, PAD = 40, 0
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.4,
-    "pad_token_id": PAD,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.4}
+SIZES |= {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 1}
 OLD_SIZES = SIZES | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
-DECODERS = {
-    "Llama": {},
-    "Qwen2": {},
+LIKE_LLAMA = "Llama Qwen2 Phi Phi3 StableLm Starcoder2 Granite Olmo2 Cohere GPTNeoX"
+HAS_OLD_SIZES = ("GPT2", "GPTJ", "CodeGen")
+TAKES_TOKEN_TYPES = ("GPT2",)
+HAS_WINDOW = ("Gemma2", "Gemma3", "Mistral")
+DECODERS = {name: {} for name in (*LIKE_LLAMA.split(), *HAS_OLD_SIZES)} | {
     "Qwen2Moe": {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4},
     "Qwen3": {"head_dim": 8},
     "Gemma": {"head_dim": 8},
@@ -38,19 +29,8 @@ DECODERS = {
     "Gemma3": {"head_dim": 8, "sliding_window": 6, "num_hidden_layers": 6},
     "Mistral": {"sliding_window": 6},
     "Mixtral": {"num_local_experts": 4},
-    "Phi": {},
-    "Phi3": {},
-    "StableLm": {},
-    "Starcoder2": {},
-    "Granite": {},
-    "Olmo2": {},
-    "Cohere": {},
-    "GPTNeoX": {},
     "Falcon": {"new_decoder_architecture": True, "alibi": False},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "GPT2": {},
-    "GPTJ": {},
-    "CodeGen": {},
 }
 PROCESSORS = {
     "bad_words_ids": [[5], [7, 8]],
@@ -60,21 +40,11 @@ PROCESSORS = {
     "sequence_bias": {(4,): 2.0, (9, 10): -3.0},
     "pad_token_id": 3,
 }
-HAS_OLD_SIZES = ("GPT2", "GPTJ", "CodeGen")
-TAKES_TOKEN_TYPES = ("GPT2",)
-HAS_WINDOW = ("Gemma2", "Gemma3", "Mistral")
+STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
 ENCODERS = {
     "T5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0},
-    "Bart": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "init_std": 0.4,
-    },
+    "Bart": {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in STACK.items()}
+    | {"d_model": 32, "init_std": 0.4},
 }
 FAMILIES = [*DECODERS, *ENCODERS]
 CASES_PER_FAMILY = 25 if in_thorough_mode() else 4
@@ -97,19 +67,6 @@ def model_of(family, seed=0):
     model = getattr(transformers, kind)(config).eval()
     model.generation_config.forced_eos_token_id = None
     return model
-
-
-class Tokens(transformers.generation.BaseStreamer):
-    """A streamer that remembers what it gets."""
-
-    def __init__(self):
-        self.got = []
-
-    def put(self, value):
-        self.got.append(value.tolist())
-
-    def end(self):
-        self.got.append("end")
 
 
 def draw_prompt(draw, family, model, options):
@@ -190,11 +147,9 @@ def draw_options(draw, family):
     if "forced_eos_token_id" in few and "num_return_sequences" in options:
         options["num_return_sequences"] = 1  # else fewer texts may be possible, and transformers forbidden ones
     if draw.random() < 0.2:
-        options["logits_processor"] = LogitsProcessorList([lambda ids, scores: scores + (torch.arange(VOCAB) % 3)])
+        options["logits_processor"] = [lambda ids, scores: scores + (torch.arange(VOCAB) % 3)]
     if draw.random() < 0.2 and options["eos_token_id"] != -1:
-        options["stopping_criteria"] = StoppingCriteriaList(
-            [lambda ids, scores: ids[:, -1] % 7 == 2 if ids.shape[1] else torch.zeros(len(ids), dtype=torch.bool)]
-        )
+        options["stopping_criteria"] = [lambda ids, scores: ids[:, -1:].sum(-1) % 7 == 2]
     return options
 
 
@@ -246,7 +201,7 @@ def test_a_call_returns_what_transformers_returns(family, seed):
     streams = "num_beams" not in options and draw.random() < 0.3
 
     def generate(**more):
-        own, streamer = copy.deepcopy(given), Tokens()
+        own, streamer = copy.deepcopy(given), Kept()
         torch.manual_seed(0)
         out = model.generate(**own, **options, streamer=streamer if streams else None, **more)
         return out, own.get("past_key_values"), streamer.got

@@ -2,26 +2,15 @@
 
 import pytest
 import torch
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BloomConfig,
-    BloomForCausalLM,
-    DynamicCache,
-    StaticCache,
-)
+import transformers
+from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from specbeam import SpecbeamError, hf
+from specbeam import SpecbeamError
 from tests.conftest import random_model
+from tests.integrations.conftest import EXTRA, assert_same, both
 
 IDS = torch.tensor([[3, 5, 7, 9, 11, 13, 15]])
-EXTRA = {"custom_generate": hf.generate}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama", vocab_size=40, eos_token_id=1)
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +18,11 @@ def bart():
     torch.manual_seed(0)
     sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     small = {"d_model": 16, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4, "max_position_embeddings": 20, "vocab_size": 99}
-    return BartForConditionalGeneration(BartConfig(**sizes, **small, init_std=0.5)).eval()
-
-
-def both(model, *args, **options):
-    return model.generate(*args, **options), model.generate(*args, **options, **EXTRA)
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **small, init_std=0.5)).eval()
 
 
 def test_a_prompt_may_take_several_passes(model):
-    prompts = torch.arange(2 * 700).view(2, -1) % 37 + 3
+    prompts = torch.arange(2 * 700).view(2, -1) % 17 + 3
     expected, got = both(model, prompts, max_new_tokens=4, eos_token_id=-1, return_dict_in_generate=True)
     assert got.sequences.tolist() == expected.sequences.tolist()
     for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
@@ -64,34 +49,27 @@ def test_rotated_positions_have_no_end():
     model = random_model("llama", max_position_embeddings=20)
     for length, new, beams in (7, 30, 1), (7, 30, 3), (25, 5, 1):
         options = {"max_new_tokens": new, "num_beams": beams, "eos_token_id": -1}
-        expected, got = both(model, torch.arange(length)[None], **options)
-        assert expected.shape[1] == length + new
-        assert got.tolist() == expected.tolist()
+        assert assert_same(model, torch.arange(length)[None], **options).shape[1] == length + new
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_learned_positions_end_as_in_transformers(num_beams):
     model = random_model("gpt2", n_positions=20, max_position_embeddings=20)
     options = {"eos_token_id": -1, "num_beams": num_beams}
-    expected, got = both(model, IDS, max_new_tokens=14, **options)
-    assert got.shape == (1, 21)
-    assert got.tolist() == expected.tolist()
-    with pytest.raises(
-        SpecbeamError, match="a text of 22 tokens was asked for, and GPT2LMHeadModel has positions for 21"
-    ):
+    assert assert_same(model, IDS, max_new_tokens=14, **options).shape == (1, 21)
+    says = "a text of 22 tokens was asked for, and GPT2LMHeadModel has positions for 21"
+    with pytest.raises(SpecbeamError, match=says):
         model.generate(IDS, max_new_tokens=15, **options, **EXTRA)
 
 
 def test_beams_fill_the_learned_positions_of_a_decoder(bart):
-    expected, got = both(bart, IDS, num_beams=4, max_length=20)
-    assert got.tolist() == expected.tolist()
+    assert_same(bart, IDS, num_beams=4, max_length=20)
 
 
 def test_each_row_has_its_own_encoder_output(bart):
     states = bart.get_encoder()(torch.cat([IDS, IDS.flip(1)])).last_hidden_state.detach()
-    expected, got = both(bart, IDS[[0, 0]], encoder_outputs=BaseModelOutput(states), max_length=12)
-    assert expected[0].tolist() != expected[1].tolist()
-    assert got.tolist() == expected.tolist()
+    one, other = assert_same(bart, IDS[[0, 0]], encoder_outputs=BaseModelOutput(states), max_length=12).tolist()
+    assert one != other
 
 
 @pytest.mark.parametrize("ids", [torch.zeros(1, 1).long(), None])
@@ -112,15 +90,15 @@ def test_with_beams_scores_of_texts_are_returned_with_output_scores_only_and_the
         assert got.past_key_values is None
 
 
-def test_prompts_that_cannot_be_read_are_refused_by_name(model):
-    windowed = random_model("mistral", sliding_window=4, vocab_size=40)
+def test_prompts_that_cannot_be_read_are_refused_by_name(models, model):
     mask = torch.ones_like(IDS)
     mask[0, 2] = 0
     with pytest.raises(SpecbeamError, match="hides tokens inside a prompt, with a sliding window"):
-        windowed.generate(IDS, attention_mask=mask, max_new_tokens=3, **EXTRA)
+        models("mistral").generate(IDS, attention_mask=mask, max_new_tokens=3, **EXTRA)
     full = model.generate(IDS, max_new_tokens=4, return_dict_in_generate=True).past_key_values
     with pytest.raises(SpecbeamError, match="past_key_values with as many tokens as the prompt"):
         model.generate(IDS, past_key_values=full, max_new_tokens=3, **EXTRA)
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)).eval()
+    config = transformers.BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)
+    bloom = transformers.BloomForCausalLM(config).eval()
     with pytest.raises(SpecbeamError, match=r"BloomForCausalLM cannot be evaluated .*: it takes no position_ids"):
         bloom.generate(IDS, max_new_tokens=3, **EXTRA)

@@ -5,38 +5,20 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StopStringCriteria,
-    TemperatureLogitsWarper,
-    TextIteratorStreamer,
-    TextStreamer,
-    TopKLogitsWarper,
-)
+from transformers import GenerationConfig, StopStringCriteria, TextIteratorStreamer, TextStreamer
+from transformers import TemperatureLogitsWarper as Temperature
+from transformers import TopKLogitsWarper as TopK
 from transformers.generation.streamers import BaseStreamer
 
 import specbeam
 from specbeam import SpecbeamError, hf
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import byte_tokenizer, random_model
-from tests.integrations.test_transformers import EXTRA, PAD, VOCAB, padded
+from tests.integrations.conftest import DETAILS, EXTRA, PAD, assert_same, padded
 
 LONG = {"max_new_tokens": 10, "eos_token_id": [1, 11], "pad_token_id": PAD}
-DETAILS = {"return_dict_in_generate": True, "output_scores": True}
 NO_ASCII = [*range(94, 259)]
 """The tokens of a byte tokenizer that are not visible characters of ASCII."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama", vocab_size=VOCAB, initializer_range=0.25)
-
-
-@pytest.fixture(scope="module")
-def small():
-    """A draft model for it."""
-    return random_model("llama", seed=1, vocab_size=VOCAB, initializer_range=0.25, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +59,13 @@ def check_scores(model, got, expected):
 def test_scores_of_samples_are_the_warped_logits(model, draft):
     torch.manual_seed(0)
     options = LONG | DETAILS | {"do_sample": True, "temperature": 0.7, "top_k": 5, "num_return_sequences": 2}
-    prompt = torch.tensor([[3, 4, 5]])
-    got = model.generate(prompt, **options, draft=draft, **EXTRA)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)])
-    for at, scores in enumerate(got.scores, start=prompt.shape[1]):
+    got = model.generate(torch.tensor([[3, 4, 5]]), **options, draft=draft, **EXTRA)
+    for at, scores in enumerate(got.scores, start=3):
         rows = ~is_padding(scores)
+        before = got.sequences[rows, :at]
         with torch.no_grad():
-            logits = model(got.sequences[rows, :at]).logits[:, -1]
-        torch.testing.assert_close(scores[rows], warpers(got.sequences[rows, :at], logits), atol=1e-4, rtol=1e-4)
+            warped = TopK(5)(before, Temperature(0.7)(before, model(before).logits[:, -1]))
+        torch.testing.assert_close(scores[rows], warped, atol=1e-4, rtol=1e-4)
         assert (scores.gather(1, got.sequences[:, at, None]) > float("-inf")).all()
 
 
@@ -98,30 +79,24 @@ class Until(list):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_a_callers_criterion_ends_each_text(model, small, num_beams):
-    inputs = padded([[3, 4, 5], [6], [12, 13, 14, 3]])
-    options = LONG | {"num_beams": num_beams, "max_new_tokens": 14}
-    expected = model.generate(**inputs, **options, **DETAILS, stopping_criteria=[Until()])
-    assert expected.sequences.tolist() != model.generate(**inputs, **options).tolist()
+    options = padded([[3, 4, 5], [6], [12, 13, 14, 3]]) | LONG | {"num_beams": num_beams, "max_new_tokens": 14}
+    expected = model.generate(**options, **DETAILS, stopping_criteria=[Until()])
+    assert expected.sequences.tolist() != model.generate(**options).tolist()
     for draft in (None, "ngram", small):
-        ours = {"stopping_criteria": [Until()], "draft": draft, **EXTRA}
-        check_scores(model, model.generate(**inputs, **options, **DETAILS, **ours), expected)
-        criterion = ours["stopping_criteria"][0]
+        criterion = Until()
+        ours = {"stopping_criteria": [criterion], "draft": draft, **EXTRA}
+        check_scores(model, model.generate(**options, **DETAILS, **ours), expected)
         criterion.clear()
-        assert model.generate(**inputs, **options, **ours).tolist() == expected.sequences.tolist()
-        assert criterion
-        assert all(scores is None for _, scores in criterion)
+        assert model.generate(**options, **ours).tolist() == expected.sequences.tolist()
+        assert {scores for _, scores in criterion} == {None}
 
 
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_a_criterion_is_called_after_each_token_with_the_scores_so_far(model, draft):
-    def fourth(ids, scores):
-        return len(scores) == 4
-
-    options = LONG | DETAILS
-    inputs = padded([[3, 4, 5]])
     theirs, ours = Until(), Until()
     for criterion, more in ((theirs, {}), (ours, {"draft": draft, **EXTRA})):
-        rows = model.generate(**inputs, **options, stopping_criteria=[criterion, fourth], **more).sequences
+        criteria = [criterion, lambda ids, scores: len(scores) == 4]
+        rows = model.generate(**padded([[3, 4, 5]]), **LONG, **DETAILS, stopping_criteria=criteria, **more).sequences
         assert rows.shape == (1, 3 + 4)
     assert [ids.tolist() for ids, _ in ours] == [ids.tolist() for ids, _ in theirs]
     for (_, got), (_, expected) in zip(ours, theirs, strict=True):
@@ -131,31 +106,25 @@ def test_a_criterion_is_called_after_each_token_with_the_scores_so_far(model, dr
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_stop_strings_end_texts_as_in_transformers(bytes_model, num_beams):
     tokenizer = byte_tokenizer()
-    inputs = {"input_ids": torch.tensor([[40, 41], [7, 8]]), "attention_mask": torch.ones(2, 2, dtype=torch.long)}
-    options = {"max_new_tokens": 12, "num_beams": num_beams, "pad_token_id": 256}
-    options["suppress_tokens"] = NO_ASCII
-    plain = bytes_model.generate(**inputs, **options)
+    options = {"input_ids": torch.tensor([[40, 41], [7, 8]]), "attention_mask": torch.ones(2, 2, dtype=torch.long)}
+    options |= {"max_new_tokens": 12, "num_beams": num_beams, "pad_token_id": 256, "suppress_tokens": NO_ASCII}
+    plain = bytes_model.generate(**options)
     stops = [tokenizer.decode(plain[0, 5:7]), tokenizer.decode(plain[1, 4])]
-    expected = bytes_model.generate(**inputs, **options, stop_strings=stops, tokenizer=tokenizer)
-    assert expected.tolist() != plain.tolist()
-    hows = [
-        {"stop_strings": stops, "tokenizer": tokenizer},
-        {"stopping_criteria": [StopStringCriteria(tokenizer, stops)]},
-    ]
-    for how in hows:
-        for draft in (None, "ngram"):
-            assert bytes_model.generate(**inputs, **options, **how, draft=draft, **EXTRA).tolist() == expected.tolist()
-    bound = partial(hf.generate, stop_strings=stops, tokenizer=tokenizer)
-    assert bytes_model.generate(**inputs, **options, custom_generate=bound).tolist() == expected.tolist()
+    how, drafts = {"stop_strings": stops, "tokenizer": tokenizer}, ({}, {"draft": "ngram"})
+    expected = assert_same(bytes_model, **options, **how, drafts=drafts).tolist()
+    assert expected != plain.tolist()
+    for own in (
+        *({"stopping_criteria": [StopStringCriteria(tokenizer, stops)], **draft, **EXTRA} for draft in drafts),
+        {"custom_generate": partial(hf.generate, **how)},
+    ):
+        assert bytes_model.generate(**options, **own).tolist() == expected
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_when_the_time_is_over_all_texts_end_where_they_are(model, num_beams):
-    prompts = [[3 + n] for n in range(11)]  # more than a default engine runs at once
-    options = {"max_new_tokens": 14, "num_beams": num_beams, "eos_token_id": -1, "pad_token_id": PAD, "max_time": 0.0}
-    expected = model.generate(**padded(prompts), **options)
-    assert expected.shape[1] == 2
-    assert model.generate(**padded(prompts), **options, **EXTRA).tolist() == expected.tolist()
+    options = padded([[3 + n] for n in range(11)])  # more than a default engine runs at once
+    options |= {"max_new_tokens": 14, "num_beams": num_beams, "eos_token_id": -1, "pad_token_id": PAD}
+    assert assert_same(model, **options, max_time=0.0).shape[1] == 2
 
 
 class Kept(BaseStreamer):
@@ -177,13 +146,14 @@ def streaming(streamer):
 
 
 def test_tokens_are_streamed_as_they_come(model):
-    passes, prompt = [], torch.tensor([[3, 4]])
+    passes = []
+    streamer = Kept(passes)
     hook = model.register_forward_hook(lambda *_: passes.append(1))
-    for way in (0, 1):
-        passes.clear()
-        streamer = Kept(passes)
-        text = model.generate(prompt, max_new_tokens=5, eos_token_id=-1, **streaming(streamer)[way])[0, 2:].tolist()
+    for way in streaming(streamer):
+        text = model.generate(torch.tensor([[3, 4]]), max_new_tokens=5, eos_token_id=-1, **way)[0, 2:].tolist()
         assert streamer.got == [(0, [[3, 4]]), *((number, [token]) for number, token in enumerate(text, 1)), "end"]
+        passes.clear()
+        streamer.got.clear()
     hook.remove()
 
 
@@ -220,21 +190,15 @@ def submitted(monkeypatch):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_lookups_and_loaded_models_are_drafts(model, small, num_beams, submitted):
-    options = LONG | {"num_beams": num_beams}
-    inputs = padded([[3, 4, 5, 3, 4], [6]])
+    inputs, options = padded([[3, 4, 5, 3, 4], [6]]), LONG | {"num_beams": num_beams}
     expected = model.generate(**inputs, **options).tolist()
     loaded, corpus = hf.wrap(small), specbeam.suffix_automaton(hf.wrap(model), [[3, 4, 5, 6, 7]])
-    config = GenerationConfig(prompt_lookup_num_tokens=4, **options)
     for how, draft in (
-        ({"prompt_lookup_num_tokens": 4}, "ngram"),
-        ({"generation_config": config}, "ngram"),
-        ({"draft": "ngram"}, "ngram"),
-        ({"draft": "suffix"}, "suffix"),
-        ({"draft": corpus}, corpus),
-        ({"draft": loaded}, loaded),
+        ({"prompt_lookup_num_tokens": 4} | options, "ngram"),
+        ({"generation_config": GenerationConfig(prompt_lookup_num_tokens=4, **options)}, "ngram"),
+        *(({"draft": draft} | options, draft) for draft in ("ngram", "suffix", corpus, loaded)),
     ):
         submitted.clear()
-        how = how if "generation_config" in how else options | how
         assert model.generate(**inputs, **how, **EXTRA).tolist() == expected
         assert submitted == [draft, draft]
     submitted.clear()
@@ -247,12 +211,11 @@ def test_lookups_and_loaded_models_are_drafts(model, small, num_beams, submitted
 def test_a_draft_may_have_another_vocabulary(bytes_model, submitted):
     prompt, options = torch.tensor([[40, 41, 42]]), {"max_new_tokens": 8, "pad_token_id": 257}
     options["suppress_tokens"] = NO_ASCII
-    expected = bytes_model.generate(prompt, **options).tolist()
     other = random_model("llama", vocab_size=130, eos_token_id=1, bos_token_id=2)
     tokenizer, others = byte_tokenizer(), byte_tokenizer(vocab_size=130)
+    expected = bytes_model.generate(prompt, **options).tolist()
     for how in (
-        {"assistant_model": other, "assistant_tokenizer": others},
-        {"draft": other, "assistant_tokenizer": others},
+        *({name: other, "assistant_tokenizer": others} for name in ("assistant_model", "draft")),
         {"draft": hf.wrap(other, others)},
     ):
         got = bytes_model.generate(prompt, **options, **how, tokenizer=tokenizer, **EXTRA)
@@ -267,27 +230,21 @@ def test_a_draft_by_our_name_gives_no_warning(model, small, caplog):
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        for how in ({"draft": small}, {"prompt_lookup_num_tokens": 3}, {"draft": "ngram"}):
+        for how in ({"draft": small}, {"prompt_lookup_num_tokens": 3}, {"draft": "ngram"}, {"assistant_model": small}):
+            assert "ignored" not in caplog.text
             model.generate(torch.tensor([[3, 4]]), **LONG, num_beams=2, **how, **EXTRA)
-        assert "ignored" not in caplog.text
-        model.generate(torch.tensor([[3, 4]]), **LONG, num_beams=2, assistant_model=small, **EXTRA)
         assert "ignored" in caplog.text
     finally:
         logger.removeHandler(caplog.handler)
 
 
-def test_criteria_of_several_texts_need_an_end_token(model):
+def test_criteria_of_several_texts_need_an_end_token(model, monkeypatch):
     """Without one, transformers goes on with texts that have ended, until the last has ended."""
-    inputs = padded([[3], [4]])
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     options = {"max_new_tokens": 6, "stopping_criteria": [Until()]}
-    model.generation_config.eos_token_id, before = None, model.generation_config.eos_token_id
-    try:
-        with pytest.raises(SpecbeamError, match="need an eos_token_id"):
-            model.generate(**inputs, **options, **EXTRA)
-        one = {name: rows[:1] for name, rows in inputs.items()}
-        assert model.generate(**one, **options, **EXTRA).tolist() == model.generate(**one, **options).tolist()
-    finally:
-        model.generation_config.eos_token_id = before
+    with pytest.raises(SpecbeamError, match="need an eos_token_id"):
+        model.generate(**padded([[3], [4]]), **options, **EXTRA)
+    assert_same(model, **padded([[3]]), **options)
 
 
 # Encoder-decoder models: transformers has run the encoder already.
@@ -316,30 +273,23 @@ def test_the_encoder_reads_once(encoders):
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_options_of_encoder_decoder_models(encoders, kind):
-    model, inputs = encoders(kind), PADDED
-    begin = torch.tensor([[256, 30, 31]] * 3)
-    read = model.get_encoder()(**inputs)
+    model, begin = encoders(kind), torch.tensor([[256, 30, 31]] * 3)
+    drafts = ({}, {"draft": "ngram" if kind == "t5" else encoders(kind, 1)})
     for options in (
         {"decoder_input_ids": begin, "num_beams": 2},
         {"decoder_input_ids": begin, "decoder_attention_mask": torch.ones_like(begin)},
-        {"encoder_outputs": read},
+        {"encoder_outputs": model.get_encoder()(**PADDED)},
         {"forced_bos_token_id": 77, "num_beams": 3, "repetition_penalty": 1.3},
         {"encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5},
         {"prefix_allowed_tokens_fn": lambda row, ids: [257, 30 + row, 40, len(ids)], "num_beams": 2},
         {"stopping_criteria": [Until()], "num_beams": 2},
     ):
-        options = {"max_new_tokens": 8, "pad_token_id": PAD} | options
-        expected = model.generate(**inputs, **options).tolist()
-        for draft in (None, "ngram" if kind == "t5" else encoders(kind, 1)):
-            assert model.generate(**inputs, **options, draft=draft, **EXTRA).tolist() == expected
-    unmasked = {"input_ids": inputs["input_ids"], "max_new_tokens": 8}
-    assert model.generate(**unmasked, **EXTRA).tolist() == model.generate(**unmasked).tolist()
+        assert_same(model, **PADDED, **options, max_new_tokens=8, pad_token_id=PAD, drafts=drafts)
+    assert_same(model, PADDED["input_ids"], max_new_tokens=8)
 
 
 def test_a_source_may_fill_the_context(encoders):
-    model = encoders("bart")
-    inputs = {"input_ids": torch.arange(128)[None] % 100 + 3, "max_new_tokens": 4}
-    assert model.generate(**inputs, **EXTRA).tolist() == model.generate(**inputs).tolist()
+    assert_same(encoders("bart"), torch.arange(128)[None] % 100 + 3, max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

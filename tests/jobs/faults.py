@@ -1,12 +1,29 @@
 """A disk on which a process ends, or a machine loses power, at the n-th operation that changes a file."""
 
+import itertools
 import os
 import sys
 from pathlib import Path
 
+import pytest
+
 
 class Crash(BaseException):
     """The process ends here: nothing it does afterwards reaches the disk."""
+
+
+def crashes(action, power, prepare=lambda crash_at: None):
+    """Do an action on disks that crash at its first operation, its second, and so on until it succeeds."""
+    for crash_at in itertools.count(1):
+        prepare(crash_at)
+        with pytest.MonkeyPatch.context() as patch:
+            CrashingDisk(patch, crash_at, power)
+            try:
+                action(crash_at)
+                return
+            except Crash:
+                pass
+        yield crash_at
 
 
 class CrashingDisk:

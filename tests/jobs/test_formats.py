@@ -132,16 +132,8 @@ def test_what_json_does_not_have_is_refused_by_column(tmp_path, cell, says):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-NUMBERS = (
-    "1e400",
-    "-1E+999",
-    "1.10",
-    "1e-400",
-    "-0.0",
-    str(2**70),
-    "9" * 5_000,
-    "0.1000000000000000055511151231257827",
-)
+TOO_LARGE = ("1e400", "-1E+999", str(2**70), "9" * 5_000)
+NUMBERS = (*TOO_LARGE, "1.10", "1e-400", "-0.0", "0.1000000000000000055511151231257827")
 
 
 def test_a_line_of_json_stays_as_it_is(tmp_path):
@@ -154,7 +146,7 @@ def test_a_line_of_json_stays_as_it_is(tmp_path):
     assert written == [line.removesuffix("\t}") + ', "text": "\\ud83d"}' for line in lines[1:]]
 
 
-@pytest.mark.parametrize("number", ["1e400", "-1E+999", str(2**70), "9" * 5_000])
+@pytest.mark.parametrize("number", TOO_LARGE)
 def test_a_number_too_large_for_parquet_is_refused(tmp_path, number):
     (tmp_path / "in.jsonl").write_text(f'{{"x": 1.5}}\n{{"x": {number}}}')
     with open_rows(tmp_path / "in.jsonl") as rows, pytest.raises(SpecbeamError, match=r"column 'x' .*name OUT .jsonl"):

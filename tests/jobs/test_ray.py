@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import psutil
 import pytest
@@ -42,37 +43,31 @@ def cluster():
         cluster.shutdown()
 
 
-class Gate:
-    """Holds workers up until a number of them has come."""
+def gate(workers):
+    """The address of a gate, which holds workers up until a number of them has come."""
+    server = socket.create_server(("127.0.0.1", 0))
 
-    def __init__(self, workers):
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.address = self.server.getsockname()
-        threading.Thread(target=self._serve, args=[workers], daemon=True).start()
-
-    def _serve(self, workers):
-        held = [self.server.accept()[0] for _ in range(workers)]
+    def serve():
+        held = [server.accept()[0] for _ in range(workers)]
         while True:  # once it is open, whoever comes passes
             for connection in held:
                 connection.send(b".")
-            held = [self.server.accept()[0]]
+            held = [server.accept()[0]]
+
+    threading.Thread(target=serve, daemon=True).start()
+    return server.getsockname()
 
 
-class Meeting:
-    """Squares numbers. Each worker waits in its first job until others are there too."""
+def meeting(address):
+    """Squares numbers. Each worker waits at the gate in its first job until others are there too."""
+    passed = []
 
-    def __init__(self, gate):
-        self.address = gate.address
+    def work(job):
+        if not passed:
+            passed.append(socket.create_connection(address).recv(1))
+        return job**2, os.getpid()
 
-    def __call__(self):
-        passed = []
-
-        def work(job):
-            if not passed:
-                passed.append(socket.create_connection(self.address).recv(1))
-            return job**2, os.getpid()
-
-        return work
+    return work
 
 
 def echo():
@@ -131,23 +126,19 @@ def deadly():
     os._exit(1)
 
 
-class Once:
+def once(folder):
     """Work that ends its process at one job, the first time it is tried."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def work(job):
+        if job == 5:
+            try:
+                (folder / "died").touch(exist_ok=False)
+            except FileExistsError:
+                return job
+            os._exit(1)
+        return job
 
-    def __call__(self):
-        def work(job):
-            if job == 5:
-                try:
-                    (self.folder / "died").touch(exist_ok=False)
-                except FileExistsError:
-                    return job
-                os._exit(1)
-            return job
-
-        return work
+    return work
 
 
 def collected(jobs, make_work, launch=run_on_ray, **how):
@@ -234,7 +225,7 @@ def wait_until_gone(session):
 
 @pytest.mark.thorough
 def test_a_worker_keeps_what_it_loaded_and_all_of_them_work(cluster):
-    results = collected(range(100), Meeting(Gate(2)))
+    results = collected(range(100), partial(meeting, gate(2)))
     assert {job: value for job, (value, _) in results.items()} == {job: job**2 for job in range(100)}
     assert len({process for _, process in results.values()}) == 2
     assert os.getpid() not in {process for _, process in results.values()}
@@ -277,7 +268,7 @@ def test_what_cannot_travel_is_an_error_of_that_job(cluster):
 
 def test_a_worker_that_dies_costs_no_result(cluster, tmp_path):
     warnings = []
-    results = collected(range(20), Once(tmp_path), warn=warnings.append)
+    results = collected(range(20), partial(once, tmp_path), warn=warnings.append)
     assert results == {job: job for job in range(20)}
     assert (tmp_path / "died").exists()
     assert len(warnings) == 1
@@ -359,6 +350,6 @@ def test_a_node_that_is_lost_costs_no_result_and_a_new_one_is_used(cluster):
         if len(results) == 60:
             cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
 
-    run_on_ray(range(120), Meeting(Gate(3)), done, warn=warnings.append)
+    run_on_ray(range(120), partial(meeting, gate(3)), done, warn=warnings.append)
     assert {job: square for job, (square, _) in results.items()} == {job: job**2 for job in range(120)}
     assert warnings

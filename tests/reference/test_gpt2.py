@@ -12,17 +12,9 @@ from scipy.special import erf
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.reference.gpt2 import (
-    gelu,
-    gen_text,
-    gpt2,
-    layer_norm,
-    linear,
-    load_encoder_hparams_and_params,
-    softmax,
-)
+from specbeam.reference.gpt2 import gelu, gen_text, gpt2, layer_norm, linear, load_encoder_hparams_and_params, softmax
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import byte_tokenizer, random_model
+from tests.conftest import beams_of_transformers, byte_tokenizer, random_model
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((3, 5))
@@ -38,13 +30,6 @@ def test_the_parts_are_what_they_are_called():
     np.testing.assert_allclose(normed.mean(axis=-1), 3)
     np.testing.assert_allclose(normed.std(axis=-1), 2)
     np.testing.assert_allclose(linear(X, np.eye(5)[:, :2], np.array([1.0, 2.0])), X[:, :2] + [1, 2])
-
-
-def test_no_token_sees_a_later_one():
-    _, hparams, params = load_encoder_hparams_and_params()
-    one, other = (gpt2([0, 1, 2, last, 1], **params, n_head=hparams["n_head"]) for last in (0, 3))
-    np.testing.assert_array_equal(one[:3], other[:3])
-    assert (one[3:] != other[3:]).any(axis=-1).all()  # but every later one sees it
 
 
 @pytest.mark.parametrize(
@@ -72,17 +57,8 @@ def test_the_toy_has_the_shapes_it_says():
     encoder, hparams, params = load_encoder_hparams_and_params()
     assert hparams == {"n_vocab": 4, "n_ctx": 64, "n_embd": 8, "n_head": 2, "n_layer": 2}
     assert encoder.encode("the world says hello") == [2, 1, 3, 0]
-    assert set(params) == {"wte", "wpe", "blocks", "ln_f"}
     assert (params["wte"].shape, params["wpe"].shape) == ((4, 8), (64, 8))
-    for block in params["blocks"]:
-        assert {name: set(part) for name, part in block.items()} == {
-            "ln_1": {"g", "b"},
-            "attn": {"c_attn", "c_proj"},
-            "ln_2": {"g", "b"},
-            "mlp": {"c_fc", "c_proj"},
-        }
-        assert block["attn"]["c_attn"]["w"].shape == (8, 24)
-        assert block["mlp"]["c_fc"]["b"].shape == (32,)
+    assert [block["mlp"]["c_fc"]["b"].shape for block in params["blocks"]] == [(32,)] * 2
     assert len(gen_text("hello").split()) == 41  # 40 new tokens by default
 
 
@@ -96,18 +72,12 @@ def saved(model, save):
     return save(model)
 
 
-def without_prefix(folder):
-    path = folder / "model.safetensors"
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_logits_are_those_of_transformers(model, saved, tmp_path, prefix):
+    path = shutil.copytree(saved, tmp_path / "gpt2-tiny") / "model.safetensors"
+    tensors = {prefix + name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    assert "transformer.wte.weight" in load_file(path)
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("prefixed", [True, False])
-def test_logits_are_those_of_transformers(model, saved, tmp_path, prefixed):
-    folder = shutil.copytree(saved, tmp_path / "gpt2-tiny")
-    assert "transformer.wte.weight" in load_file(folder / "model.safetensors")
-    if not prefixed:
-        without_prefix(folder)
     encoder, hparams, params = load_encoder_hparams_and_params("gpt2-tiny", tmp_path)
     assert hparams == {"n_vocab": 259, "n_ctx": 256, "n_embd": 32, "n_head": 4, "n_layer": 3}
     ids = encoder.encode("Hello, wörld")
@@ -119,27 +89,17 @@ def test_logits_are_those_of_transformers(model, saved, tmp_path, prefixed):
 
 
 def test_greedy_search_is_that_of_transformers_and_of_specbeam(model, saved):
-    text = gen_text("Hello", 20, saved)
-    ids = torch.tensor([byte_tokenizer()("Hello").input_ids])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=20,
-        min_new_tokens=20,
-        eos_token_id=None,
-    )
-    assert text == byte_tokenizer().decode(out[0])
+    text, prompt = gen_text("Hello", 20, saved), byte_tokenizer()("Hello").input_ids
+    (expected,), _ = beams_of_transformers(model, prompt, max_new_tokens=20, min_new_tokens=20, eos_token_id=None)
+    assert text == byte_tokenizer().decode(prompt + expected)
     lm = specbeam.load(saved, backend="transformers", device="cpu", dtype="float32")
-    again = specbeam.generate(lm, "Hello", max_new_tokens=20, eos_token_id=[])
-    assert text == "Hello" + again.text
+    assert text == "Hello" + specbeam.generate(lm, "Hello", max_new_tokens=20, eos_token_id=[]).text
 
 
 def test_half_precision_and_shards_can_be_read(model, save):
     folder = save(random_model("gpt2", tie_word_embeddings=True).bfloat16(), max_shard_size="20KB")
     _, _, params = load_encoder_hparams_and_params(folder)
-    expected = model.transformer.wte.weight.detach().bfloat16().float().numpy()
-    np.testing.assert_array_equal(params["wte"], expected)
+    np.testing.assert_array_equal(params["wte"], model.transformer.wte.weight.detach().bfloat16().float().numpy())
 
 
 @pytest.mark.parametrize(

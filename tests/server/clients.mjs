@@ -5,6 +5,7 @@ const [baseURL, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "Name three colours." }];
 const chat = { model, messages, max_tokens: 12, temperature: 0 };
+const response = { model, input: messages, max_output_tokens: 12, temperature: 0 };
 
 async function streamed(stream, text) {
   let all = "";
@@ -14,13 +15,8 @@ async function streamed(stream, text) {
 
 const made = await client.chat.completions.create({ ...chat, logprobs: true, top_logprobs: 2 });
 const beams = await client.completions.create({ model, prompt: "The sky is", max_tokens: 6, n: 3, num_beams: 4 });
-const response = { model, input: messages, max_output_tokens: 12, temperature: 0 };
-let refusal;
-try {
-  await client.chat.completions.create({ ...chat, tools: [{ type: "function", function: { name: "f" } }] });
-} catch (error) {
-  refusal = [error instanceof OpenAI.BadRequestError, error.param];
-}
+const tools = [{ type: "function", function: { name: "f" } }];
+const refused = await client.chat.completions.create({ ...chat, tools }).catch((error) => error);
 console.log(JSON.stringify({
   models: (await client.models.list()).data.map((one) => one.id),
   chat: made.choices[0].message.content,
@@ -32,5 +28,5 @@ console.log(JSON.stringify({
   responseStream: await streamed(
     client.responses.create({ ...response, stream: true }),
     (event) => (event.type === "response.output_text.delta" ? event.delta : "")),
-  refusal,
+  refusal: [refused instanceof OpenAI.BadRequestError, refused.param],
 }));

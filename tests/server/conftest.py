@@ -19,32 +19,24 @@ from specbeam.server.limits import Access, Limits
 from specbeam.server.models import Models
 from specbeam.server.serving import Server, listen
 
+TIMEOUT_SECONDS = 120
+
 
 class Running:
-    """A server that runs.
+    """A server that runs, and requests to it. ``server`` and ``engine`` are of one in a thread of this process."""
 
-    Attributes:
-        server, models: of a server in a thread of this process.
-    """
-
-    timeout = 60
-
-    def __init__(self, port, server=None, models=None, key=None):
-        self.server, self.port, self.models, self.key = server, port, models, key
+    def __init__(self, port, server=None, engine=None, key=None):
+        self.server, self.port, self.engine, self.key = server, port, engine, key
         self.url = f"http://127.0.0.1:{port}"
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        how = {"trust_env": False, "verify": False}  # no certificates, which take a while to load
-        self.http = httpx.Client(base_url=self.url, timeout=self.timeout, headers=headers, **how)
-
-    def wait(self, **says):
-        """Until it listens."""
-        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=10), trust_env=False) as patient:
-            assert patient.get(f"{self.url}/health", timeout=60).json() == {"status": "ok", **says}
+        transport = httpx.HTTPTransport(verify=False, retries=10)  # certificates load slowly, and it may not listen yet
+        how = {"timeout": TIMEOUT_SECONDS, "transport": transport, "trust_env": False}
+        self.http = httpx.Client(base_url=self.url, headers=headers, **how)
 
     def client(self, key=None, **how):
         """OpenAI's client."""
-        key = key or self.key or "none"
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=self.timeout, **how)
+        how |= {"api_key": key or self.key or "none", "max_retries": 0, "timeout": TIMEOUT_SECONDS}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **how)
 
     def metrics(self):
         """The numbers of ``/metrics``, by name."""
@@ -53,6 +45,12 @@ class Running:
 
     def post(self, path, **fields):
         return self.http.post(path, json=fields)
+
+    def choices(self, path="/v1/completions", **fields):
+        return self.post(path, **fields).json()["choices"]
+
+    def tokens(self, **fields):
+        return self.post("/tokenize", **fields).json()["tokens"]
 
     def refused(self, path, status=400, **fields):
         """The error of a request that must be refused."""
@@ -69,9 +67,9 @@ def serving(lms, drafts=None, default_draft="none", limits=None, access=None, gr
     server = Server(make_app(models, limits, access), grace, trusted_proxies=access.trusted_proxies)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
-    running = Running(bound.getsockname()[1], server, models)
+    running = Running(bound.getsockname()[1], server, models.get(None).engine)
     try:
-        running.wait()
+        assert running.http.get("/health").json() == {"status": "ok"}
         yield running
     finally:
         running.http.close()
@@ -96,7 +94,6 @@ def serving_alone(*arguments, **environment):
             reading.start()
             running = Running(int(found[1]), key=environment.get("SPECBEAM_API_KEY"))
             running.process, running.log = process, log
-            running.wait()
             yield running
         finally:
             process.kill()
@@ -111,12 +108,17 @@ def said_by(tab):
     return said
 
 
+def nodes_of(tab, kind=""):
+    """The numbers of the nodes that a tab draws, or of the nodes of a kind such as ".best"."""
+    return {*tab.locator(f".pill{kind}").evaluate_all("(all) => all.map((one) => Number(one.dataset.node))")}
+
+
 def assert_is_drawn(tab, trace):
     """The tab has the nodes of a trace, and the scores as text."""
     drafted = {token["node"] for one in trace for token in one["drafted"]}
     beams = {beam["node"]: beam["score"] for one in trace for step in one["steps"] for beam in step}
     ended = {one["node"] for entry in trace for one in entry["ended"]}
-    assert {int(pill.get_attribute("data-node")) for pill in tab.locator(".pill").all()} == drafted | {*beams} | ended
+    assert nodes_of(tab) == drafted | {*beams} | ended
     tab.get_by_text("The same as text").click()
     tab.locator(".rounds").wait_for()
     shown = tab.locator(".as-text").inner_text()

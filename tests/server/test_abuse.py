@@ -4,23 +4,20 @@ import asyncio
 import contextlib
 import json
 import random
-import re
 import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import psutil
 import pytest
 
-from specbeam.server import app, serving, tokenizing
+from specbeam.server import app, arrivals, serving, tokenizing
 from specbeam.server.limits import Limits
 from tests.server.conftest import serving_alone
 
-KINDS = (
-    ("leaves",) * 10 + ("nonsense", "huge", "slow reader", "slow reader", "slow writer", "slow writer") + ("good",) * 4
-)
+KINDS = ("leaves",) * 10 + ("nonsense", "huge") + ("slow reader", "slow writer") * 2 + ("good",) * 4
 PROMPTS = [f"Client {number} says " + "a" * number for number in range(8)]
 
 
@@ -30,34 +27,28 @@ def request_of(body, length=None):
 
 
 async def exchange(port, kind, number, chance):
-    """The part of one client. Returns the answer that it gets."""
+    """The part of one client. Returns the answer that it gets, or None if it leaves."""
     stream = kind == "slow reader" or (kind == "leaves" and chance.random() < 0.7)
     body = json.dumps({"prompt": PROMPTS[number % 8], "max_tokens": 20, "temperature": 0, "stream": stream}).encode()
     whole = request_of(body)
+    parts, patience = [whole], chance.randrange(1500) if kind == "leaves" else 1 << 30  # bytes
+    if kind == "nonsense":
+        parts = [chance.choice([b"\x16\x03\x01" * 9, b"GET\r\n\r\n", request_of(b"{" * 99), request_of(body[:-9])])]
+    elif kind == "huge":
+        parts = [request_of(b"", 10**12) if number % 2 else request_of(b'{"prompt": "' + b"a" * 90_000)]
+    elif kind == "slow writer":
+        parts = [whole[:9], whole[9:-3], whole[-3:-1], whole[-1:]]
+    elif kind == "leaves" and chance.random() < 0.2:
+        parts, patience = [whole[: chance.randrange(len(whole))]], 0
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
     try:
-        if kind == "nonsense":
-            writer.write(
-                chance.choice([b"\x16\x03\x01" * 9, b"GET\r\n\r\n", request_of(b"{" * 99), request_of(body[:-9])])
-            )
-        elif kind == "huge":
-            writer.write(request_of(b"", 10**12) if number % 2 else request_of(b'{"prompt": "' + b"a" * 90_000))
-        elif kind == "slow writer":
-            for part in whole[:9], whole[9:-3], whole[-3:-1], whole[-1:]:
-                writer.write(part)
-                await asyncio.sleep(0)
-        elif kind == "leaves" and chance.random() < 0.2:
-            writer.write(whole[: chance.randrange(len(whole))])
-            return None
-        else:
-            writer.write(whole)
-        patience = chance.randrange(1500) if kind == "leaves" else None
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0)
         answer = b""
-        while data := await reader.read(64 if stream else 1 << 16):
+        while len(answer) < patience and (data := await reader.read(64 if stream else 1 << 16)):
             answer += data
             await asyncio.sleep(0)
-            if patience is not None and len(answer) >= patience:
-                return None
         return None if kind == "leaves" else answer
     except ConnectionError:  # the server closed it, because of nonsense
         return b""
@@ -85,21 +76,15 @@ async def crowd(port, clients, texts):
             assert status in ((400, 413, 429) if kind in ("nonsense", "huge") else (429,)), answer
             outcomes["refused"] += 1
             continue
-        if kind == "slow reader":
-            frames = [line[6:] for line in rest.split(b"\n") if line.startswith(b"data: {")]
-            text = "".join(choice["text"] for frame in frames for choice in json.loads(frame)["choices"])
-        else:
-            text = json.loads(rest)["choices"][0]["text"]
-        assert text == texts[number % 8]
+        frames = [line[6:] for line in rest.split(b"\n") if line.startswith(b"data: {")] or [rest]
+        assert "".join(json.loads(frame)["choices"][0]["text"] for frame in frames) == texts[number % 8]
         outcomes["right"] += 1
     return outcomes
 
 
 def texts_alone(server):
     """The answers to the prompts, one after the other."""
-    how = {"max_tokens": 20, "temperature": 0}
-    answers = [server.post("/v1/completions", prompt=prompt, **how).json() for prompt in PROMPTS]
-    return [answer["choices"][0]["text"] for answer in answers]
+    return [server.choices(prompt=prompt, max_tokens=20, temperature=0)[0]["text"] for prompt in PROMPTS]
 
 
 def in_use(server):
@@ -122,13 +107,10 @@ def test_a_crowd(start, chat_lm, waiting):
 
 
 PROBE = """
-import http.client, sys
+import httpx, sys
 print("begun", flush=True)
 while True:
-    connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=1)
-    connection.request("GET", "/health")
-    assert connection.getresponse().status == 200
-    connection.close()
+    httpx.get(sys.argv[1] + "/health", timeout=1, trust_env=False, verify=False).raise_for_status()
 """
 """Another client in a process of its own, which ends with an error if /health takes more than a second."""
 
@@ -136,19 +118,13 @@ while True:
 @pytest.mark.thorough
 def test_a_thousand_clients_leave_nothing_behind(chat_lm):
     """Texts, slots, connections and memory of the process, and /health within a second."""
-    limits = ["--max-requests", "8", "--max-waiting", "2000", "--max-body-bytes", "50000"]
     how = ["--backend", "cpu", "--dtype", "float32"]
-    with serving_alone("--model", f"tiny={chat_lm.source}", *how, *limits) as server:
+    how += ["--max-requests", "8", "--max-waiting", "2000", "--max-body-bytes", "50000"]
+    with serving_alone("--model", f"tiny={chat_lm.source}", *how) as server:
         texts = texts_alone(server)
-
-        def held():
-            status = Path(f"/proc/{server.process.pid}/status").read_text()
-            files = [*Path(f"/proc/{server.process.pid}/fd").iterdir()]
-            return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024, len(files)
-
-        _, files_before = held()
-        sizes = []
-        command = [sys.executable, "-c", PROBE, str(server.port)]
+        process = psutil.Process(server.process.pid)
+        files, sizes = process.num_fds(), []
+        command = [sys.executable, "-c", PROBE, server.url]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
             assert probe.stdout.readline() == "begun\n"
             for _ in range(4):
@@ -156,14 +132,39 @@ def test_a_thousand_clients_leave_nothing_behind(chat_lm):
                 assert outcomes["right"] >= 250
                 while in_use(server):
                     pass
-                sizes.append(held()[0])
+                sizes.append(process.memory_info().rss)
             assert probe.poll() is None
             probe.terminate()
         assert texts_alone(server) == texts
-        assert sizes[-1] < sizes[0] + 20  # MB: the first crowd makes buffers that stay
-        while held()[1] > files_before:  # the last connections are about to close
+        assert sizes[-1] < sizes[0] + 20 * 2**20  # the first crowd makes buffers that stay
+        while process.num_fds() > files:  # the last connections are about to close
             assert in_use(server) == 0
         assert "Traceback" not in "".join(server.log)
+
+
+async def arrived(size):
+    """The acts of the requests of a crowd. Each request comes a turn of the event loop after the one before."""
+    together, done = arrivals.Arrivals(), []
+
+    async def request(number):
+        for _ in range(number):
+            await asyncio.sleep(0)
+        done.append("comes")
+        await together.pause()
+        done.append("goes on")
+
+    await asyncio.gather(*map(request, range(size)))
+    return done
+
+
+def test_requests_that_come_one_after_the_other_go_on_together(monkeypatch):
+    monkeypatch.setattr(arrivals, "MAX_SECONDS", 60)
+    assert asyncio.run(arrived(8)) == ["comes"] * 8 + ["goes on"] * 8
+
+
+def test_requests_that_never_end_to_come_hold_up_nobody(monkeypatch):
+    monkeypatch.setattr(arrivals, "MAX_SECONDS", 0)
+    assert asyncio.run(arrived(100)).index("goes on") < 100
 
 
 @pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc", request_of(b"{", 9)])

@@ -7,29 +7,28 @@ from tests.server.test_rounds import watched
 
 CHOICES = ["abc", "abd", "ba", "bab", "zz"]
 CHAT = [{"role": "user", "content": "Hi"}]
-HOWS = [
-    {"temperature": 0},
-    {"temperature": 0, "draft": "ngram"},
-    {"seed": 4, "temperature": 0.9, "n": 3},
-    {"num_beams": 4, "n": 3},
-    {"num_beams": 4, "n": 3, "draft": "small", "num_draft_tokens": 2},
-]
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "draft": "ngram"},
+        {"seed": 4, "temperature": 0.9, "n": 3},
+        {"num_beams": 4, "n": 3},
+        {"num_beams": 4, "n": 3, "draft": "small", "num_draft_tokens": 2},
+    ],
+)
 def test_the_texts_are_those_of_the_library_under_the_same_constraint(served, chat_lm, draft_lm, how):
     options = {"n": 1, **how, "constraint": specbeam.TokenTrie(CHOICES, chat_lm), "max_new_tokens": 8}
     options["num_return_sequences"] = options.pop("n")
-    draft = options.pop("draft", None)
-    options["draft"] = draft_lm if draft == "small" else draft
+    if options.get("draft") == "small":
+        options["draft"] = draft_lm
     fields = {"max_tokens": 8, "structured_outputs": {"choice": CHOICES}, **how}
-    for path, asked, prompt, raw in (
-        ("/v1/completions", {"prompt": "ab ab"}, "ab ab", True),
-        ("/v1/chat/completions", {"messages": CHAT}, CHAT, False),
-    ):
-        answer = served.post(path, **asked, **fields).json()
-        texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
-        here = specbeam.generate(chat_lm, prompt, raw=raw, **options)
+    for path, prompt in {"/v1/completions": {"prompt": "ab ab"}, "/v1/chat/completions": {"messages": CHAT}}.items():
+        choices = served.choices(path, **prompt, **fields)
+        texts = [choice.get("text") or choice["message"]["content"] for choice in choices]
+        here = specbeam.generate(chat_lm, *prompt.values(), raw="prompt" in prompt, **options)
         if "seed" in how:  # the server draws each sample by a request of its own
             assert len(texts) == 3
             assert texts[0] == here.text
@@ -37,7 +36,7 @@ def test_the_texts_are_those_of_the_library_under_the_same_constraint(served, ch
             assert texts == [one.text for one in here.sequences]
         assert {*texts} <= {*CHOICES}
         if "num_beams" in how:
-            assert [choice["score"] for choice in answer["choices"]] == [one.score for one in here.sequences]
+            assert [choice["score"] for choice in choices] == [one.score for one in here.sequences]
 
 
 def test_events_say_which_of_the_likeliest_tokens_are_masked(served, chat_lm):
@@ -66,8 +65,8 @@ def test_events_say_which_of_the_likeliest_tokens_are_masked(served, chat_lm):
 def test_answers_of_several_prompts_have_their_numbers(served):
     """Cut after one token, "abc" and "abd" are one text."""
     fields = {"prompt": ["x", "y"], "structured_outputs": {"choice": ["abc", "abd"]}, "num_beams": 2, "n": 2}
-    answer = served.post("/v1/completions", **fields, max_tokens=1).json()
-    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "a"), (2, "a")]
+    choices = served.choices(**fields, max_tokens=1)
+    assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "a"), (2, "a")]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +86,3 @@ def test_other_forms_are_refused(served, given, message):
         error = served.refused(path, structured_outputs=given, **prompt)
         assert error["param"] == "structured_outputs"
         assert error["message"].startswith(message)
-
-
-def test_more_texts_than_choices_are_refused(served):
-    fields = {"prompt": "a", "structured_outputs": {"choice": ["a", "b", "b"]}}
-    error = served.refused("/v1/completions", **fields, num_beams=4, n=3)
-    assert (error["param"], error["message"]) == ("n", "n=3 is more than the 2 texts of structured_outputs.choice")

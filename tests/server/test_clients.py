@@ -24,6 +24,9 @@ from tests.conftest import examples
 from tests.pages import ROOT, text_of
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "n": 2}
+TEXT = {"prompt": "The sky is", "max_tokens": 6}
+USAGE = {"stream_options": {"include_usage": True}}
 
 
 def test_the_described_interface_is_the_real_one(served):
@@ -43,11 +46,6 @@ def test_the_described_interface_is_the_real_one(served):
     assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/metrics", "/health"} <= {*paths}
 
 
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "n": 2}
-TEXT = {"prompt": "The sky is", "max_tokens": 6}
-USAGE = {"stream_options": {"include_usage": True}}
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "kind"),
     [
@@ -60,14 +58,11 @@ USAGE = {"stream_options": {"include_usage": True}}
 )
 def test_frames_of_streams_are_those_of_openai(served, path, fields, kind):
     """Each frame alone, by the types of OpenAI's client, which lets wrong ones pass."""
-    frame_type = TypeAdapter(kind)
-    response = served.post(f"/v1/{path}", **fields, stream=True)
+    frame_type, response = TypeAdapter(kind), served.post(f"/v1/{path}", **fields, stream=True)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *frames, last = re.findall(r"^data: (.*)\n\n", response.text, re.MULTILINE)
-    if kind is ResponseStreamEvent:
-        frames.append(last)
-    else:
-        assert last == "[DONE]"
+    frames = re.findall(r"^data: (.*)\n\n", response.text, re.MULTILINE)
+    if kind is not ResponseStreamEvent:
+        assert frames.pop() == "[DONE]"
     assert len(frames) > 1  # the pieces of several passes may come together
     for frame in frames:
         if kind is Completion:  # OpenAI's own frames have null here until the last one, and its type has no null
@@ -80,23 +75,15 @@ def test_the_evaluation_harness_has_the_numbers_and_texts_of_this_process(served
     arguments = re.search(r"--model_args (\S+)", text_of(ROOT / "docs/server.md"))[1]
     arguments = arguments.replace("NAME", "tiny").replace("http://127.0.0.1:8000", served.url)
     clients = LocalCompletionsAPI(**simple_parse_args_string(arguments), batch_size=4), SpecbeamLM(chat_lm)
-    scored = [
-        ("The sky", " is blue"),
-        ("The sky", " is green"),
-        ("Water", " boils"),
-        ("One, two,", " three"),
-        ("a", "b"),
-    ]
-    requests = [Instance("loglikelihood", {}, one, 0) for one in scored]
+    scored = [("The sky", " is blue"), ("The sky", " is green"), ("Water", " boils"), ("One, two,", " three")]
+    requests = [Instance("loglikelihood", {}, one, 0) for one in [*scored, ("a", "b")]]
     remote, local = (client.loglikelihood(requests, disable_tqdm=True) for client in clients)
     assert [score for score, _ in remote] == pytest.approx([score for score, _ in local], abs=1e-6)
     assert [greedy for _, greedy in remote] == [greedy for _, greedy in local]
-    how = {"until": ["z", "\n"], "max_gen_toks": 12, "do_sample": False}
-    remote, local = (
-        client.generate_until(
-            [Instance("generate_until", {}, (text, dict(how)), 0) for text in ("The sky", "One, two", "Water")],
-            disable_tqdm=True,
-        )
-        for client in clients
-    )
-    assert remote == local
+
+    def texts(client):
+        how = {"until": ["z", "\n"], "max_gen_toks": 12, "do_sample": False}
+        requests = [Instance("generate_until", {}, (text, dict(how)), 0) for text in ("The sky", "One, two", "Water")]
+        return client.generate_until(requests, disable_tqdm=True)
+
+    assert texts(clients[0]) == texts(clients[1])

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -10,27 +11,13 @@ import subprocess
 import httpx
 import pytest
 
-from specbeam.server.limits import Access, Limits
+from specbeam.server.limits import Access
 from tests.pages import ROOT, blocks
 from tests.server.conftest import said_by, serving
 
 NAME = "llm.localhost"
 """In place of the page's name. Browsers take names with this end for this machine."""
 NGINX = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin")  # Debian's folder is not on every user's path
-CONFIGURATION = """
-daemon off;
-pid {folder}/pid;
-events {{}}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    include {folder}/server.conf;
-}}
-"""
 
 
 @contextlib.contextmanager
@@ -51,7 +38,10 @@ def nginx(folder, configuration, port):
         assert configuration.count(theirs) == 1
         configuration = configuration.replace(theirs, ours)
     (folder / "server.conf").write_text(configuration)
-    (folder / "nginx.conf").write_text(CONFIGURATION.format(folder=folder))
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    http = "access_log off; " + "".join(f"{kind}_temp_path {folder}/{kind}; " for kind in kinds)
+    http += f"include {folder}/server.conf;"
+    (folder / "nginx.conf").write_text(f"daemon off; pid {folder}/pid; events {{}} http {{ {http} }}")
     user = ["-g", "user root;"] if os.getuid() == 0 else []  # pytest's folders are for their owner only
     command = [NGINX, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "error.log", *user]
     trust = ssl.create_default_context(cafile=folder / "certificate")
@@ -62,9 +52,9 @@ def nginx(folder, configuration, port):
         while not (folder / "pid").exists():  # it is written once nginx listens
             assert process.poll() is None
 
-        def ask(path, method="GET", host=NAME, **how):
-            how["headers"] = {"host": host, **how.get("headers", {})}
-            return client.request(method, f"https://127.0.0.1:{own}{path}", extensions={"sni_hostname": NAME}, **how)
+        def ask(path, method="GET", headers=(), **how):
+            how |= {"headers": {"host": NAME, **dict(headers)}, "extensions": {"sni_hostname": NAME}}
+            return client.request(method, f"https://127.0.0.1:{own}{path}", **how)
 
         try:
             yield ask, own
@@ -72,18 +62,16 @@ def nginx(folder, configuration, port):
             process.terminate()
 
 
-@pytest.fixture(scope="module")
 def texts():
     """The page's configuration, and the location that may take the place of the one in it."""
-    if NGINX is None or shutil.which("openssl") is None:
-        pytest.skip("nginx and openssl are not both installed")
-    whole, location = [code for _, code in blocks(ROOT / "docs/proxy.md") if "proxy_pass" in code]
-    return whole, location
+    return [code for _, code in blocks(ROOT / "docs/proxy.md") if "proxy_pass" in code]
 
 
 @pytest.fixture(scope="module")
-def folder(texts, tmp_path_factory):
+def folder(tmp_path_factory):
     """The folder of nginx, with a certificate."""
+    if NGINX is None or shutil.which("openssl") is None:
+        pytest.skip("nginx and openssl are not both installed")
     folder = tmp_path_factory.mktemp("nginx")
     key = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
     key += ["-subj", f"/CN={NAME}", "-addext", f"subjectAltName=DNS:{NAME}"]
@@ -92,36 +80,31 @@ def folder(texts, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=["/", "/llm/"])
-def proxied(request, texts, chat_lm, folder):
+def proxied(request, chat_lm, folder):
     """A server behind nginx: a function that sends nginx requests, nginx's port, and the prefix of all paths."""
-    whole, location = texts
+    whole, location = texts()
     if request.param == "/llm/":
-        begin = whole.index("    location / {")
-        whole = whole[:begin] + location + "}\n"
+        whole = whole.partition("    location / {")[0] + location + "}\n"
     with (
-        serving({"tiny": chat_lm}, access=Access(allowed_hosts=(NAME,)), limits=Limits()) as server,
+        serving({"tiny": chat_lm}, access=Access(allowed_hosts=(NAME,))) as server,
         nginx(folder, whole, server.port) as (ask, port),
     ):
         yield ask, port, request.param
 
 
-FORWARDED = "203.0.113.9, 198.51.100.7"
-COMPLETION = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
-
-
 def test_requests_pass_through(proxied, log):
     ask, _, prefix = proxied
     assert ask(f"{prefix}health").json() == {"status": "ok"}
-    answer = ask(f"{prefix}v1/completions", "POST", json=COMPLETION, headers={"x-forwarded-for": FORWARDED})
+    path, completion = f"{prefix}v1/completions", {"prompt": "abc", "max_tokens": 6, "temperature": 0}
+    answer = ask(path, "POST", json=completion, headers={"x-forwarded-for": "203.0.113.9, 198.51.100.7"})
     assert answer.status_code == 200
     line = log.next("/v1/completions")
     assert "client=198.51.100.7 " in line  # the last address that is no proxy of this machine
     assert f"id={answer.headers['x-request-id']}" in line
     assert len(answer.headers["x-request-id"]) == 32  # nginx's $request_id
-    stream = ask(f"{prefix}v1/completions", "POST", json=COMPLETION | {"stream": True})
-    assert stream.text.endswith("data: [DONE]\n\n")
-    assert ask(f"{prefix}v1/completions", "POST", content=b" " * 3_500_000).status_code == 400  # nginx takes it
-    assert ask(f"{prefix}v1/models", host="evil.example").status_code == 403
+    assert ask(path, "POST", json=completion | {"stream": True}).text.endswith("data: [DONE]\n\n")
+    assert ask(path, "POST", content=b" " * 3_500_000).status_code == 400  # nginx takes it
+    assert ask(f"{prefix}v1/models", headers={"host": "evil.example"}).status_code == 403
     assert ask(f"{prefix}v1/models", headers={"origin": "https://evil.example"}).status_code == 403
     assert ask(f"{prefix}v1/models", headers={"origin": f"https://{NAME}"}).status_code == 200
 
@@ -148,19 +131,14 @@ def test_the_page_works_through_it(proxied, browser):
 
 
 @pytest.mark.parametrize("hosts", [(), (NAME,)])
-def test_plain_proxy_pass_shows_the_page(texts, chat_lm, browser, folder, hosts):
+def test_plain_proxy_pass_shows_the_page(chat_lm, browser, folder, hosts):
     """Without a line about the host, nginx names the address of proxy_pass, and browsers name the page in Origin."""
-    whole, _ = texts
-    plain = "".join(line for line in whole.splitlines(keepends=True) if "proxy_set_header Host" not in line)
-    plain = plain.replace("proxy_pass http://specbeam;", "proxy_pass http://127.0.0.1:8000;").replace(
-        "upstream specbeam {\n    server 127.0.0.1:8000;\n    keepalive 32;\n}\n", ""
-    )
+    plain = re.sub(r"upstream specbeam \{[^}]*\}\n| *proxy_set_header Host [^\n]*\n", "", texts()[0])
+    plain = plain.replace("proxy_pass http://specbeam;", "proxy_pass http://127.0.0.1:8000;")
     with (
         serving({"tiny": chat_lm}, access=Access(allowed_hosts=hosts)) as server,
         nginx(folder, plain, server.port) as (_, port),
         growing(browser, port) as (tab, _),
     ):
-        if hosts:
-            tab.get_by_role("button", name="Replay", exact=True).wait_for()
-        else:
-            tab.get_by_text("start it with --allowed-host").first.wait_for()
+        replay = tab.get_by_role("button", name="Replay", exact=True)
+        (replay if hosts else tab.get_by_text("start it with --allowed-host").first).wait_for()

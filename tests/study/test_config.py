@@ -47,15 +47,6 @@ def test_a_configuration_in_a_folder_means_what_it_says(folder):
     assert found.draft.quantize == "int4"
 
 
-def test_a_folder_may_have_groups_of_its_own(folder):
-    (folder / "ablation").mkdir()
-    (folder / "ablation" / "mine.yaml").write_text(
-        "# @package _global_\nmethods: {a: {mode: speculative-beam, num_beams: 3}}\n"
-    )
-    (method,) = methods(check(compose(["ablation=mine"], folder)))
-    assert (method.name, method.options["num_beams"]) == ("a", 3)
-
-
 @pytest.mark.parametrize("word", ["override data: mine", "data: mine", "override /data: mine"])
 def test_a_folder_may_choose_its_own_groups(tmp_path, word):
     (tmp_path / "data").mkdir()
@@ -67,30 +58,28 @@ def test_a_folder_may_choose_its_own_groups(tmp_path, word):
     assert check(compose(["data=spec_bench", "data.source=x", "data.limit=null"], tmp_path)).data.format == "spec_bench"
 
 
-def test_modes_are_compared_with_their_twins():
-    found = {m.name: m for m in methods(study("decode.mode=[greedy,speculative,beam,speculative-beam,sample]"))}
-    assert {name: m.twin for name, m in found.items()} == {
-        "greedy": None,
-        "speculative": "greedy",
-        "beam": None,
-        "speculative-beam": "beam",
-        "sample": None,
-    }
-    assert found["speculative-beam"].options["num_beams"] == found["beam"].options["num_beams"] == 4
-    assert found["sample"].options["do_sample"]
-    assert not found["speculative"].options["do_sample"]
+def test_options_follow_the_mode():
+    found = {m.name: m.options for m in methods(study("decode.mode=[speculative,beam,speculative-beam,sample]"))}
+    assert found["speculative-beam"]["num_beams"] == found["beam"]["num_beams"] == 4
+    assert found["sample"]["do_sample"]
+    assert not found["speculative"]["do_sample"]
 
 
-def test_samples_are_compared_with_their_twins():
-    options = ["decode.do_sample=true", "decode.temperature=0.7", "decode.draft_temperature=0.5"]
-    assert [m.twin for m in methods(study("decode.mode=[sample,speculative]", *options))] == [None, "sample"]
+OTHERS = "methods={a: {mode: beam}, b: {mode: speculative-beam}"
+OTHERS += ", c: {mode: speculative-beam, num_beams: 2}, d: {mode: speculative-beam, quantize: int4}}"
+SAMPLED = ("decode.do_sample=true", "decode.temperature=0.7", "decode.draft_temperature=0.5")
 
 
-def test_a_twin_has_the_same_beams_and_weights():
-    changes = {"a": "mode: beam", "b": "", "c": "num_beams: 2", "d": "quantize: int4"}
-    changes = {name: change if name == "a" else f"mode: speculative-beam, {change}" for name, change in changes.items()}
-    given = ", ".join(f"{name}: {{{change.rstrip(', ')}}}" for name, change in changes.items())
-    assert [m.twin for m in methods(study(f"methods={{{given}}}"))] == [None, "a", None, None]
+@pytest.mark.parametrize(
+    ("given", "twins"),
+    [
+        (["decode.mode=[greedy,speculative,beam,speculative-beam,sample]"], [None, "greedy", None, "beam", None]),
+        (["decode.mode=[sample,speculative]", *SAMPLED], [None, "sample"]),
+        ([OTHERS], [None, "a", None, None]),
+    ],
+)
+def test_methods_are_compared_with_the_twin_of_the_same_beams_and_weights(given, twins):
+    assert [m.twin for m in methods(study(*given))] == twins
 
 
 PRESETS = "num_draft_tokens draft_width num_beams draft_temperature drafter tree bound_rule quantization"
@@ -122,8 +111,6 @@ def test_presets_are_studies(name):
         ("methods={a: {mode: beam, do_sample: true}}", "methods.a.do_sample=true has no effect: beam never samples"),
         ("draft.quantize=int4", "draft.quantize=int4 has no effect"),
         ("prompts=hi", "prompts='hi' is not allowed: give a list"),
-        ("prompts=[]", "nothing to decode"),
-        ("data=nope", "there is no data=nope: give one of cnn_dailymail, human_eval, none, spec_bench, wmt14"),
         ("ablation=num_beam", "there is no ablation=num_beam: give one of"),
         ("tracking=wand", "there is no tracking=wand: give one of none, wandb"),
         ("launcher.name=slurm", "launcher.name='slurm' is not allowed"),
@@ -141,7 +128,9 @@ def test_what_is_wrong_is_named(override, message):
 def test_a_group_that_is_not_there_shows_no_search_path(folder, capsys):
     assert main(["study", "--config-dir", str(folder), "data=nope"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("spec_bench, wmt14, or --config-dir DIR with DIR/data/nope.yaml")
+    known = "cnn_dailymail, human_eval, none, spec_bench, wmt14"
+    says = f"specbeam: there is no data=nope: give one of {known}, or --config-dir DIR with DIR/data/nope.yaml"
+    assert line == says
     (folder / "data").mkdir()
     (folder / "data" / "mine.yaml").write_text("source: x.jsonl\n")
     assert main(["study", "--config-dir", str(folder), "data=nope"]) == 2
@@ -150,43 +139,42 @@ def test_a_group_that_is_not_there_shows_no_search_path(folder, capsys):
 
 def test_every_option_that_yaml_can_hold_is_a_key_of_decode():
     (method,) = methods(study("decode.mode=beam", "decode.repetition_penalty=1.2", "decode.stop_strings=[END]"))
-    assert method.options["repetition_penalty"] == 1.2
-    assert method.options["stop_strings"] == ("END",)
+    assert (method.options["repetition_penalty"], method.options["stop_strings"]) == (1.2, ("END",))
 
 
 @pytest.mark.parametrize(
     ("words", "given", "by"),
     [
-        ("decode.temperature=0.7", "temperature", {}),
-        ("decode.temperature=0.7 decode.mode=[greedy,sample]", "temperature", {"sample": 0.7}),
-        ("decode.top_p=0.5 decode.mode=[sample,speculative]", "top_p", {"sample": 0.5}),
-        ("decode.top_k=3 decode.mode=[greedy,speculative] decode.do_sample=true", "top_k", {"speculative": 3}),
-        ("decode.length_penalty=0.5 decode.mode=[greedy,sample]", "length_penalty", {}),
-        ("decode.length_penalty=0.5", "length_penalty", {"beam": 0.5, "speculative-beam": 0.5}),
-        ("decode.num_beams=8 decode.mode=greedy", "num_beams", {}),
-        (
-            "decode.num_beam_groups=2 decode.diversity_penalty=1 decode.mode=[greedy,beam]",
-            "num_beam_groups",
-            {"beam": 2},
-        ),
-        ("decode.num_draft_tokens=3 decode.mode=[greedy,beam]", "num_draft_tokens", {}),
-        ("decode.bound_rule=false decode.mode=[beam,speculative]", "bound_rule", {"beam": False}),
-        ("decode.bound_rule=false decode.mode=[greedy,speculative]", "bound_rule", {}),
-        ("decode.bound_rule=false", "bound_rule", {"beam": False, "speculative-beam": False}),
-        ("decode.draft_temperature=0.5 decode.mode=[sample,speculative]", "draft_temperature", {}),
-        ("decode.num_return_sequences=2 decode.mode=greedy", "num_return_sequences", {}),
-        ("decode.num_return_sequences=2 decode.mode=[greedy,sample]", "num_return_sequences", {"sample": 2}),
-        ("decode.do_sample=true", "do_sample", {"speculative": True}),
-        ("decode.do_sample=true decode.mode=[greedy,beam]", "do_sample", {}),
+        ("temperature=0.7", "temperature", {}),
+        ("temperature=0.7 mode=[greedy,sample]", "temperature", {"sample": 0.7}),
+        ("top_p=0.5 mode=[sample,speculative]", "top_p", {"sample": 0.5}),
+        ("top_k=3 mode=[greedy,speculative] do_sample=true", "top_k", {"speculative": 3}),
+        ("length_penalty=0.5 mode=[greedy,sample]", "length_penalty", {}),
+        ("length_penalty=0.5", "length_penalty", {"beam": 0.5, "speculative-beam": 0.5}),
+        ("num_beams=8 mode=greedy", "num_beams", {}),
+        ("num_beam_groups=2 diversity_penalty=1 mode=[greedy,beam]", "num_beam_groups", {"beam": 2}),
+        ("num_draft_tokens=3 mode=[greedy,beam]", "num_draft_tokens", {}),
+        ("bound_rule=false mode=[beam,speculative]", "bound_rule", {"beam": False}),
+        ("bound_rule=false mode=[greedy,speculative]", "bound_rule", {}),
+        ("bound_rule=false", "bound_rule", {"beam": False, "speculative-beam": False}),
+        ("draft_temperature=0.5 mode=[sample,speculative]", "draft_temperature", {}),
+        ("num_return_sequences=2 mode=greedy", "num_return_sequences", {}),
+        ("num_return_sequences=2 mode=[greedy,sample]", "num_return_sequences", {"sample": 2}),
+        ("do_sample=true", "do_sample", {"speculative": True}),
+        ("do_sample=true mode=[greedy,beam]", "do_sample", {}),
     ],
 )
 def test_an_option_goes_to_the_methods_it_is_for_and_is_refused_if_there_are_none(words, given, by):
+    words = [f"decode.{word}" for word in words.split()]
     if by:
-        found = {m.name: m.options[given] for m in methods(study(*words.split())) if given in m.options}
+        found = {m.name: m.options[given] for m in methods(study(*words)) if given in m.options}
         assert {name: value for name, value in found.items() if given != "do_sample" or value} == by
     else:
         with pytest.raises(SpecbeamError, match=rf"decode\.{given}=\S+ has no effect: it is for .*, or (give|leave)"):
-            study(*words.split())
+            study(*words)
+
+
+USELESS = "hydra.job.chdir=true hydra.env={} ++hydra.callbacks.mine=1 hydra/job_logging=disabled +hydra/callbacks=mine"
 
 
 @pytest.mark.parametrize(
@@ -200,14 +188,7 @@ def test_an_option_goes_to_the_methods_it_is_for_and_is_refused_if_there_are_non
         ("+hydra.launcher.n_jobs=2", "give launcher=ray"),
         ("hydra.job.name=x", "give project_name=NAME"),
         ("hydra.searchpath=[file:///tmp]", "give --config-dir DIR"),
-        ("hydra.job.chdir=true", "leave it out"),
-        ("hydra.env={}", "leave it out"),
-        ("++hydra.callbacks.mine=1", "leave it out"),
-        ("hydra/job_logging=disabled", "leave it out"),
-        ("+hydra/callbacks=mine", "leave it out"),
-        ("~hydra.run_dir", "leave it out"),
-        ("~hydra", "leave it out"),
-        ("hydra=x", "leave it out"),
+        *((word, "leave it out") for word in [*USELESS.split(), "~hydra.run_dir", "~hydra", "hydra=x"]),
     ],
 )
 def test_keys_of_hydras_own_are_refused(override, hint, capsys):
@@ -270,12 +251,11 @@ def test_the_configurations_of_a_sweep_are_shown_as_documents(capsys):
 
 
 def test_an_unreadable_configuration_is_one_line(tmp_path):
-    for content in ("a: [1,", "defaults:\n  m _self_\n"):  # no YAML, and a list of defaults that is a text
-        (tmp_path / "config.yaml").write_text(content)
-        with pytest.raises(SpecbeamError, match="cannot be composed"):
+    contents = {b"a: [1,": "cannot be composed", b"a: \xff\xfe": "UTF-8|cannot be composed"}
+    contents[b"defaults:\n  m _self_\n"] = "cannot be composed"  # a list of defaults that is a text
+    for content, says in contents.items():
+        (tmp_path / "config.yaml").write_bytes(content)
+        with pytest.raises(SpecbeamError, match=says):
             compose([], tmp_path)
-    (tmp_path / "config.yaml").write_bytes(b"a: \xff\xfe")
-    with pytest.raises(SpecbeamError, match=r"UTF-8|cannot be composed"):
-        compose([], tmp_path)
     with pytest.raises(SpecbeamError, match="is not a folder"):
         compose([], tmp_path / "missing")

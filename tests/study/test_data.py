@@ -35,100 +35,89 @@ def write(path, rows):
     return str(path)
 
 
+def read(source, prompts=(), seed=0, **data):
+    return read_rows(Data(source=source and str(source), **data), [*prompts], seed)
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "csv", "parquet"])
 def test_tables_are_read_alike(tmp_path, ending):
-    source = write(tmp_path / f"table.{ending}", TABLE)
-    rows = read_rows(Data(source=source, columns=COLUMNS, template="Q: {prompt} ({kind})"), [], 0)
+    rows = read(write(tmp_path / f"table.{ending}", TABLE), columns=COLUMNS, template="Q: {prompt} ({kind})")
     assert [row.turns for row in rows] == [[f"Q: {row['question']} ({row['kind']})"] for row in TABLE]
     assert [row.references for row in rows] == [["1"], ["2"], ["3"]]
     assert [row.category for row in rows] == ["a", "b", "a"]
 
 
 def test_usual_names_of_columns_are_found(tmp_path):
-    rows = read_rows(Data(source=write(tmp_path / "t.jsonl", TABLE)), ["first"], 0)
+    rows = read(write(tmp_path / "t.jsonl", TABLE), ["first"])
     assert [row.turns[0] for row in rows] == ["first", "One?", "Two?\nReally?", "Three, ü?"]
     assert rows[1].references == ["1"]
 
 
 def test_nested_columns(tmp_path):
-    rows = [{"translation": {"en": "good morning", "de": "guten Morgen"}}]
-    source = write(tmp_path / "t.jsonl", rows)
-    (row,) = read_rows(Data(source=source, columns=Columns(prompt="translation.en", reference="translation.de")), [], 0)
+    source = write(tmp_path / "t.jsonl", [{"translation": {"en": "good morning", "de": "guten Morgen"}}])
+    (row,) = read(source, columns=Columns(prompt="translation.en", reference="translation.de"))
     assert (row.turns, row.references) == (["good morning"], ["guten Morgen"])
 
 
 def test_a_line_of_text_is_a_prompt(tmp_path):
     (tmp_path / "p.txt").write_text("one\r\n\ntwo\u2028still two\n", newline="")
-    rows = read_rows(Data(source=str(tmp_path / "p.txt")), [], 0)
-    assert [row.turns[0] for row in rows] == ["one", "two\u2028still two"]
-
-
-def spec_bench(tmp_path):
-    rows = [
-        {"question_id": i, "category": "abc"[i % 3], "turns": [f"q{i}", "and?"], "reference": ["r1", "r2"]}
-        for i in range(30)
-    ]
-    return write(tmp_path / "q.jsonl", rows)
+    assert [row.turns[0] for row in read(tmp_path / "p.txt")] == ["one", "two\u2028still two"]
 
 
 def test_spec_bench_has_turns_and_categories(tmp_path):
-    rows = read_rows(Data(source=spec_bench(tmp_path), per_category=2), [], 3)
+    both = {"turns": ["q", "and?"], "reference": ["r1", "r2"]}
+    source = write(tmp_path / "q.jsonl", [{"question_id": i, "category": "abc"[i % 3], **both} for i in range(30)])
+    rows = read(source, seed=3, per_category=2)
     assert sorted(row.category for row in rows) == [*"aabbcc"]
     assert all(row.turns[1] == "and?" and row.references == ["r2"] for row in rows)
-    assert read_rows(Data(source=spec_bench(tmp_path), per_category=2), [], 3) == rows
-    assert read_rows(Data(source=spec_bench(tmp_path), per_category=2), [], 4) != rows
+    assert read(source, seed=3, per_category=2) == rows != read(source, seed=4, per_category=2)
     ids = [int(row.id) for row in rows]
     assert ids == sorted(ids)
-    some = read_rows(Data(source=spec_bench(tmp_path), categories=["b"], limit=4, turns=1), [], 0)
+    some = read(source, categories=["b"], limit=4, turns=1)
     assert [(row.category, len(row.turns), row.references) for row in some] == [("b", 1, ["r1"])] * 4
 
 
 def test_human_eval_has_problems(tmp_path):
     row = {"task_id": "T/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): ..."}
-    (found,) = read_rows(Data(source=write(tmp_path / "h.jsonl.gz", [row])), [], 0)
+    (found,) = read(write(tmp_path / "h.jsonl.gz", [row]))
     assert "```python\ndef f():\n```" in found.turns[0]
     assert found.problem == {key: row[key] for key in ("prompt", "test", "entry_point")}
 
 
 def test_rows_are_told_apart(tmp_path):
     source = write(tmp_path / "t.jsonl", [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}])
-    assert len({row.id for row in read_rows(Data(source=source, columns=Columns(id="id")), [], 0)}) == 2
+    assert len({row.id for row in read(source, columns=Columns(id="id"))}) == 2
+
+
+def named(**columns):
+    return {"columns": Columns(**columns)}
+
+
+MISTYPED = r"^data.columns.prompt=questoin: \S+ row 1 has no such column: did you mean 'question'\? there are "
+NO_CATEGORY = r"^data.categories=x: \S+ has no such category: there are a, b$"
 
 
 @pytest.mark.parametrize(
     ("data", "content", "message"),
     [
+        (named(prompt="questoin"), TABLE, MISTYPED + "question, answer, kind$"),
+        (named(reference="zzz"), TABLE, "row 1 has no such column: there are question, answer, kind$"),
         (
-            {"columns": Columns(prompt="questoin")},
-            TABLE,
-            r"^data.columns.prompt=questoin: \S+ row 1 has no such column: did you mean 'question'\? "
-            "there are question, answer, kind$",
-        ),
-        ({"columns": Columns(reference="zzz")}, TABLE, "row 1 has no such column: there are question, answer, kind$"),
-        (
-            {"columns": Columns(prompt="said.in.eng")},
+            named(prompt="said.in.eng"),
             [{"said": {"in": {"en": "a", "de": "b"}}}],
             "row 1 has no such column: did you mean 'said.in.en'. there are said.in.en, said.in.de$",
         ),
-        ({"columns": Columns(prompt="sad.en")}, [{"said": {"en": "a"}}], "row 1 has no such column: .*there are said$"),
-        ({"columns": Columns(prompt="said.en")}, [{"said": "a"}], "row 1 has no such column: .*there are said$"),
-        ({"columns": Columns(prompt="said.en")}, [{"said": {"en": "a"}}, {"said": None}], "row 2 has no text"),
+        (named(prompt="sad.en"), [{"said": {"en": "a"}}], "row 1 has no such column: .*there are said$"),
+        (named(prompt="said.en"), [{"said": "a"}], "row 1 has no such column: .*there are said$"),
+        (named(prompt="said.en"), [{"said": {"en": "a"}}, {"said": None}], "row 2 has no text"),
         ({}, [{"prompt": "a"}, {"prompt": " "}], "row 2 has no text"),
         ({}, [{"prompt": "a"}, {"prompt": None}], "row 2 has no text"),
         ({}, [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": 2}], "row 2 has 2 where a text belongs"),
-        (
-            {"columns": Columns(reference="answer")},
-            [{"prompt": "a", "answer": None}],
-            "row 1 has nothing in the column",
-        ),
+        (named(reference="answer"), [{"prompt": "a", "answer": None}], "row 1 has nothing in the column"),
         ({}, [{"said": "a"}], "data.columns.prompt is missing: it is one of said"),
         ({}, [], "has no rows"),
         ({}, [3], "is no object"),
-        (
-            {"categories": ["x"]},
-            [{"prompt": "a", "category": "y"}],
-            r"^data.categories=x: \S+ has no such category: there are y$",
-        ),
+        ({"categories": ["x"], "columns": COLUMNS}, TABLE, NO_CATEGORY),
         ({"template": "{promt}"}, TABLE, "data.template does not fit"),
         ({"format": "spec_bench"}, TABLE, "has no turns"),
         ({"format": "human_eval"}, TABLE, "prompt has no text"),
@@ -136,7 +125,7 @@ def test_rows_are_told_apart(tmp_path):
 )
 def test_what_is_wrong_is_named(tmp_path, data, content, message):
     with pytest.raises(SpecbeamError, match=message):
-        read_rows(Data(source=write(tmp_path / "t.jsonl", content), **data), [], 0)
+        read(write(tmp_path / "t.jsonl", content), **data)
 
 
 def test_a_hub_without_an_answer_is_asked_for_a_data_set_once(tmp_path, monkeypatch, caplog):
@@ -156,7 +145,7 @@ def test_a_hub_without_an_answer_is_asked_for_a_data_set_once(tmp_path, monkeypa
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     says = r"^the data set org/set cannot be loaded \(it is not in the local cache, and no hub answers: no such host\)"
     with pytest.raises(SpecbeamError, match=says):
-        read_rows(Data(source="org/set"), [], 0)
+        read("org/set")
     assert (asked, caplog.records) == ([("org/set",)], [])
     assert not datasets.config.HF_HUB_OFFLINE
 
@@ -191,18 +180,17 @@ def test_unreadable_files_are_one_line(tmp_path, name, content, message):
     elif content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(SpecbeamError, match=message):
-        read_rows(Data(source=str(tmp_path / name)), [], 0)
+        read(tmp_path / name)
 
 
 def test_a_cell_of_a_csv_file_may_be_long(tmp_path):
     long = "x" * 200_000  # Python's own limit is 131,072
     (tmp_path / "a.csv").write_text(f"question\n{long}\n")
-    (row,) = read_rows(Data(source=str(tmp_path / "a.csv")), [], 0)
-    assert row.turns == [long]
+    assert [row.turns for row in read(tmp_path / "a.csv")] == [[long]]
 
 
 def test_half_of_a_surrogate_pair_is_refused_before_work_is_lost(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"prompt": "\\ud83d"}\n')
-    for source, prompts in ((str(tmp_path / "t.jsonl"), []), (None, ["\udcff"])):
+    for source, prompts in ((tmp_path / "t.jsonl", []), (None, ["\udcff"])):
         with pytest.raises(SpecbeamError, match="1 has half a surrogate pair"):
-            read_rows(Data(source=source), prompts, 0)
+            read(source, prompts)

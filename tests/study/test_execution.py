@@ -108,11 +108,11 @@ def test_no_file_is_deleted(tmp_path, deed):
     assert precious.read_text() == "precious"
 
 
-def test_its_folder_is_an_empty_one_that_is_deleted():
-    passed, reason = run("    import os\n    raise ValueError(os.getcwd(), os.listdir())")
-    folder, listing = eval(reason.removeprefix("ValueError: "))
-    assert not passed
-    assert listing == []
+def test_its_folder_is_empty_and_deleted_and_nothing_of_the_environment_is_told(monkeypatch):
+    monkeypatch.setenv("SECRET", "42")
+    passed, reason = run("    import os\n    raise ValueError(os.getcwd(), os.listdir(), 'SECRET' in os.environ)")
+    folder, *found = eval(reason.removeprefix("ValueError: "))
+    assert (passed, found) == (False, [[], False])
     assert folder != os.getcwd()
     assert not Path(folder).exists()
 
@@ -130,9 +130,6 @@ def test_output_goes_nowhere(capfd):
     "body",
     [
         "    import sys\n    sys.exit(0)",
-        "    raise SystemExit",
-        "    exit()",
-        "    import os\n    os._exit(0)",
         "    return 2 * x\nimport os\nos._exit(0)",
         "    return 2 * x\nraise SystemExit(0)",
         "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)",
@@ -148,11 +145,6 @@ def test_a_program_that_ends_before_its_tests_has_not_passed(body):
     assert reason
     assert "\n" not in reason
     assert "timed out" not in reason
-
-
-def test_nothing_of_the_environment_is_told(monkeypatch):
-    monkeypatch.setenv("SECRET", "42")
-    assert "SECRET" not in run("    import os\n    raise ValueError(dict(os.environ))")[1]
 
 
 def test_there_is_no_network():

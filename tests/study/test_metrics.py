@@ -48,11 +48,11 @@ def make(text=TEXT, *, method="greedy", row="81", turn=0, repeat=0, token_ids=(1
     return json.loads(json.dumps(record | other))
 
 
-def failed(**given):
+def failed(error="MemoryError: no room", **given):
     """A generation that failed."""
     record = make(**given)
     named = ("key", "method", "mode", "row", "turn", "repeat", "category", "prompt", "references", "wall")
-    return {name: record[name] for name in named} | {"error": "MemoryError: no room"}
+    return {name: record[name] for name in named} | {"error": error}
 
 
 def beam(*token_ids, text="x"):

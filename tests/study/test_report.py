@@ -18,31 +18,27 @@ from matplotlib.figure import Figure
 from specbeam.study import plots, report, samples, words
 from specbeam.study.statistics import share_interval
 from specbeam.study.summary import summarize
-from tests.study.test_metrics import make
+from tests.study.test_metrics import failed, make
 
 METHODS = {
-    "greedy": ("greedy", 13.4, 1.0),
-    "greedy, n-gram drafts": ("speculative", 24.9, 2.31),
-    "greedy, model drafts": ("speculative", 19.6, 2.9),
-    "beam search, 4 beams": ("beam", 7.2, 1.0),
-    "beam search, 4 beams, drafts": ("speculative-beam", 11.8, 1.9),
-    "sampling": ("sample", 13.3, 1.0),
+    "greedy": ("greedy", 13.4, 1.0, None),
+    "greedy, n-gram drafts": ("speculative", 24.9, 2.31, "greedy"),
+    "greedy, model drafts": ("speculative", 19.6, 2.9, "greedy"),
+    "beam search, 4 beams": ("beam", 7.2, 1.0, None),
+    "beam search, 4 beams, drafts": ("speculative-beam", 11.8, 1.9, "beam search, 4 beams"),
+    "sampling": ("sample", 13.3, 1.0, None),
 }
-TWINS = {
-    "greedy, n-gram drafts": "greedy",
-    "greedy, model drafts": "greedy",
-    "beam search, 4 beams, drafts": "beam search, 4 beams",
-}
+"""The mode, tokens per second, tokens per pass and twin of each method."""
 CATEGORIES = {"code": 1.5, "summaries": 1.3, "questions": 0.9, "prose": 0.7}
 NASTY = "<script>alert('x')</script> & \"quotes\" 🦋 שלום עולם " + "A" * 400
 
 
-def around(mean, n=24):
-    return {"mean": mean, "low": 0.94 * mean, "high": 1.07 * mean, "n": n}
+def around(mean):
+    return {"mean": mean, "low": 0.94 * mean, "high": 1.07 * mean, "n": 24}
 
 
-def around_ratio(ratio, share=0.1, n=24):
-    return {"ratio": ratio, "low": ratio * (1 - share), "high": ratio * (1 + share), "p": 0.001, "n": n}
+def around_ratio(ratio, share=0.1):
+    return {"ratio": ratio, "low": ratio * (1 - share), "high": ratio * (1 + share), "p": 0.001, "n": 24}
 
 
 def place(position, drafted, accepted):
@@ -92,16 +88,11 @@ def generation(method, row=0, category="code", text=None, trace=None, **more):
     return record
 
 
-def failure(method, row, error):
-    record = {"key": f"{method}|{row}|0|0", "method": method, "mode": METHODS[method][0], "row": str(row), "turn": 0}
-    return record | {"repeat": 0, "error": error}
-
-
 def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
     """Summary and records, as a real study has them."""
     method_summaries = []
     for name in methods:
-        mode, speed, steps = METHODS[name]
+        mode, speed, steps, twin = METHODS[name]
         beams = mode in ("beam", "speculative-beam")
         means = {"tokens_per_second": speed, "time_to_first_token": 0.213, "target_passes": 64 / steps}
         means |= {"draft_passes": 0.0, "steps_per_target_pass": steps, "new_tokens": 64.0, "time_per_token": 31.7}
@@ -112,7 +103,7 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
             means["acceptance_rate"] = 0.61
         one = {"method": name, "mode": mode, "generations": 24, "failed": 0, "corpus": {}, "pass_at_1": None}
         one |= {"metrics": {metric: around(mean) for metric, mean in means.items()}, "agreement": None, "against": None}
-        if twin := TWINS.get(name):
+        if twin:
             one["agreement"] = {"twin": twin, "same": 24, "of": 24}
         if name != "greedy":
             ratio = around_ratio(speed / METHODS["greedy"][1])
@@ -120,8 +111,8 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
         method_summaries.append(one)
 
     def in_category(name, how):
-        _, speed, steps = METHODS[name]
-        twin, how_much = TWINS.get(name), how if steps > 1 else 1
+        _, speed, steps, twin = METHODS[name]
+        how_much = how if steps > 1 else 1
         return {
             "tokens_per_second": speed * how_much,
             "steps_per_target_pass": max(1.0, steps * how_much),
@@ -192,17 +183,14 @@ def everything_is_strange():
     summary["acceptance_by_position"] = {BAD: [place(1, 5, 3)]}
     summary["time"] = {BAD: {"target": 1.0, "draft": 0.0, "rest": 0.1}}
     records = [generation("greedy, n-gram drafts", row, text=NASTY, prompt=NASTY + "\ud83d") for row in range(500)]
-    records += [
-        generation("greedy", 0, category=BAD, text=NASTY, prompt=NASTY),
-        {**generation("greedy"), "method": BAD},
-    ]
-    records.append(failure("greedy", 2, BAD))
+    records += [generation("greedy", 0, category=BAD, text=NASTY, prompt=NASTY), generation("greedy") | {"method": BAD}]
+    records.append(failed(row="2", error=BAD))
     named = {"title": BAD, "config": {BAD: BAD}, "fingerprint": {BAD: {BAD: BAD}}, "header": [(BAD, BAD)]}
     return report_data | named | {"records": records}
 
 
 def all_failed():
-    records = [failure("greedy", row, "SpecbeamError: out of memory") for row in range(60)]
+    records = [failed(row=str(row), error="SpecbeamError: out of memory") for row in range(60)]
     return study(["greedy"]) | {"summary": summarize(records, {}), "records": records}
 
 
@@ -244,14 +232,9 @@ def test_every_method_its_numbers_and_their_intervals_are_there(report_of):
         speed = method["metrics"]["tokens_per_second"]
         assert words.number(speed["mean"]) in page.text
         assert f"{words.number(speed['low'])}–{words.number(speed['high'])}, n=24" in page.text
-    assert "24 of 24" in page.text
-    assert "4.91" in page.text
-    assert "1.86×" in page.text
-    assert "213" in page.text  # milliseconds to the first token
-    assert "31.7" in page.text
-    assert "1.3% of the time" in page.text
-    assert "mode:\n" in page.text  # YAML
-    assert "0123456789abcdef" * 4 in page.text
+    milliseconds, sha256 = ("213", "31.7"), "0123456789abcdef" * 4
+    for text in ("24 of 24", "4.91", "1.86×", *milliseconds, "1.3% of the time", "mode:\n", sha256):
+        assert text in page.text
     assert html.startswith("<!doctype html>")
     assert re.findall(r"<td><strong>(.*?)</strong>", html) == ["24.9"]  # the settled winner alone
 
@@ -275,38 +258,35 @@ def test_a_difference_that_is_not_settled_is_called_that_and_other_texts_have_th
     drafts = summary["methods"][1]
     drafts["against"]["tokens_per_second"]["low"] = 0.97
     drafts["agreement"]["same"] = 20
-    lead = said(summary)
+    lead, spread = said(summary), "The spread of this run is larger than its effect:"
     assert "was the fastest" not in lead
-    spread = "The spread of this run is larger than its effect: which of greedy, n-gram drafts, greedy and sampling is"
-    assert lead.startswith(f"{spread} the fastest is not settled.")
+    which = "which of greedy, n-gram drafts, greedy and sampling is the fastest is not settled."
+    assert lead.startswith(f"{spread} {which}")
     assert "n-gram drafts has the highest mean speed: 24.9" in lead
     assert "do not settle which of them is faster" in lead
     assert "in 20 of 24 generations" in lead
     assert "Its mean quality is ROUGE-L 0.241 against 0.241, perplexity 4.91 against 4.91" in lead
     summary["fastest"]["unsettled"] = ["greedy"]
-    first = (
-        "The spread of this run is larger than its effect: greedy, n-gram drafts is 1.05 times (0.95–1.16) as fast as"
-    )
-    assert said(summary).startswith(f"{first} greedy. ")
+    assert said(summary).startswith(f"{spread} greedy, n-gram drafts is 1.05 times (0.95–1.16) as fast as greedy. ")
 
 
 def test_of_few_prompts_nothing_is_called_the_fastest():
     report_data = study(["greedy", "greedy, n-gram drafts"])
-    for method in report_data["summary"]["methods"]:
+    summary = report_data["summary"]
+    few = {"low": None, "high": None, "n": 3}
+    for method in summary["methods"]:
         against = [method["against"]["tokens_per_second"]] if method["against"] else []
         for figure in [*method["metrics"].values(), *against]:
-            figure |= {"low": None, "high": None, "n": 3}
-    for by_method in report_data["summary"]["categories"].values():
+            figure |= few
+    for by_method in summary["categories"].values():
         for figures in by_method.values():
             if figures["against"]:
-                figures["against"] |= {"low": None, "high": None, "n": 1}
-    report_data["summary"]["fastest"] |= {"unsettled": ["greedy"], "rivals": {"greedy": None}}
-    lead = said(report_data["summary"])
+                figures["against"] |= few | {"n": 1}
+    summary["fastest"] |= {"unsettled": ["greedy"], "rivals": {"greedy": None}}
+    lead = said(summary)
     assert "24.9 tokens per second (n=3: too few for an interval)" in lead
-    too_small = (
-        "This run is too small to show an effect: which of greedy, n-gram drafts and greedy is the fastest is not"
-    )
-    assert lead.startswith(f"{too_small} settled.")
+    which = "which of greedy, n-gram drafts and greedy is the fastest is not settled."
+    assert lead.startswith(f"This run is too small to show an effect: {which}")
     assert "1.86 times (n=3: too few for an interval) as fast as greedy, so the measurements do not settle" in lead
     assert "No method is settled to be faster than greedy." in lead
     assert "helps" not in lead
@@ -318,16 +298,14 @@ def test_of_few_prompts_nothing_is_called_the_fastest():
 
 
 def test_slower_and_unsettled_baselines():
-    summary = study()["summary"]
-    for method in summary["methods"]:
-        if method["against"]:
-            method["against"]["tokens_per_second"] |= around_ratio(0.7)
-    assert "Nothing that was tried made greedy faster." in said(summary)
-    for method in summary["methods"]:
-        if method["against"]:
-            method["against"]["tokens_per_second"] |= around_ratio(0.99)
-    assert "No method is settled to be faster than greedy." in said(summary)
-    assert "Nothing that was tried" not in said(summary)
+    nothing, unsettled = "Nothing that was tried made greedy faster.", "No method is settled to be faster than greedy."
+    for ratio, says, other in ((0.7, nothing, unsettled), (0.99, unsettled, nothing)):
+        summary = study()["summary"]
+        for method in summary["methods"]:
+            if method["against"]:
+                method["against"]["tokens_per_second"] |= around_ratio(ratio)
+        assert says in said(summary)
+        assert other not in said(summary)
 
 
 def test_the_header_names_the_setting():
@@ -368,9 +346,8 @@ def test_tables_are_files(report_of):
     folder, _, _ = report_of("everything")
     table = pandas.read_csv(folder / "tables" / "methods.csv").set_index(["method", "category", "metric"])
     speed = table.loc[("greedy", float("nan"), "tokens_per_second")].squeeze()
-    assert (speed["mode"], speed.value, speed.low, speed.high, speed.n) == (
-        "greedy", 13.4, pytest.approx(0.94 * 13.4), pytest.approx(1.07 * 13.4), 24
-    )  # fmt: skip
+    assert (speed["mode"], speed.value, speed.n) == ("greedy", 13.4, 24)
+    assert [speed.low, speed.high] == pytest.approx([0.94 * 13.4, 1.07 * 13.4])
     ratio = table.loc[("greedy, n-gram drafts", float("nan"), "speed_up")].squeeze()
     assert [ratio.low, ratio.value, ratio.high] == pytest.approx([share * 24.9 / 13.4 for share in (0.9, 1, 1.1)])
     assert table.loc[("greedy, n-gram drafts", "code", "steps_per_target_pass")].squeeze().value == 2.31 * 1.5
@@ -474,11 +451,7 @@ def test_rounds_of_beams():
     assert one.beams
     (round,) = one.rounds
     assert [(b.beam, [g.text for g in b.tokens]) for b in round.branches] == [(1, [" sky", " is"]), (2, [" cat"])]
-    assert round.own == [
-        samples.Own(1, [" dog"]),
-        samples.Own(2, [" was"]),
-        samples.Own(3, [" blue", " red"]),
-    ]
+    assert round.own == [samples.Own(1, [" dog"]), samples.Own(2, [" was"]), samples.Own(3, [" blue", " red"])]
     assert one.pieces == [("The", False), (" sky", True), (" is", True), (" blue", False)]
 
 

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pandas
 import pytest
@@ -18,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specbeam
-from specbeam import hf
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
@@ -26,7 +24,6 @@ from specbeam.study import results, tracking, work
 from specbeam.study.composition import compose
 from specbeam.study.config import check
 from specbeam.study.data import Row
-from specbeam.study.metrics import acceptance_by_position
 from specbeam.study.run import run_study
 from specbeam.study.samples import MAX_SAMPLES
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
@@ -192,6 +189,11 @@ def test_each_methods_own_model_measures_the_perplexity_of_its_texts(words, tmp_
     for record in records:
         expected = math.exp(-record["beams"][0]["log_prob"] / len(record["token_ids"]))
         assert scores[record["key"]]["perplexity"]["target"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_text_that_is_next_to_impossible_has_an_infinite_perplexity():
+    job = {"token_ids": [1, 2], "beams": [{"log_prob": -2000.0}]}
+    assert work.Work.perplexity(None, "target", job) == math.inf
 
 
 def test_another_base_model_of_an_adapter_is_another_run(small, save, tmp_path, capsys):
@@ -383,22 +385,23 @@ def test_killed_for_real_it_goes_on(small, tmp_path):
     assert kept(tmp_path / "killed") == (whole, whole_scores)
 
 
-def test_a_failed_generation_is_a_line_and_the_others_go_on(words, tmp_path, capsys):
-    assert study(*words, f"prompts=['{'long ' * 100}']", "decode.mode=[greedy,beam]") == 0
+def test_a_failed_generation_is_a_line_and_the_others_go_on(small, tmp_path, capsys):
+    assert study(*small("run"), f"prompts=['{'long ' * 100}']", "decode.mode=[greedy,beam]") == 0
     _, records, _ = results.read(tmp_path / "run")
     failed = [record for record in records if record["error"]]
     assert {record["row"] for record in failed} == {"prompt 1"}
     assert "context" in failed[0]["error"]
-    assert "2 failed" in capsys.readouterr().out
+    assert "6 generations, 2 failed" in capsys.readouterr().out
 
 
-def test_a_folder_of_another_run_is_refused(words, tmp_path, capsys):
-    study(*words, "decode.mode=greedy")
+def test_a_folder_of_another_run_is_refused(small, tmp_path, capsys):
+    study(*small("run"))
     before = (tmp_path / "run" / "generations.jsonl").read_bytes()
-    assert study(*words, "decode.mode=greedy", "seed=1") == 2
+    assert study(*small("run"), "seed=1") == 2
     assert "config.seed was 0, now 1" in capsys.readouterr().err
-    (tmp_path / "4.jsonl").write_text('{"question_id": 1, "category": "a", "turns": ["other"]}\n')
-    assert study(*words, "decode.mode=greedy") == 2
+    words = small("run")
+    (tmp_path / "1.jsonl").write_text('{"question_id": 1, "category": "a", "turns": ["other"]}\n')
+    assert study(*words) == 2
     assert "data was" in capsys.readouterr().err
     assert (tmp_path / "run" / "generations.jsonl").read_bytes() == before
 
@@ -443,29 +446,20 @@ def test_a_full_disk_keeps_what_was_finished(small, tmp_path, capsys):
     assert kept_before.items() <= kept(tmp_path / "run")[0].items()
 
 
-def test_diff_tells_a_slower_method(words, tmp_path, capsys):
-    modes = "decode.mode=[greedy,speculative,beam,speculative-beam]"
-    study(*words, modes)
-    before, after = tmp_path / "run", tmp_path / "slower"
-    after.mkdir()
-    lines = [json.loads(line) for line in (before / "generations.jsonl").read_text().splitlines()]
-    noise = random.Random(1)
-    many = []
-    for i in range(8):
-        for line in lines:
-            many.append(line | {"row": f"{line['row']}-{i}", "key": f"{line['key']}-{i}"})
-    for folder, slow in ((before, 1.0), (after, 0.8)):
+def test_diff_tells_a_slower_method(tmp_path, capsys):
+    noise, methods = random.Random(1), ("greedy", "speculative", "beam", "speculative-beam")
+    for folder, slow in ((tmp_path / "run", 1.0), (tmp_path / "slower", 0.8)):
+        folder.mkdir()
+        (folder / results.FINGERPRINT).write_text('{"config": {}}')
         text = ""
-        for line in many:
-            speed = 100 * noise.gauss(1, 0.05) * (slow if line["method"] == "beam" else 1)
-            text += json.dumps(line | {"stats": line["stats"] | {"tokens_per_second": speed}}) + "\n"
-        (folder / "generations.jsonl").write_text(text)
-        (folder / "fingerprint.json").write_text((before / "fingerprint.json").read_text())
-    assert study("diff", str(before), str(after)) == 1
-    out = capsys.readouterr().out
-    (line,) = [line for line in out.splitlines() if "SLOWER" in line]
+        for row, method in itertools.product(range(48), methods):
+            speed = 100 * noise.gauss(1, 0.05) * (slow if method == "beam" else 1)
+            text += json.dumps(make(method=method, row=str(row), speed=speed, started=0.0)) + "\n"
+        (folder / results.GENERATIONS).write_text(text)
+    assert study("diff", str(tmp_path / "run"), str(tmp_path / "slower")) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "SLOWER" in line]
     assert line.startswith("beam")
-    assert study("diff", str(before), str(before)) == 0
+    assert study("diff", str(tmp_path / "run"), str(tmp_path / "run")) == 0
 
 
 @pytest.mark.parametrize("mode", ["offline", pytest.param(None, marks=pytest.mark.thorough)])
@@ -505,7 +499,7 @@ def test_workers_on_a_cluster_find_the_same(words, tmp_path):
     assert kept(tmp_path / "ray") == whole
 
 
-def test_two_processes_do_not_share_a_folder(words, tmp_path):
+def test_two_processes_do_not_share_a_folder(tmp_path):
     run = results.Run(tmp_path / "x", {"config": {}}, "")
     with pytest.raises(SpecbeamError, match="another process"):
         results.Run(tmp_path / "x", {"config": {}}, "")
@@ -523,16 +517,3 @@ def test_a_damaged_file_of_a_run_is_one_error(tmp_path, file, content):
     with pytest.raises(SpecbeamError, match=f"{file} is damaged|holds another run"):
         results.Run(tmp_path, {"config": {}}, "")
     (tmp_path / file).unlink()
-
-
-def test_positions_of_a_model_that_drafts_for_itself():
-    """With a single text and one draft token per level, all are accepted at every position."""
-    lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
-    sizes = {"num_draft_tokens": 3, "draft_width": 1, "max_new_tokens": 12}
-    result = specbeam.generate(lm, [2, 3, 4], draft=lm, **sizes)
-    found = acceptance_by_position([make(stats=asdict(result.stats))])
-    assert [one["position"] for one in found] == [1, 2, 3]
-    assert all(one["drafted"] >= 2 for one in found)
-    assert sum(one["drafted"] for one in found) == result.stats.drafted
-    # Draft tokens past the last token are not part of the text.
-    assert result.stats.drafted - 3 <= sum(one["accepted"] for one in found) == result.stats.accepted

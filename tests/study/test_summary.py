@@ -68,11 +68,8 @@ def test_speed_is_compared_over_common_rows():
     base, other = rng.uniform(10, 20, ROWS), rng.uniform(20, 40, ROWS)
     records = [make(row=str(i), speed=speed) for i, speed in enumerate(base.tolist())]
     records += [make(method="beam", row=str(i), speed=speed) for i, speed in enumerate(other.tolist())]
-    records += [
-        make(method="beam", row="other", speed=1000.0),
-        make(row="empty"),
-        make(method="beam", row="empty", speed=0),
-    ]
+    records += [make(method="beam", row=row, speed=speed) for row, speed in (("other", 1000.0), ("empty", 0))]
+    records.append(make(row="empty"))
     summary = summarize(records, {}, baseline="greedy")
     assert method_of(summary, "greedy")["against"] is None
     against = method_of(summary, "beam")["against"]

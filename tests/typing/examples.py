@@ -30,27 +30,14 @@ assert_type(specbeam.generate(lm, ["Hi", [1, 2], messages]), list[Result])
 assert_type(specbeam.generate(lm, [torch.tensor([1]), torch.tensor([2])]), list[Result])
 
 # Options have names and types.
-specbeam.generate(
-    lm,
-    "Hi",
-    system="Be brief.",
-    raw=True,
-    draft="ngram",
-    max_new_tokens=8,
-    temperature=1,
-    top_p=0.9,
-    eos_token_id=[1, 2],
-    stop_strings="\n",
-    num_draft_tokens="auto",
-    early_stopping="never",
-)
+specbeam.generate(lm, "Hi", system="Be brief.", raw=True, draft="ngram", max_new_tokens=8, temperature=1, top_p=0.9)
+specbeam.generate(lm, "Hi", eos_token_id=[1, 2], stop_strings="\n", num_draft_tokens="auto", early_stopping="never")
 specbeam.generate(lm, "Hi", constraint=TokenTrie([[1, 2]]), stop_strings=["\n", "."], eos_token_id=2)
 specbeam.generate(lm, "Hi", constraint=TokenTrie(["Paris", "Rome"], lm), num_beams=2, distinct=True)
 specbeam.generate(lm, "Hi", {"max_new_tokens": 8}, bad_words_ids=[[1, 2]], logit_bias={3: -100}, frequency_penalty=1)
 specbeam.generate(lm, "Hi", Options(max_new_tokens=8), logit_bias=[3])  # error
-specbeam.generate(
-    lm, "Hi", prefix_allowed_tokens_fn=lambda batch, ids: [1, 2], logits_processor=lambda ids, scores: scores
-)
+specbeam.generate(lm, "Hi", prefix_allowed_tokens_fn=lambda batch, ids: [1, 2])
+specbeam.generate(lm, "Hi", logits_processor=lambda ids, scores: scores)
 specbeam.generate(lm, "Hi", draft=specbeam.load("smollm2-135m-instruct"), num_draft_tokens=4)
 specbeam.generate(lm, "Hi", draft=specbeam.suffix_automaton(lm, ["Hi"]))
 specbeam.generate(lm, "Hi", max_tokens=8)  # error

@@ -15,33 +15,29 @@ from specbeam.keywords import OptionKeywords
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples.py"
 SOURCES = str(Path(specbeam.__file__).parents[1])
-
-
-def marked_lines():
-    lines = EXAMPLES.read_text(encoding="utf-8").splitlines()
-    return {number for number, line in enumerate(lines, 1) if line.endswith("# error")}
+LINES = EXAMPLES.read_text(encoding="utf-8").splitlines()
+MARKED = {number for number, line in enumerate(LINES, 1) if line.endswith("# error")}
 
 
 def run(*command):
-    variables = {**os.environ, "PYTHONPATH": SOURCES, "MYPYPATH": SOURCES}
+    variables = {**os.environ, "PYTHONPATH": SOURCES, "MYPYPATH": f"{HERE / 'stubs'}{os.pathsep}{SOURCES}"}
     return subprocess.run([sys.executable, "-m", *command], cwd=HERE, env=variables, capture_output=True, text=True)
 
 
 def test_mypy_objects_to_the_marked_lines_alone(tmp_path):
-    ran = run("mypy", "--config-file", "mypy.ini", "--cache-dir", str(tmp_path), EXAMPLES.name)
+    ran = run("mypy", "--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={tmp_path}", EXAMPLES.name)
     lines = re.findall(rf"^{re.escape(EXAMPLES.name)}:(\d+): error", ran.stdout, re.MULTILINE)
-    assert {int(line) for line in lines} == marked_lines(), ran.stdout + ran.stderr
+    assert {int(line) for line in lines} == MARKED, ran.stdout + ran.stderr
 
 
 def test_pyright_objects_to_the_marked_lines_alone():
     ran = run("basedpyright", "--level", "error", "--pythonpath", sys.executable, "--outputjson", EXAMPLES.name)
     found = json.loads(ran.stdout)["generalDiagnostics"]
-    assert {one["range"]["start"]["line"] + 1 for one in found} == marked_lines(), found
+    assert {one["range"]["start"]["line"] + 1 for one in found} == MARKED, found
 
 
 def test_the_keywords_are_the_options():
     """Names and types. Options that accept several forms are Any there, since they store one form."""
     options, keywords = get_type_hints(Options), get_type_hints(OptionKeywords)
     assert [*keywords] == [*options]
-    differing = {name for name in options if options[name] not in (Any, keywords[name])}
-    assert not differing
+    assert [name for name in options if options[name] not in (Any, keywords[name])] == []

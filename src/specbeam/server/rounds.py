@@ -41,6 +41,8 @@ class WatchedRequest:
             raise Refusal("stream_options is not supported: the last event always has the cost", "stream_options")
         if getattr(fields, "echo", None):
             raise Refusal("echo is not supported: the first event always has the prompt", "echo")
+        if fields.return_token_ids:
+            raise Refusal("return_token_ids is not supported: events always have token ids", "return_token_ids")
         call = fields.model_copy(update={"trace": True}).call(model, limits)
         if len(call.prompts) > 1:
             raise Refusal("several prompts are not supported: send one request for each", "prompt")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from itertools import product
 from typing import Any
+
+import numpy as np
 
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
@@ -116,7 +117,8 @@ class Work:
             token_ids = list(tokenize(lm.tokenizer, job["text"], add_special_tokens=False).input_ids)
             texts = [(encode(lm, prompt, **how), token_ids)] if token_ids else []
             log_prob = sum(log_prob for _, log_prob, _ in score(lm, texts))
-        return math.exp(-log_prob / len(token_ids)) if token_ids else None
+        with np.errstate(over="ignore"):  # of a text that is next to impossible it is infinite
+            return float(np.exp(-log_prob / len(token_ids))) if token_ids else None
 
     def _options(self, job: Job) -> dict[str, Any]:
         """The options of a generation. If it samples, its seed is the same for all methods, and on every machine."""
