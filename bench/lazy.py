@@ -1,8 +1,8 @@
 """Lazy beams against plain beams: seconds, passes, evaluated beams, and what an oracle gains.
 
     python bench/lazy.py TARGET [--draft DRAFT ...] [--data FILE ...] [--num-beams 4 16 64] [--tokens 64]
-        [--prompts 10] [--seed 0] [--returned 1] [--repeats 1] [--minutes 25] [--ends] [--trie] [--isa avx2]
-        [--precision int8] [--json FILE]
+        [--prompts 10] [--skip 0] [--seed 0] [--returned 1] [--repeats 1] [--minutes 25] [--ends] [--trie]
+        [--isa avx2] [--precision int8] [--json FILE]
 
 TARGET is a .gguf file or a folder. DRAFT is one, too, which gets int4 weights, or ngram or suffix. FILE is a data set
 in the format of HumanEval or Spec-Bench. Each of its categories is a kind of prompt, and HumanEval is two: "asked" with
@@ -24,8 +24,8 @@ higher, so the score does not tell which beams are needed, and "needed" is the l
 A prompt where a method has less than 0.9 is run five times more. Its ratio is then the median of all six.
 
 The bench measures a prompt of each kind after the other, with a line for each. With --minutes it begins no prompt that
-would not be done in time, and Ctrl-C ends it early: the figures are of the prompts that are done. The exit status is 1
-if a text differs from the text of plain beams.
+would not be done in time, and Ctrl-C ends it early: the figures are of the prompts that are done. Another run goes on
+after them with --skip. The exit status is 1 if a text differs from the text of plain beams.
 """
 
 from __future__ import annotations
@@ -205,6 +205,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--minutes", type=float, help="begin no prompt that would not be done after them")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this many prompts of each kind, the first ones")
     parser.add_argument("--ends", action="store_true", help="texts may end by themselves")
     parser.add_argument("--trie", action="store_true", help="find titles of pages")
     parser.add_argument("--returned", type=int, default=1, help="texts to return")
@@ -235,7 +236,7 @@ def main() -> int:
         take_turns(lm, Ask(PROSE[0]), few, methods, repeats=1, first=0)  # warms up
     cases: dict[tuple[str, str], Case] = {}
     try:
-        for number, num_beams, kind, ask in in_turns(by_kind, given.num_beams, given.minutes):
+        for number, num_beams, kind, ask in in_turns(by_kind, given.num_beams, given.minutes, given.skip):
             options: dict[str, Any] = {"num_beams": num_beams, **length, "share_prefix": False}
             options["num_return_sequences"] = min(num_beams, 10 if given.trie else given.returned)
             seconds, results = take_turns(lm, ask, options, methods, given.repeats, number)
@@ -265,18 +266,19 @@ def main() -> int:
 
 
 def in_turns(
-    by_kind: dict[str, list[Ask]], num_beams: list[int], minutes: float | None
+    by_kind: dict[str, list[Ask]], num_beams: list[int], minutes: float | None, skip: int
 ) -> Iterator[tuple[int, int, str, Ask]]:
     """A prompt of each kind after the other: its number, the number of beams, the kind and the prompt.
 
     Args:
         minutes: begin no prompts that would not be done after them, as long as prompts took so far.
+        skip: leave out this many prompts of each kind.
     """
     begun = time.perf_counter()
-    for number in range(max(map(len, by_kind.values()))):
-        passed = time.perf_counter() - begun
-        if minutes and number and passed + passed / number > 60 * minutes:
-            print(f"--minutes {minutes:g}: {number} prompts of each kind were measured, no more")
+    for number in range(skip, max(map(len, by_kind.values()))):
+        passed, done = time.perf_counter() - begun, number - skip
+        if minutes and done and passed + passed / done > 60 * minutes:
+            print(f"--minutes {minutes:g}: {done} prompts of each kind were measured, no more")
             return
         for beams in num_beams:
             for kind, asks in by_kind.items():

@@ -151,11 +151,13 @@ def test_lazy_beams_are_measured_prompt_by_prompt(programs, tmp_path, monkeypatc
         return seconds, empty | {"plain": results["plain"]}
 
     monkeypatch.setattr(lazy, "take_turns", wrong)
-    monkeypatch.setattr(sys, "argv", [*words, "--minutes", "1e-6"])
-    assert lazy.main() == 1
-    out = capsys.readouterr().out
-    assert "1 prompts of each kind were measured, no more" in out
-    assert "programs, asked, 2 beams, 1 prompts, DIFFERENT texts of 1 prompts" in out
+    for more, count in ((["--minutes", "1e-6"], 1), (["--skip", "1", "--ends"], 2)):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        assert lazy.main() == 1
+        out = capsys.readouterr().out
+        assert f"programs, asked, 2 beams, {count} prompts, DIFFERENT texts of {count} prompts" in out
+        assert ("1 prompts of each kind were measured, no more" in out) == ("--minutes" in more)
+        assert ("oracle" in out) == ("--ends" not in more)
 
 
 def test_texts_that_a_batch_or_a_draft_changes_are_counted(programs, tmp_path, monkeypatch, capsys):
