@@ -149,6 +149,14 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     return model
 
 
+@pytest.fixture
+def cached(monkeypatch, tmp_path):
+    """The folder of packed weights. Even the smallest weights get a file."""
+    monkeypatch.setattr("specbeam.backends.cpu.weights.MIN_FILE_BYTES", 0)
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "packed"
+
+
 @pytest.fixture(scope="session")
 def confident(save):
     """A model that repeats itself and is sure of it. So few of its beams can matter."""

@@ -44,14 +44,6 @@ def folder(folders):
     return folders[0]
 
 
-@pytest.fixture(name="cached")
-def cached_weights(monkeypatch, tmp_path):
-    """The folder of packed weights. Even the smallest weights get a file."""
-    monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
-    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home" / "packed"
-
-
 def limit(monkeypatch, size):
     monkeypatch.setenv("SPECBEAM_PACKED_GB", str(size / 1e9))
 

@@ -19,7 +19,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.cli import main
 from specbeam.tree import Tree
 from tests.backends.test_conformance import evaluate
-from tests.backends.test_packed import cached_weights, replace_at_the_same_time  # noqa: F401  (a fixture)
+from tests.backends.test_packed import replace_at_the_same_time
 from tests.checkpoints.test_folder import change_tensors
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import EOS, beams_of_transformers, byte_tokenizer, random_model, rewrite

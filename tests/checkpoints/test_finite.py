@@ -18,7 +18,6 @@ from specbeam.backends.cpu import weights
 from specbeam.backends.cpu.library import library
 from specbeam.checkpoints import open_checkpoint
 from tests.backends.test_cpu import F32, KINDS, Q4_MIN, Q8, pack, pack_status, random_blocks, room
-from tests.backends.test_packed import cached_weights  # noqa: F401  (a fixture)
 from tests.checkpoints.test_folder import change_tensors
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
