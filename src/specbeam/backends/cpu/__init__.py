@@ -69,6 +69,7 @@ class CpuBackend(Backend):
         config = checkpoint.config
         self._library = library(choose_isa(isa))
         self._weights = load_weights(checkpoint, self.quantize)
+        self.weights_digest = self._weights.digest
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so whole numbers are enough.

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,12 +23,12 @@ from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.checkpoints.finite import not_finite
 from specbeam.errors import SpecbeamError
-from specbeam.machine import keep_in_memory
+from specbeam.machine import keep_in_memory, usable_processors
 
 logger = logging.getLogger("specbeam")
 
-LAYOUT_VERSION = 4
-"""Of the packed layouts. A file of another version is packed again: before 4, weights might not be finite."""
+LAYOUT_VERSION = 5
+"""Of the packed files. A file of another version is packed again: before 5, its header had no digest."""
 F32, Q8, Q4_MIN = 0, 1, 6
 """The formats of native/formats.h that weights are quantized to here."""
 NOT_FINITE = -2
@@ -69,12 +70,17 @@ class Part:
 class Weights:
     """All parameters of a model, packed.
 
+    Args:
+        digest: of the packed bytes, if an earlier load has computed it.
+
     Attributes:
         parts: the parts of each parameter, by its name.
+        digest: of the bytes and the shapes of all parts. Equal models have the same one, however their files differ.
     """
 
-    def __init__(self, parts: list[Part], data: NDArray[np.uint8]) -> None:
+    def __init__(self, parts: list[Part], data: NDArray[np.uint8], digest: str | None = None) -> None:
         self._data = data
+        self.digest = _digest(parts, data) if digest is None else digest
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self.parts: dict[str, list[Part]] = {}
         for part in parts:
@@ -109,6 +115,17 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
     path = _path(checkpoint, mode)
     found = _read(path, plan, size)
     return found if found is not None else _write(path, checkpoint, plan, size)
+
+
+def _digest(parts: list[Part], data: NDArray[np.uint8]) -> str:
+    """SHA-256 over the parts. They are hashed on all cores, one part at a time each."""
+
+    def hashed(part: Part) -> str:
+        content = hashlib.sha256(data[part.offset : part.offset + part.size]).hexdigest()
+        return f"{part.name} {part.format} {part.rows} {part.columns} {content}\n"
+
+    with ThreadPoolExecutor(usable_processors()) as threads:
+        return hashlib.sha256("".join(threads.map(hashed, parts)).encode()).hexdigest()
 
 
 def packed_bytes(checkpoint: Checkpoint, mode: str) -> int:
@@ -234,6 +251,7 @@ def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
                 raise ValueError("its size is wrong")
             if header["fingerprint"] != _fingerprint(path, plan, start):
                 raise ValueError("its content is wrong")
+            digest = str(header["digest"])
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -242,7 +260,7 @@ def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
         return None
     packed.note_use(path)
     keep_in_memory(mapping, path)
-    return Weights(plan, np.frombuffer(mapping, np.uint8)[start:])
+    return Weights(plan, np.frombuffer(mapping, np.uint8)[start:], digest)
 
 
 def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
@@ -263,7 +281,7 @@ def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> W
 
 def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
     """Pack into a file and map it. The caller holds the lock."""
-    new, start = packed.unfinished(path), _data_start(len(_header(plan, "")))
+    new, start = packed.unfinished(path), _data_start(len(_header(plan, "", "")))
     try:
         with new.open("w+b") as file:
             # A full disk is an error here. Later, a write to the mapping would kill the process.
@@ -272,8 +290,8 @@ def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int
             else:
                 file.truncate(start + size)
             mapped = mmap.mmap(file.fileno(), start + size)
-            _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
-            header = _header(plan, _fingerprint(new, plan, start))
+            data = _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
+            header = _header(plan, _fingerprint(new, plan, start), _digest(plan, data))
             mapped[: 16 + len(header)] = FILE_MAGIC + len(header).to_bytes(8, "little") + header
             # After a power failure it must not be there under its name without its content.
             mapped.flush()
@@ -292,8 +310,10 @@ def _data_start(header: int) -> int:
     return -(-(16 + header) // PAGE_BYTES) * PAGE_BYTES
 
 
-def _header(parts: list[Part], digest: str) -> bytes:
-    return json.dumps({"fingerprint": f"{digest:32}", "parts": [asdict(part) for part in parts]}).encode()
+def _header(parts: list[Part], fingerprint: str, digest: str) -> bytes:
+    """The header, whose length does not depend on the digests. The fingerprint is of samples, the digest of all."""
+    digests = {"fingerprint": f"{fingerprint:32}", "digest": f"{digest:64}"}
+    return json.dumps({**digests, "parts": [asdict(part) for part in parts]}).encode()
 
 
 def _fingerprint(path: Path, parts: list[Part], start: int) -> str:

@@ -56,6 +56,32 @@ void multiply(const Product &p, Threads &threads, const Activations &x, float *o
   });
 }
 
+struct Rotation {
+  double cos, sin;
+};
+
+// The cosine and the sine of an angle in radians. The system's functions have other last bits in another version.
+Rotation rotation(double angle) {
+  // Right angles are taken off until at most half of one is left. Two numbers make up a right angle, so that the
+  // product with the first is exact (Cody and Waite 1980).
+  constexpr double RIGHT_ANGLE = 1.5707963267341256, REST = 6.077100506506192e-11, ROUNDER = 0x1.8p52;
+  const double turns = angle * 0.6366197723675814 + ROUNDER - ROUNDER;
+  const double x = (angle - turns * RIGHT_ANGLE) - turns * REST, square = x * x;
+  double cos = 1, sin = 1;  // Taylor's series, from the inside: cos x = 1 - x^2/2 (1 - x^2/12 (1 - ...))
+#pragma GCC unroll 7
+  for (int k = 14; k > 0; k -= 2) {
+    cos = 1 - square * (1.0 / (k * (k - 1))) * cos;
+    sin = 1 - square * (1.0 / (k * (k + 1))) * sin;
+  }
+  sin *= x;
+  switch (int64_t(turns) & 3) {
+    case 0: return {cos, sin};
+    case 1: return {-sin, cos};
+    case 2: return {-cos, -sin};
+    default: return {sin, -cos};
+  }
+}
+
 struct Pass {
   const Model &model;
   const ModelConfig &c;
@@ -151,9 +177,7 @@ struct Pass {
   F32 activate(F32 x) const {
     if (c.activation == SILU) return x / (1.0f + exp(-x));
     if (c.activation == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-    float y[LANES];
-    for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067811865476f));
-    return load<F32>(y);
+    return x * normal_share(x);
   }
 
   void activate_row(const float *in, float *out) const {
@@ -173,8 +197,9 @@ struct Pass {
       for (const Rope &rope : model.ropes)
         for (float frequency : rope.frequencies) {
           const float angle = float(position(n)) * frequency;  // in float32, as in PyTorch
-          cos[at] = std::cos(angle) * rope.scale;
-          sin[at++] = std::sin(angle) * rope.scale;
+          const Rotation turn = rotation(angle);
+          cos[at] = float(turn.cos) * rope.scale;
+          sin[at++] = float(turn.sin) * rope.scale;
         }
     });
   }
@@ -288,7 +313,8 @@ struct Pass {
     if (c.logits_softcap > 0) {
       const float softcap = float(c.logits_softcap);
       threads.each(wanted_count, 1, [&](int64_t i) {
-        for (float *t = logits + i * vocab; t < logits + (i + 1) * vocab; t++) *t = softcap * std::tanh(*t / softcap);
+        for (int64_t t = i * vocab, end = t + vocab; t < end; t += LANES)
+          store_some(logits + t, softcap * tanh(load_some(logits + t, end - t) / softcap), end - t);
       });
     }
   }

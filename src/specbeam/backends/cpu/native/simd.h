@@ -378,6 +378,13 @@ inline F32 smaller(F32 a, F32 b) {
 #endif
 }
 
+template <int N> inline F32 polynomial(const float (&coefficients)[N], F32 x) {  // the highest power first
+  F32 p = all(coefficients[0]);
+#pragma GCC unroll 8
+  for (int k = 1; k < N; k++) p = multiply_add(p, x, all(coefficients[k]));
+  return p;
+}
+
 constexpr float EXP_POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                     4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};  // from Cephes (Moshier)
 
@@ -392,9 +399,7 @@ inline F32 exp(F32 x) {
   const F32 n = multiply_add(x, all(1.44269504088896341f), all(ROUNDER)) - ROUNDER;
   F32 r = multiply_add(n, all(-0.693359375f), x);
   r = multiply_add(n, all(2.12194440e-4f), r);
-  F32 p = all(EXP_POLYNOMIAL[0]);
-#pragma GCC unroll 5
-  for (int k = 1; k < 6; k++) p = multiply_add(p, r, all(EXP_POLYNOMIAL[k]));
+  F32 p = polynomial(EXP_POLYNOMIAL, r);
   p = multiply_add(p * r, r, r) + 1.0f;
 #if defined(__AVX512F__)
   return select(low, F32{}, (F32)_mm512_scalef_ps((__m512)p, (__m512)n));
@@ -404,5 +409,20 @@ inline F32 exp(F32 x) {
 }
 
 inline F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+// (Phi(x) - 1/2) / x in powers of x^2, by Taylor's series; and Phi(-x) * e^(x^2 / 2) in powers of 1 / (1 + 0.3 x), from
+// a fit on 1 to 8.
+constexpr float PHI_NEAR_0[] = {-4.12266736e-8f, 6.65969367e-7f, -9.44465592e-6f, 1.15434691e-4f,
+                                -1.18732825e-3f, 9.97355673e-3f, -6.64903820e-2f, 3.98942292e-1f};
+constexpr float PHI_OF_TAIL[] = {-0.0920732096f, 0.264962316f, -0.0806357861f,  0.186326414f,
+                                 0.0988397598f,  0.122746199f, -0.000190232371f};
+
+// Phi(x), the share of the standard normal distribution below x, within 1e-7; where it is small, within 1e-6 of it.
+inline F32 normal_share(F32 x) {
+  const F32 square = x * x, magnitude = (F32)((I32)x & all(int32_t(0x7fffffff)));
+  const F32 near = multiply_add(polynomial(PHI_NEAR_0, square), x, all(0.5f));
+  const F32 tail = polynomial(PHI_OF_TAIL, 1.0f / (1.0f + 0.3f * magnitude)) * exp(-0.5f * square);
+  return select(square < 1.0f, near, select(x < F32{}, tail, 1.0f - tail));
+}
 
 }  // namespace specbeam
