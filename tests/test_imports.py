@@ -72,11 +72,13 @@ def test_no_two_layers_and_no_two_modules_import_each_other(graph, importer, imp
 def test_the_lowest_layers_stay_low():
     """A constraint or a tree can be used, and read, without the rest."""
     graph = layers()
+    assert graph["generation_defaults"] == {"errors"}
     assert graph["errors"] == graph["tree"] == graph["detokenizing"] == graph["selection"] == set()
     assert graph["constraints"] == {"errors"}
-    assert graph["options"] <= {"constraints", "errors", "option_names"}
+    assert graph["options"] <= {"constraints", "errors", "generation_defaults", "option_names"}
     assert graph["cache"] == {"backends", "errors", "tree"}
-    assert graph["decoding"] <= {"constraints", "detokenizing", "errors", "options", "selection", "tree"}
+    below = {"constraints", "detokenizing", "errors", "generation_defaults", "options", "selection", "tree"}
+    assert graph["decoding"] <= below
 
 
 def test_the_checks_without_torch_import_no_torch():

@@ -7,6 +7,7 @@ import pytest
 
 import specbeam
 from specbeam import Options, SpecbeamError
+from specbeam.generation_defaults import GenerationDefaults
 
 NAN, INF = float("nan"), float("inf")
 OUT_OF_RANGE = {
@@ -100,11 +101,14 @@ def test_sampling_is_asked_for(given, samples):
 
 
 def test_a_checkpoint_fills_in_what_was_not_said():
-    defaults = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1, "do_sample": True, "max_length": 5}
+    defaults = GenerationDefaults(
+        {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1, "do_sample": True, "max_length": 5}
+    )
     greedy = Options().with_defaults(defaults)
     assert not greedy.samples
     assert (greedy.repetition_penalty, greedy.temperature) == (1.1, None)
-    assert Options().with_defaults({"no_repeat_ngram_size": 3, "typical_p": 0.5}).no_repeat_ngram_size == 3
+    ngrams = GenerationDefaults({"no_repeat_ngram_size": 3, "typical_p": 0.5})
+    assert Options().with_defaults(ngrams).no_repeat_ngram_size == 3
     sampled = Options(do_sample=True, top_k=3).with_defaults(defaults)
     assert (sampled.temperature, sampled.top_k, sampled.repetition_penalty) == (0.7, 3, 1.1)
 
@@ -118,9 +122,9 @@ def test_numbers_may_be_numpys_and_none_means_no_stop_strings():
 
 def test_a_checkpoints_wrong_value_is_not_blamed_on_the_caller():
     with pytest.raises(SpecbeamError, match=r"generation_config.json: top_k=-1"):
-        Options(do_sample=True).with_defaults({"top_k": -1})
+        Options(do_sample=True).with_defaults(GenerationDefaults({"top_k": -1}))
     with pytest.raises(SpecbeamError, match=r"generation_config.json: repetition_penalty="):
-        Options().with_defaults({"repetition_penalty": 10**400})
+        Options().with_defaults(GenerationDefaults({"repetition_penalty": 10**400}))
 
 
 MEANT = {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses: something failed, the input was wrong, or Ctrl-C."""
+MAX_SHOWN_CHARACTERS = 200
+"""Messages show this much of a wrong value."""
 
 
 class SpecbeamError(ValueError):
@@ -45,3 +48,12 @@ def located(place: str) -> Iterator[None]:
         yield
     except SpecbeamError as error:
         raise SpecbeamError(f"{place}: {error}" if place else str(error)) from error
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: not all of it if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"(a number of more than {sys.get_int_max_str_digits()} digits)"
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."

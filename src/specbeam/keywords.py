@@ -23,7 +23,7 @@ class OptionKeywords(TypedDict, total=False):
     """
 
     max_new_tokens: int
-    min_new_tokens: int
+    min_new_tokens: int | None
     do_sample: bool | None
     temperature: float | None
     top_k: int | None

@@ -37,6 +37,7 @@ from specbeam.detokenizing import shared_length
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
+from specbeam.generation_defaults import GenerationDefaults
 from specbeam.model import LanguageModel
 from specbeam.tree import Tree
 
@@ -182,7 +183,9 @@ def kv_cache(reader: Model, writer: Model, cache: KeyValues | Slots, prompt: lis
 
 def engine(lm: LanguageModel, prompt: list[int], max_new_tokens: int) -> tuple[list[int], int]:
     """Rung 5: specbeam's own loop. Its cache grows, and it is ready for beams, drafts and other requests beside it."""
-    plain = replace(lm, generation_defaults={})  # some checkpoints ask for penalties, which the other rungs lack
+    plain = replace(
+        lm, generation_defaults=GenerationDefaults()
+    )  # some checkpoints ask for penalties, which the other rungs lack
     result = generate(plain, prompt, max_new_tokens=max_new_tokens)
     return result.token_ids, result.stats.target_passes
 

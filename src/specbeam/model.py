@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import BACKENDS
 from specbeam.options import refuse_unknown_keywords
 
@@ -47,7 +48,7 @@ class LanguageModel:
         tokenizer: a tokenizer of transformers, with the model's chat template if it has one. If this is None, prompts
             are token ids and texts are empty.
         eos_token_ids: the tokens that end its texts.
-        generation_defaults: generation options its checkpoint recommends.
+        generation_defaults: its checkpoint's generation settings.
         placement: the arguments that :func:`load` was given; None if another function made this model. Drafts that are
             named by their source are loaded in the same way, or on the device of this model.
     """
@@ -56,7 +57,7 @@ class LanguageModel:
     backend: Backend
     tokenizer: Any
     eos_token_ids: frozenset[int]
-    generation_defaults: Mapping[str, Any]
+    generation_defaults: GenerationDefaults
     placement: Placement | None = None
     _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False)
     _loading: Lock = field(default_factory=Lock, init=False)
@@ -172,6 +173,12 @@ def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
         shown_precisions.add(line)
 
 
+def warn_of_settings(lm: LanguageModel) -> None:
+    """Name the generation settings of a model's checkpoint that transformers applies, and that have no effect here."""
+    if not_applied := lm.generation_defaults.not_applied:
+        logger.warning("%s: %s", lm.source, not_applied)
+
+
 @refuse_unknown_keywords
 def load(
     source: str | os.PathLike[str],
@@ -190,6 +197,9 @@ def load(
     transformers' texts. ``dtype="float32"`` gives transformers' own numbers. The line ``MODEL: int8 on cpu; ...`` says
     so, at level INFO of the logger ``specbeam``. Where logging is not set up, the line goes to standard error, once per
     model. ``Stats.precision`` says it for each result. Drafts say nothing, since they change no text.
+
+    The generation settings of a checkpoint hold where you give no option (docs/models.md). A warning of the logger
+    ``specbeam`` names those that transformers applies and specbeam does not.
 
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
@@ -217,6 +227,7 @@ def load(
     lm = _load(source, Placement(backend, device, dtype, quantize, threads), revision, adapter)
     is_quantized = lm.backend.precision not in ("float32", "bfloat16", "float16")
     _say_precision(lm, chosen_here=is_quantized and quantize == dtype == "auto")
+    warn_of_settings(lm)
     return lm
 
 

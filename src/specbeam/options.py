@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from numbers import Integral, Rational, Real
 from typing import Any, ParamSpec, TypeVar
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, shown
+from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import nearest_name
 
 MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
@@ -18,8 +18,6 @@ MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 
 NEUTRAL_VALUES = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 """The options that shape the distribution tokens are drawn from, and the values with which they leave it alone."""
 SAMPLING_OPTIONS = tuple(NEUTRAL_VALUES)
-MAX_SHOWN_CHARACTERS = 200
-"""Messages show this much of a wrong value."""
 MAX_LOGIT_BIAS = 10_000
 """The sum of such biases over a sequence stays far from the scores that mark forbidden sequences."""
 NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
@@ -48,7 +46,8 @@ NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 BEAM_OPTIONS = ("length_penalty", "early_stopping", "distinct")
 """Options that have no effect without beams, None if they are not given."""
 FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size")
-"""Options that a checkpoint's generation_config.json fills in for every method."""
+FILLED_BEAM_OPTIONS = ("length_penalty", "early_stopping")
+"""Options that a checkpoint's generation settings fill in: for every method, and with beams."""
 ARGUMENTS = ("draft", "system", "raw")
 """Names beside the options in calls such as ``generate``."""
 
@@ -98,7 +97,8 @@ class Options:
 
     Attributes:
         max_new_tokens: the largest number of tokens to generate. The model's context may end a sequence earlier.
-        min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen.
+        min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen [the checkpoint's, or
+            what its min_length leaves after the prompt; else 0].
         do_sample: draw tokens instead of taking the likeliest. If not given: sample when a temperature other than 0 is
             given, or one of top_k, top_p, min_p and typical_p that is not off.
         temperature: logits are divided by it [1.0]; 0 is greedy.
@@ -164,7 +164,7 @@ class Options:
     """
 
     max_new_tokens: int = 256
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
     do_sample: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -208,7 +208,7 @@ class Options:
         for name in ("do_sample", "distinct", "bound_rule", "share_prefix", "trace"):
             value = getattr(self, name)
             self._check(name, isinstance(value, bool) or value is _DEFAULTS[name], "true or false")
-        self._check("min_new_tokens", self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
+        self._check("min_new_tokens", (self.min_new_tokens or 0) <= self.max_new_tokens, "0 to max_new_tokens")
         self._check_ends()
         self._check_sampling()
         self._make_logit_bias()
@@ -349,18 +349,25 @@ class Options:
         """The most sequences that may grow at once: beams, or samples."""
         return max(self.num_beams, self.num_return_sequences)
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> Options:
-        """These options, with missing values filled in from a checkpoint's ``generation_config.json``."""
-        names = (*FILLED_OPTIONS, *(SAMPLING_OPTIONS if self.samples else ()))
+    def with_defaults(self, defaults: GenerationDefaults, begin: int = 0) -> Options:
+        """These options, with missing values filled in from a checkpoint's generation settings.
+
+        Args:
+            begin: the tokens that the sequence begins with: the prompt, or start tokens.
+        """
+        of_method = [*(SAMPLING_OPTIONS if self.samples else ()), *(FILLED_BEAM_OPTIONS if self.num_beams > 1 else ())]
+        names = (*FILLED_OPTIONS, *of_method)
         fill = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
         if fill.get("temperature") == 0:  # the checkpoint asks for greedy, but the caller asked to sample
             del fill["temperature"]
+        if self.min_new_tokens is None and (least := _least_new_tokens(defaults, begin)) > 0:
+            fill["min_new_tokens"] = min(least, self.max_new_tokens)
         if not fill:
             return self
         try:
             return replace(self, **fill)
         except SpecbeamError as error:
-            raise SpecbeamError(f"the model's generation_config.json: {error}, or set the option yourself") from error
+            raise SpecbeamError(f"the model's {defaults.file}: {error}, or set the option yourself") from error
 
     def _check_constraints(self) -> None:
         if (constraint := self.constraint) is not None:
@@ -377,7 +384,7 @@ class Options:
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
-            raise SpecbeamError(f"{name}={_shown(getattr(self, name))} is not allowed: give {allowed}")
+            raise SpecbeamError(f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}")
 
     def _without_effect(self, name: str, reason: str) -> SpecbeamError:
         return SpecbeamError(f"{name}={getattr(self, name)} has no effect {reason}")
@@ -409,6 +416,16 @@ class Options:
         return values
 
 
+def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
+    """The new tokens that a checkpoint asks for at least. Its min_length counts the tokens that it begins with, too."""
+    for name, before in ("min_new_tokens", 0), ("min_length", begin):
+        if (least := defaults.get(name)) is not None:
+            if not isinstance(least, Integral) or isinstance(least, bool) or abs(int(least)) >= 2**63:
+                raise defaults.refused(name, "a whole number, or set min_new_tokens yourself")
+            return int(least) - before
+    return 0
+
+
 Options.__init__ = refuse_unknown_keywords(Options.__init__, ARGUMENTS)  # type: ignore[method-assign]
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
 
@@ -429,12 +446,3 @@ def given_options(options: Options | Mapping[str, Any] | None) -> dict[str, Any]
     if options is not None and not isinstance(options, Mapping):
         raise SpecbeamError(f"options={options!r} is not allowed: give Options or a mapping, or options by their names")
     return {**(options or {})}
-
-
-def _shown(value: Any) -> str:
-    """A value as messages show it: not all of it if it is long."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return f"(a number of more than {sys.get_int_max_str_digits()} digits)"
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."

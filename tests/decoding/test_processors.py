@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers.generation import logits_process as theirs
 
-from specbeam.decoding.processors import Processors, processors_of_checkpoint
+from specbeam.decoding.checkpoint_processors import processors_of_checkpoint
+from specbeam.decoding.processors import Processors
 from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.errors import SpecbeamError
+from specbeam.generation_defaults import GenerationDefaults
 from specbeam.options import Options
 from specbeam.selection import Noise, SelectionRequest, select
 from specbeam.tree import Tree
@@ -138,7 +140,9 @@ def test_rounding_differences_hardly_ever_change_a_draw():
 
 def test_a_value_of_a_checkpoint_that_transformers_refuses_is_one_line():
     with pytest.raises(SpecbeamError, match="generation_config"):  # the fuzzer found PyTorch's RuntimeError
-        processors_of_checkpoint({"suppress_tokens": [{"a": 5}]}, frozenset([2]), 3, 9, 20, torch.device("cpu"))
+        processors_of_checkpoint(
+            GenerationDefaults({"suppress_tokens": [{"a": 5}]}), Options(), frozenset([2]), [5, 6, 7], 3, 9, 20
+        )
 
 
 @pytest.mark.parametrize(

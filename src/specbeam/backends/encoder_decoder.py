@@ -47,7 +47,7 @@ class EncoderDecoderBackend(TransformersBackend):
         self._decoder = model.get_decoder()
         self._positions = DecoderPositions(self._decoder)
         start = model.generation_config.decoder_start_token_id
-        start = model.config.bos_token_id if start is None else start
+        start = model.generation_config.bos_token_id if start is None else start
         self.start_token_ids: list[int] | None = [start] if isinstance(start, int) else start
         super().__init__(model)
 

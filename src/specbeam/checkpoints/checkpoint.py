@@ -25,6 +25,7 @@ from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.errors import SpecbeamError
+from specbeam.generation_defaults import GenerationDefaults
 from specbeam.machine import usable_processors
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -169,9 +170,9 @@ class Checkpoint(ABC):
         """Ends of the names of tensors that are no parameters. They are not read."""
 
     @property
-    def generation_defaults(self) -> Mapping[str, Any]:
-        """Generation options the checkpoint recommends, with transformers' names."""
-        return {}
+    def generation_defaults(self) -> GenerationDefaults:
+        """The checkpoint's generation settings, with transformers' names."""
+        return GenerationDefaults()
 
     @property
     def quantized(self) -> bool:

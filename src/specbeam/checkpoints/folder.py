@@ -26,6 +26,7 @@ from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.safetensors_file import extents_of, shapes_of
 from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.generation_defaults import FILE, GenerationDefaults, defaults_of_config
 
 
 class FolderCheckpoint(Checkpoint):
@@ -128,26 +129,24 @@ class FolderCheckpoint(Checkpoint):
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
     @cached_property
-    def _generation_config(self) -> dict[str, Any]:
-        return read_json(self.path, "generation_config.json")
+    def generation_defaults(self) -> GenerationDefaults:
+        if (self.path / FILE).is_file():
+            return GenerationDefaults(read_json(self.path, FILE))
+        return defaults_of_config(self._config)
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        for config in (self._generation_config, self._config):
+        for config in (self.generation_defaults, self._config):
             ids = config.get("eos_token_id")
             if ids is not None:
                 ids = ids if isinstance(ids, list) else [ids]
-                if not all(isinstance(i, int) for i in ids):
+                if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
                     raise SpecbeamError(
                         f"{self.path}: eos_token_id {ids} of its configuration holds what is no token id"
                     )
                 return frozenset(i for i in ids if i >= 0)  # -1 stands for no token
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return frozenset() if eos is None else frozenset([eos])
-
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]:
-        return {name: value for name, value in self._generation_config.items() if value is not None}
 
     @property
     def ignored(self) -> tuple[str, ...]:

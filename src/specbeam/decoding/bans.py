@@ -1,13 +1,45 @@
-"""Tokens that may not follow: ``no_repeat_ngram_size`` and ``bad_words_ids``."""
+"""Tokens that may not follow: repeated n-grams, bad words, and tokens that are banned for a time."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.tree import Nodes, Tree
+
+NONE = np.empty(0, dtype=np.int64)
+
+
+class Bans(Protocol):
+    """Some tokens that may not follow, whatever their scores."""
+
+    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """At nodes, int64 [n]: the rows and the token ids that may not follow there, int64 [m] each."""
+
+    def unchanged(self, new_tokens: int) -> int:
+        """For how many tokens beyond so many new ones, whatever they are, the same tokens are banned."""
+
+
+class BannedTokens:
+    """Bans some tokens while a sequence has at least ``first`` and at most ``last`` new tokens."""
+
+    def __init__(self, tokens: Sequence[int], first: int = 0, last: int = sys.maxsize) -> None:
+        self.tokens = np.array(tokens, dtype=np.int64)
+        self.first, self.last = first, last
+
+    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        new = tree.depths(nodes) + 1 - tree.prompt_length
+        rows = np.flatnonzero((new >= self.first) & (new <= self.last))
+        return np.repeat(rows, len(self.tokens)), np.tile(self.tokens, len(rows))
+
+    def unchanged(self, new_tokens: int) -> int:
+        if new_tokens > self.last:
+            return sys.maxsize
+        return (self.last if new_tokens >= self.first else self.first - 1) - new_tokens
 
 
 class RepeatedNgrams:
@@ -24,7 +56,7 @@ class RepeatedNgrams:
     def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         depths = tree.depths(nodes)
         if self.size > depths.max(initial=-1) + 1:  # a sequence with its next token holds no two of them
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+            return NONE, NONE
         self._read_prefix(tree)
         begun = tree.last_tokens(nodes, self.size - 1)
         pairs = [
@@ -45,6 +77,9 @@ class RepeatedNgrams:
         rows, tokens = np.concatenate(found, axis=1)
         return rows, tokens
 
+    def unchanged(self, new_tokens: int) -> int:
+        return 0
+
     def _read_prefix(self, tree: Tree) -> None:
         begin = max(0, self._read - self.size + 1)
         tokens = tree.tokens(tree.prefix[begin:]).tolist()
@@ -58,13 +93,70 @@ def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64
     """The tokens that would end an n-gram that a sequence has already, and their rows. ``ids``: int64 [n, length]."""
     n, length = ids.shape
     if length < size:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        return NONE, NONE
     begun = ids[:, length - size + 1 :]
     same = np.ones((n, length - size + 1), dtype=bool)
     for column in range(size - 1):
         same &= ids[:, column : length - size + 1 + column] == begun[:, column : column + 1]
     rows, at = np.nonzero(same)
     return rows, ids[rows, at + size - 1]
+
+
+class SourceNgrams:
+    """Bans the tokens that would end an n-gram that the prompt has (``encoder_no_repeat_ngram_size``)."""
+
+    def __init__(self, source: Sequence[int], size: int) -> None:
+        self.size = size
+        self._ends: dict[tuple[int, ...], set[int]] = {}  # by begun n-gram
+        for end in range(size - 1, len(source)):
+            self._ends.setdefault(tuple(source[end - size + 1 : end]), set()).add(source[end])
+
+    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if not self._ends:
+            return NONE, NONE
+        begun = tree.last_tokens(nodes, self.size - 1).tolist()
+        pairs = [(row, token) for row, ngram in enumerate(begun) for token in self._ends.get(tuple(ngram), ())]
+        rows, tokens = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return rows, tokens
+
+    def unchanged(self, new_tokens: int) -> int:
+        return sys.maxsize if self.size == 1 or not self._ends else 0
+
+
+class Words:
+    """Finds where a sequence ends with all tokens of a word but its last one.
+
+    Args:
+        words: token ids of each.
+
+    Attributes:
+        last: the last token of each word, int64 [words].
+    """
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        lengths = np.array([len(word) for word in words], dtype=np.int64)
+        self.last = np.array([word[-1] for word in words], dtype=np.int64)
+        self.groups = []  # by length, shortest first: tokens before the last, int64 [n, length - 1], and numbers [n]
+        for length in np.unique(lengths).tolist():
+            numbers = np.flatnonzero(lengths == length)
+            self.groups.append((np.array([words[i][:-1] for i in numbers.tolist()], dtype=np.int64), numbers))
+
+    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """At nodes, int64 [n]: the rows, and the numbers of the words that may end there, int64 [m] each."""
+        rows, words = [NONE], [NONE]
+        longest = tree.depths(nodes).max(initial=-1) + 1
+        for begins, numbers in self.groups:
+            if begins.shape[1] > longest:  # and so are the words of the groups after it
+                break
+            ends = tree.last_tokens(nodes, begins.shape[1])
+            row, word = np.nonzero((ends[:, None] == begins).all(-1))
+            rows.append(row)
+            words.append(numbers[word])
+        return np.concatenate(rows), np.concatenate(words)
+
+    def unchanged(self, new_tokens: int) -> int:
+        """For how many further tokens, whatever they are, the same words may end."""
+        return 0 if any(begins.shape[1] for begins, _ in self.groups) else sys.maxsize
 
 
 class BadWords:
@@ -75,20 +167,25 @@ class BadWords:
     """
 
     def __init__(self, words: Sequence[Sequence[int]], eos_token_ids: frozenset[int]) -> None:
-        kept = [word for word in words if not (len(word) == 1 and word[0] in eos_token_ids)]
-        self.groups = []  # by length, shortest first: tokens before the last, int64 [n, length - 1], and the last [n]
-        for length in sorted({len(word) for word in kept}):
-            table = np.array([word for word in kept if len(word) == length], dtype=np.int64)
-            self.groups.append((table[:, :-1], table[:, -1]))
+        self.words = Words([word for word in words if not (len(word) == 1 and word[0] in eos_token_ids)])
+        self.unchanged = self.words.unchanged
 
     def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        rows, tokens = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        longest = tree.depths(nodes).max(initial=-1) + 1
-        for begins, last in self.groups:
-            if begins.shape[1] > longest:  # and so are the words of the groups after it
-                break
-            ends = tree.last_tokens(nodes, begins.shape[1])
-            row, word = np.nonzero((ends[:, None] == begins).all(-1))
-            rows.append(row)
-            tokens.append(last[word])
-        return np.concatenate(rows), np.concatenate(tokens)
+        rows, numbers = self.words(tree, nodes)
+        return rows, self.words.last[numbers]
+
+
+class SequenceBias:
+    """Numbers that are added to the score of a word's last token where the sequence ends with its other tokens."""
+
+    def __init__(self, biases: dict[tuple[int, ...], float]) -> None:
+        self.words, self.values = Words([*biases]), np.array([*biases.values()], dtype=np.float32)
+        self.unchanged = self.words.unchanged
+
+    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        """At nodes, int64 [n]: rows and token ids, int64 [m] each, and what is added there, float32 [m]."""
+        rows, numbers = self.words(tree, nodes)
+        places, which = np.unique(np.stack([rows, self.words.last[numbers]]), axis=1, return_inverse=True)
+        sums = np.zeros(places.shape[1], np.float32)  # several words may have the same last token
+        np.add.at(sums, which.ravel(), self.values[numbers])
+        return places[0], places[1], sums

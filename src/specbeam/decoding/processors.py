@@ -7,9 +7,8 @@ and masks. Only a caller's own functions see all scores.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.decoding import Selection
-from specbeam.decoding.bans import BadWords, RepeatedNgrams
+from specbeam.decoding.bans import BadWords, BannedTokens, Bans, RepeatedNgrams, SequenceBias
+from specbeam.decoding.checkpoint_processors import CheckpointProcessors
 from specbeam.decoding.constraint_mask import ConstraintMask, packed
 from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
@@ -28,26 +28,13 @@ from specbeam.selection.transfer import to_device
 from specbeam.selection.warpers import MASKED
 from specbeam.tree import Nodes, Tree
 
-FORCES_AND_FORBIDS = (
-    "bad_words_ids",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-)
-"""Options that a checkpoint's generation_config.json may set, in the order in which transformers applies them."""
-
-
-Bans = Callable[[Tree, Nodes], tuple[NDArray[np.int64], NDArray[np.int64]]]
-"""At nodes, int64 [n]: the rows and the token ids that may not follow there, int64 [m] each."""
-
 
 class Processors:
-    """The processors of one request at some nodes: penalties, then masks, then functions.
+    """The processors of one request at some nodes: biases, penalties and bans, then masks, then functions.
 
     Args:
         vocab_size: of the target.
-        of_checkpoint: processors of transformers that the checkpoint asks for (:func:`processors_of_checkpoint`).
+        of_checkpoint: what the checkpoint asks for.
         device: of the token ids that functions of the caller get.
 
     Attributes:
@@ -61,7 +48,7 @@ class Processors:
         options: Options,
         eos_token_ids: frozenset[int],
         vocab_size: int,
-        of_checkpoint: Sequence[Callable[..., Tensor]] = (),
+        of_checkpoint: CheckpointProcessors = CheckpointProcessors(),  # noqa: B008 (it is never changed)
         device: torch.device | str = "cpu",
     ) -> None:
         self.device = device
@@ -70,26 +57,30 @@ class Processors:
         self.frequency_penalty, self.presence_penalty = options.frequency_penalty, options.presence_penalty
         self._counts = NodeStates(Counts.of, Counts.push)
         self.logit_bias = options.logit_bias or {}
-        self.min_new_tokens = options.min_new_tokens
-        self.eos_token_ids = sorted(eos_token_ids)
-        self.bans: list[Bans] = []
+        self.of_checkpoint = of_checkpoint
+        self.bans: list[Bans] = [*of_checkpoint.bans]
         if options.no_repeat_ngram_size:
             self.bans.append(RepeatedNgrams(options.no_repeat_ngram_size))
         if options.bad_words_ids:
             self.bans.append(BadWords(options.bad_words_ids, eos_token_ids))
+        if options.min_new_tokens and eos_token_ids:
+            self.bans.append(BannedTokens(sorted(eos_token_ids), last=options.min_new_tokens - 1))
         self.constraint: ConstraintMask | None = None
         if options.constraint is not None:
             self.constraint = ConstraintMask(options.constraint, eos_token_ids, vocab_size)
+        self._eos = tuple(sorted(eos_token_ids))
         self.has_one_end = self.constraint is not None and options.num_beams > 1
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
-        self.functions = (*of_checkpoint, *options.logits_processor)
+        self.functions = options.logits_processor
         lowest = min(0.0, self.frequency_penalty, self.presence_penalty)
-        self.raises = bool(options.logits_processor) or lowest < 0 or max(self.logit_bias.values(), default=0.0) > 0
+        has_raise = lowest < 0 or max(self.logit_bias.values(), default=0.0) > 0
+        self.raises = bool(self.functions) or has_raise or of_checkpoint.raises
         self.forbids = bool(self.bans) or self.constraint is not None or self.prefix_allowed_tokens_fn is not None
         self._penalizes = self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
-        ends = self.eos_token_ids and self.min_new_tokens
-        self._looks_at_texts = bool(self._penalizes or self.forbids or self.functions)
-        self.is_plain = not (self._looks_at_texts or ends or self.logit_bias)
+        masks = self.constraint is not None or self.prefix_allowed_tokens_fn is not None
+        self._looks_at_texts = bool(self._penalizes or masks or self.functions)
+        edits = self.logit_bias or of_checkpoint.biases or of_checkpoint.prompt_penalty
+        self.is_plain = not (self._looks_at_texts or self.bans or edits or of_checkpoint.changes)
         self._dead_ends: set[int] = set()  # draft tokens after which prefix_allowed_tokens_fn allows no token
 
     def __call__(self, tree: Tree, nodes: Any, draft_tokens: Any = ()) -> dict[str, Any]:
@@ -109,10 +100,13 @@ class Processors:
         allowed = self._allowed(tree, nodes, draft_tokens)
         if allowed is not None:
             changes["allowed"] = allowed
+        functions = [*self._changes(tree, nodes)]
         if self.functions:
-            changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)),)
+            functions.append(partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)))
+        if functions:
+            changes["functions"] = tuple(functions)
         if self.has_one_end:
-            changes["one_of"] = tuple(self.eos_token_ids)
+            changes["one_of"] = self._eos
         return changes
 
     def unchanged(self, tree: Tree, node: int) -> int:
@@ -121,8 +115,12 @@ class Processors:
             return sys.maxsize
         if self._looks_at_texts:
             return 0
-        too_short = self.min_new_tokens - (int(tree.depths(node)) + 1 - tree.prompt_length)
-        return too_short - 1 if too_short > 0 else sys.maxsize
+        new = int(tree.depths(node)) + 1 - tree.prompt_length
+        parts: list[Bans | SequenceBias] = [*self.bans]
+        if self.of_checkpoint.biases is not None:
+            parts.append(self.of_checkpoint.biases)
+        ahead = [max(0, change.first - new - 1) for change in self.of_checkpoint.changes if new <= change.last]
+        return min([sys.maxsize, *ahead, *(part.unchanged(new) for part in parts)])
 
     def forbidden(self, tree: Tree, nodes: Nodes, tokens: Nodes) -> NDArray[np.bool_]:
         """Which tokens may not follow drafted nodes, whatever their scores, bool [n]: a token for each of n nodes."""
@@ -158,15 +156,18 @@ class Processors:
         if self.logit_bias:
             values = np.array([*self.logit_bias.values()], dtype=np.float32)
             yield Edit("add", *_each([*self.logit_bias], np.arange(n)), np.tile(values, n))
+        if (biases := self.of_checkpoint.biases) is not None:
+            rows, tokens, sums = biases(tree, nodes)
+            yield Edit("add", rows.astype(np.int32), tokens.astype(np.int32), sums)
+        if (of_prompt := self.of_checkpoint.prompt_penalty) is not None:
+            where = _each(of_prompt[0], np.arange(n))
+            yield Edit("repeat", *where, np.full(len(where[0]), of_prompt[1], np.float32))
         if self._penalizes:
             yield from self._penalties(tree, nodes)
-        if self.eos_token_ids and self.min_new_tokens:
-            early = np.flatnonzero(tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens)
-            if len(early):
-                yield Edit("ban", *_each(self.eos_token_ids, early))
         for bans in self.bans:
             rows, tokens = bans(tree, nodes)
-            yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
+            if len(rows):
+                yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
 
     def _penalties(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
         """Repetition penalty for all tokens of the sequence, then frequency and presence penalty for the new ones.
@@ -198,6 +199,14 @@ class Processors:
             if not len(index):
                 self._dead_ends.add(node)
         return np.stack(by_function) if allowed is None else np.stack(by_function) & allowed
+
+    def _changes(self, tree: Tree, nodes: Nodes) -> Iterator[Callable[[Tensor], Tensor]]:
+        """The changes of all scores that the checkpoint asks for at nodes, as functions of the scores."""
+        for change in self.of_checkpoint.changes:
+            new = tree.depths(nodes) + 1 - tree.prompt_length
+            rows = np.flatnonzero((new >= change.first) & (new <= change.last))
+            if len(rows):
+                yield partial(change, rows=rows, new_tokens=new[rows])
 
     def _call(self, tree: Tree, nodes: Nodes, drafted: NDArray[np.bool_], scores: Tensor) -> Tensor:
         """Call the functions on all nodes of one depth at once, since their sequences are equally long.
@@ -238,7 +247,7 @@ def _not_a_number(option: str) -> SpecbeamError:
     )
 
 
-def _each(tokens: list[int], rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _each(tokens: Any, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The places of some tokens in each of n rows: the rows and the tokens, int32 [n * tokens] each."""
     return np.repeat(rows.astype(np.int32), len(tokens)), np.tile(np.array(tokens, dtype=np.int32), len(rows))
 
@@ -261,63 +270,6 @@ def check_token_ids(options: Options, vocab_size: int) -> None:
     for name, tokens in {"logit_bias": options.logit_bias or (), "bad_words_ids": words}.items():
         if foreign := [token for token in tokens if token >= vocab_size]:
             raise SpecbeamError(f"{name}: the token id {foreign[0]} is not in the vocabulary of {vocab_size}")
-
-
-def processors_of_checkpoint(
-    defaults: Mapping[str, Any],
-    eos_token_ids: frozenset[int],
-    prompt_length: int,
-    max_length: int,
-    vocab_size: int,
-    device: torch.device,
-) -> list[Callable[..., Tensor]]:
-    """Transformers' own processors for the tokens that a checkpoint's generation_config.json forces and forbids.
-
-    No processor among these raises a log-probability above 0. A negative token id stands for no token.
-
-    Args:
-        prompt_length: the number of tokens that the sequence begins with. With an encoder these are its start tokens.
-
-    Raises:
-        SpecbeamError: the file has a value that transformers refuses, or forces a token that the model lacks.
-    """
-    given = {name: value for name in FORCES_AND_FORBIDS if (value := defaults.get(name)) is not None}
-    try:
-        given = {name: kept for name, value in given.items() if (kept := _in_vocabulary(name, value, vocab_size))}
-        if not given:
-            return []
-
-        from transformers import generation
-
-        eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
-        begin = prompt_length + (prompt_length == 1 and "forced_bos_token_id" in given)
-        make: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
-            "bad_words_ids": lambda words: generation.NoBadWordsLogitsProcessor(words, eos),
-            "forced_bos_token_id": lambda ids: generation.ForcedBOSTokenLogitsProcessor(ids),
-            "forced_eos_token_id": lambda ids: generation.ForcedEOSTokenLogitsProcessor(max_length, ids, device),
-            "suppress_tokens": lambda ids: generation.SuppressTokensLogitsProcessor(ids, device),
-            "begin_suppress_tokens": lambda ids: generation.SuppressTokensAtBeginLogitsProcessor(ids, begin, device),
-        }
-        return [make[name](value) for name, value in given.items()]
-    except Exception as error:  # transformers lets any exception pass
-        raise SpecbeamError(f"the model's generation_config.json: {error}") from error
-
-
-def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
-    """The token ids of an option, or its words, without tokens that no sequence can contain.
-
-    Raises:
-        ValueError: a value is no token id, or a token is to be forced, and the vocabulary lacks it.
-    """
-    words = value if name == "bad_words_ids" else [[value] if isinstance(value, int) else value]
-    if not all(isinstance(token, Integral) and not isinstance(token, bool) for word in words for token in word):
-        raise ValueError(f"{name} {value!r} holds a value that is no token id")
-    if name == "bad_words_ids":
-        return [word for word in words if all(0 <= token < vocab_size for token in word)]
-    tokens = [token for token in words[0] if token >= 0]
-    if name.startswith("forced") and max(tokens, default=0) >= vocab_size:
-        raise ValueError(f"{name} {max(tokens)} is not in the vocabulary of {vocab_size}")
-    return tokens
 
 
 class Counts(NamedTuple):

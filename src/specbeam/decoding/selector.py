@@ -59,7 +59,9 @@ class Selector:
             numbers = np.zeros_like(positions)
             numbers[:] = streams
             noise = Noise(self.seed, numbers, positions)
-        return SelectionRequest(**self.process(tree, nodes, draft_tokens), **self.warpers, noise=noise, **wants)
+        changes = self.process(tree, nodes, draft_tokens)
+        renormalizes = self.process.of_checkpoint.renormalizes and bool(wants.get("normalize"))  # else without effect
+        return SelectionRequest(**changes, **self.warpers, noise=noise, renormalize=renormalizes, **wants)
 
     def streams(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint32] | int:
         """Checksums of the sequences' new tokens, uint32 [n], so that a beam's noise does not depend on its rank.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specbeam.decoding.processors import Processors, check_token_ids, processors_of_checkpoint
+from specbeam.decoding.checkpoint_processors import processors_of_checkpoint
+from specbeam.decoding.processors import Processors, check_token_ids
 from specbeam.decoding.record import Record
 from specbeam.decoding.selector import Selector, some_seed, warpers_of
 from specbeam.decoding.stopping import Stopping
@@ -53,19 +54,19 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
     if options.stop_strings and lm.tokenizer is None:
         raise SpecbeamError(f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out")
     check_token_ids(options, backend.vocab_size)
-    options = options.with_defaults(lm.generation_defaults)
+    begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
+    options = options.with_defaults(lm.generation_defaults, len(begin))
     eos = lm.eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
     if foreign := [token for token in eos if token >= backend.vocab_size]:
         raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
     if options.constraint is not None and not eos:
         raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
-    begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
-    own = {} if options.bad_words_ids is None else {"bad_words_ids": None}
-    defaults = {**lm.generation_defaults, **own}
-    forced = processors_of_checkpoint(defaults, eos, len(begin), max_length, backend.vocab_size, backend.device)
+    of_checkpoint = processors_of_checkpoint(
+        lm.generation_defaults, options, eos, prompt_ids, len(begin), max_length, backend.vocab_size
+    )
     tree = Tree(begin)
-    process = Processors(options, eos, backend.vocab_size, forced, backend.device)
+    process = Processors(options, eos, backend.vocab_size, of_checkpoint, backend.device)
     stop = Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode)
     draws_beams = options.num_beams > 1 and (options.samples or options.num_beam_groups > 1)
     looks_at_each = options.trace or options.top_logprobs is not None or draws_beams

@@ -30,10 +30,11 @@ from specbeam.backends.transformers import check_weights, context_length_of
 from specbeam.compat import argument_of_generate
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
+from specbeam.generation_defaults import GenerationDefaults
 from specbeam.integrations.transformers_processors import Row, check_processors, options_of
 from specbeam.integrations.transformers_prompts import Prompts, refuse
 from specbeam.integrations.transformers_steps import Details, Steps
-from specbeam.model import LanguageModel
+from specbeam.model import LanguageModel, warn_of_settings
 from specbeam.options import MAX_DRAFT_SIZES
 
 GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -81,12 +82,12 @@ def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
             weights that are not finite.
     """
     lm = _wrap(model, tokenizer)
-    check_weights(model, type(model).__name__)
+    warn_of_settings(lm)
     return lm
 
 
-def _wrap(model: Any, tokenizer: Any) -> LanguageModel:
-    """The same, whatever its weights are."""
+def _wrap(model: Any, tokenizer: Any, must_be_finite: bool = True) -> LanguageModel:
+    """The same without a warning."""
     if getattr(model, "generation_config", None) is None:  # a model without a head has None
         is_name = isinstance(model, str | os.PathLike)
         given = f"model={model!r}" if is_name else f"an object of type {type(model).__name__}"
@@ -94,15 +95,18 @@ def _wrap(model: Any, tokenizer: Any) -> LanguageModel:
             f"{given} is no model of transformers that generates text: give what AutoModelForCausalLM.from_pretrained "
             "or AutoModelForSeq2SeqLM.from_pretrained returns. specbeam.load takes names and folders"
         )
-    defaults = {name: value for name, value in model.generation_config.to_dict().items() if value is not None}
+    defaults = GenerationDefaults(model.generation_config.to_dict(), "generation_config")
     eos = defaults.get("eos_token_id", getattr(tokenizer, "eos_token_id", None))
-    return LanguageModel(
+    lm = LanguageModel(
         source=model.name_or_path or type(model).__name__,
         backend=backend_of(model),
         tokenizer=tokenizer,
         eos_token_ids=frozenset(i for i in ([eos] if isinstance(eos, int) else eos or ()) if i >= 0),
         generation_defaults=defaults,
     )
+    if must_be_finite:
+        check_weights(model, type(model).__name__)
+    return lm
 
 
 def generate(
@@ -180,8 +184,8 @@ def generate(
     bridged = isinstance(draft, LanguageModel) or assistant_tokenizer is not None  # another vocabulary, by way of text
     own_tokenizer = tokenizer if bridged else None
     replaces_invalid = any(isinstance(p, InfNanRemoveLogitsProcessor) for p in logits_processor)
-    lm = _wrap(model, own_tokenizer) if replaces_invalid else wrap(model, own_tokenizer)
-    lm = replace(lm, generation_defaults={})  # transformers has filled them in
+    lm = _wrap(model, own_tokenizer, must_be_finite=not replaces_invalid)
+    lm = replace(lm, generation_defaults=GenerationDefaults())  # transformers has filled them in
     returned = generation_config.num_return_sequences or 1
     copies = max(beams, returned)  # transformers has repeated each prompt
     if model.config.is_encoder_decoder:
@@ -284,7 +288,7 @@ def _draft(lm: LanguageModel, tokenizer: Any, **given: Any) -> dict[str, Any]:
     for name, value in asked.items():
         if name == "draft" and not isinstance(value, PreTrainedModel):
             return {"draft": value}
-        wrapped = wrap(value, tokenizer)
+        wrapped = _wrap(value, tokenizer)
         if None not in (lm.backend.start_token_ids, wrapped.backend.start_token_ids):
             wrapped.backend.start_token_ids = lm.backend.start_token_ids  # the caller's decoder_input_ids
         return {"draft": wrapped}

@@ -60,8 +60,8 @@ class Noise:
 class SelectionRequest:
     """The numbers that a strategy needs of the logits at its n nodes.
 
-    The logits are changed in the order of the attributes from ``normalize`` to ``typical_p``. Then noise is added, and
-    the highest are selected. Of equal ones, the lower token ids come first.
+    The logits are changed in the order of the attributes from ``normalize`` to ``renormalize``. Then noise is added,
+    and the highest are selected. Of equal ones, the lower token ids come first.
 
     Attributes:
         top: how many of the highest tokens of each row; 0 for none.
@@ -74,6 +74,7 @@ class SelectionRequest:
         functions: take all scores, float32 [n, vocab], and return new ones. They run in PyTorch.
         one_of: in each row only the likeliest of these tokens keeps its score.
         temperature, top_k, top_p, min_p, typical_p: the warpers of transformers; None for none.
+        renormalize: make log-probabilities of the changed scores.
         noise: rank by score and noise. The highest is then a draw from the softmax of the scores (Gumbel-max). The k
             highest are k draws without replacement (Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3).
         total: ask for the logsumexp of the changed scores, too.
@@ -92,6 +93,7 @@ class SelectionRequest:
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
+    renormalize: bool = False
     noise: Noise | None = None
     total: bool = False
 
@@ -300,6 +302,9 @@ def changed(logits: Tensor, request: SelectionRequest, normalizers: Tensor) -> T
     for warp in (temperature, top_k, top_p, min_p, typical_p):
         if (value := getattr(request, warp.__name__)) is not None:
             scores = warp(scores, value)
+    if request.renormalize:
+        some = scores.amax(-1, keepdim=True) > MASKED  # else they would become NaN
+        scores = torch.where(some, scores.log_softmax(-1), scores)
     return scores
 
 
@@ -345,10 +350,11 @@ def _seeds(request: SelectionRequest) -> NDArray[np.uint64]:
 def _kind(request: SelectionRequest) -> tuple[Any, ...]:
     """Equal for requests that can be served together. A request with functions of a caller is served alone."""
     warpers = request.temperature, request.top_k, request.top_p, request.min_p, request.typical_p
-    flags = request.top, request.vocab, request.normalize, request.noise is None, request.total, request.allowed is None
+    flags = request.top, request.vocab, request.normalize, request.renormalize, request.total
+    has_none = request.noise is None, request.allowed is None
     given = None if request.given is None else request.given.shape[1]
     edits = tuple(edit.kind for edit in request.edits)
-    return (*flags, given, edits, request.one_of, *warpers, id(request) if request.functions else None)
+    return (*flags, *has_none, given, edits, request.one_of, *warpers, id(request) if request.functions else None)
 
 
 def _merged(parts: Sequence[tuple[Tensor, SelectionRequest]]) -> tuple[SelectionRequest, NDArray[np.uint64]]:

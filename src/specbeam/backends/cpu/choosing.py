@@ -194,7 +194,7 @@ class Space:
 
 
 def needs_torch(request: SelectionRequest) -> bool:
-    return bool(request.functions) or request.typical_p is not None
+    return bool(request.functions) or request.typical_p is not None or request.renormalize
 
 
 class Joined:

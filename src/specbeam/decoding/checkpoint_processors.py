@@ -1,0 +1,232 @@
+"""Changes of scores that a checkpoint asks for in its generation settings, and that are no options of a request."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specbeam.decoding.bans import BadWords, BannedTokens, Bans, SequenceBias, SourceNgrams
+from specbeam.errors import SpecbeamError
+from specbeam.generation_defaults import GenerationDefaults
+from specbeam.options import MAX_LOGIT_BIAS, Options
+from specbeam.selection.transfer import to_device
+from specbeam.selection.warpers import MASKED
+
+LARGEST_RAISE = 1e30
+"""The most that a score is multiplied by. float32 has no numbers over 3e38."""
+
+
+class Change(Protocol):
+    """A change of all scores of the sequences that have certain numbers of new tokens.
+
+    Attributes:
+        first, last: these numbers.
+    """
+
+    first: int
+    last: int
+
+    def __call__(self, scores: Tensor, rows: NDArray[np.int64], new_tokens: NDArray[np.int64]) -> Tensor:
+        """New scores, float32 [n, vocab].
+
+        Args:
+            rows: the rows that are to be changed, int64 [m].
+            new_tokens: of the sequences in these rows, int64 [m].
+        """
+
+
+class Forced:
+    """One of some tokens must follow: each has the score 0, and no other token has a chance."""
+
+    def __init__(self, tokens: Sequence[int], at: int) -> None:
+        self.tokens, self.first, self.last = np.array(tokens, dtype=np.int64), at, at
+
+    def __call__(self, scores: Tensor, rows: NDArray[np.int64], new_tokens: NDArray[np.int64]) -> Tensor:
+        tokens = to_device(self.tokens[self.tokens < scores.shape[-1]], scores.device)
+        at = to_device(rows, scores.device)
+        scores = scores.index_fill(0, at, MASKED)
+        scores[at[:, None], tokens] = 0.0
+        return scores
+
+
+class LengthPenalty:
+    """``exponential_decay_length_penalty``: beyond some new tokens, the scores of end tokens rise exponentially."""
+
+    last = sys.maxsize
+
+    def __init__(self, start: int, factor: float, eos_token_ids: frozenset[int]) -> None:
+        self.start, self.factor, self.first = start, factor, start + 1
+        self.eos_token_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
+
+    def __call__(self, scores: Tensor, rows: NDArray[np.int64], new_tokens: NDArray[np.int64]) -> Tensor:
+        tokens = to_device(self.eos_token_ids[self.eos_token_ids < scores.shape[-1]], scores.device)
+        grown = np.array([self._power(n) for n in (new_tokens - self.start).tolist()]) - 1
+        scores, at = scores.clone(), (to_device(rows, scores.device)[:, None], tokens)
+        before = scores[at]
+        raised = before + before.abs() * to_device(grown.astype(np.float32), scores.device)[:, None]
+        scores[at] = torch.where(before.isfinite(), raised, before)
+        return scores
+
+    def _power(self, exponent: int) -> float:
+        try:
+            return min(self.factor**exponent, LARGEST_RAISE)
+        except OverflowError:
+            return LARGEST_RAISE
+
+
+@dataclass(frozen=True)
+class CheckpointProcessors:
+    """What a checkpoint's generation settings change in the scores of one request, as transformers does.
+
+    Attributes:
+        biases: ``sequence_bias``.
+        prompt_penalty: ``encoder_repetition_penalty``: the distinct tokens of the prompt, int32 [n], and the value of
+            the edit "repeat" for them.
+        bans: tokens that may not follow.
+        changes: of all scores, in this order.
+        raises: a log-probability may be raised above 0.
+        renormalizes: ``renormalize_logits``.
+    """
+
+    biases: SequenceBias | None = None
+    prompt_penalty: tuple[NDArray[np.int32], float] | None = None
+    bans: tuple[Bans, ...] = ()
+    changes: tuple[Change, ...] = ()
+    raises: bool = False
+    renormalizes: bool = False
+
+
+def processors_of_checkpoint(
+    defaults: GenerationDefaults,
+    options: Options,
+    eos_token_ids: frozenset[int],
+    prompt_ids: Sequence[int],
+    begin: int,
+    max_length: int,
+    vocab_size: int,
+) -> CheckpointProcessors:
+    """The processors of one request. Token ids that no sequence can contain are left out, unless they are forced.
+
+    Args:
+        begin: the number of tokens that the sequence begins with. With an encoder these are its start tokens.
+
+    Raises:
+        SpecbeamError: a value that is not allowed, or a forced token that the model lacks. Names the file and the key.
+    """
+    read = _Reader(defaults, vocab_size)
+    biases = read.sequence_bias()
+    bans: list[Bans] = []
+    if ngrams := read.number("encoder_no_repeat_ngram_size", 0, "a whole number", whole=True):
+        bans += [SourceNgrams(prompt_ids, int(ngrams))] if ngrams > 0 else []
+    if options.bad_words_ids is None and (words := read.words("bad_words_ids")):
+        bans.append(BadWords(words, eos_token_ids))
+    suppressed, suppressed_first = read.tokens("suppress_tokens"), read.tokens("begin_suppress_tokens")
+    forced_bos, forced_eos = (read.tokens(name, forced=True) for name in ("forced_bos_token_id", "forced_eos_token_id"))
+    first = int(begin == 1 and bool(forced_bos))  # after the token that is forced there
+    if suppressed:
+        bans.append(BannedTokens(suppressed))
+    if suppressed_first:
+        bans.append(BannedTokens(suppressed_first, first, first))
+    changes: list[Change] = []
+    for tokens, at in (forced_bos, 1 - begin), (forced_eos, max_length - 1 - begin):
+        banned = {*suppressed, *(suppressed_first if at == first else ())}
+        if tokens and at >= 0:
+            changes.append(Forced([token for token in tokens if token not in banned], at))
+    decay = read.decay()
+    if decay is not None and eos_token_ids:
+        changes.append(LengthPenalty(*decay, eos_token_ids))
+    penalty = read.number("encoder_repetition_penalty", 1.0, "0.00001 to 100000", lambda x: 1e-5 <= x <= 1e5)
+    return CheckpointProcessors(
+        biases=SequenceBias(biases) if biases else None,
+        prompt_penalty=None if penalty == 1.0 else (np.unique(prompt_ids).astype(np.int32), 1 / penalty),
+        bans=tuple(bans),
+        changes=tuple(changes),
+        raises=max(biases.values(), default=0.0) > 0 or (decay is not None and decay[1] > 1),
+        renormalizes=read.flag("renormalize_logits"),
+    )
+
+
+class _Reader:
+    """Reads checked values from generation settings."""
+
+    def __init__(self, defaults: GenerationDefaults, vocab_size: int) -> None:
+        self.defaults, self.vocab_size = defaults, vocab_size
+
+    def number(self, name: str, otherwise: float, allowed: str, holds: Any = isfinite, whole: bool = False) -> float:
+        value = self.defaults.get(name, otherwise)
+        if not _is_number(value, whole) or not holds(value):
+            raise self.defaults.refused(name, allowed)
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.defaults.get(name, False)
+        if not isinstance(value, bool):
+            raise self.defaults.refused(name, "true or false")
+        return value
+
+    def tokens(self, name: str, forced: bool = False) -> list[int]:
+        """The token ids of a field, without negative ones, which stand for no token."""
+        value = self.defaults.get(name, [])
+        tokens = value if isinstance(value, list | tuple) else [value]
+        if not all(_is_number(token, whole=True) for token in tokens):
+            raise self.defaults.refused(name, "token ids")
+        if forced and max(tokens, default=0) >= self.vocab_size:
+            file = self.defaults.file
+            raise SpecbeamError(
+                f"the model's {file}: {name} {max(tokens)} is not in the vocabulary of {self.vocab_size}"
+            )
+        return [int(token) for token in tokens if 0 <= token < self.vocab_size]
+
+    def words(self, name: str) -> list[list[int]]:
+        """Lists of token ids, without those that no sequence can contain."""
+        words = self.defaults.get(name, [])
+        if not isinstance(words, list | tuple) or not all(map(_is_word, words)):
+            raise self.defaults.refused(name, "lists of token ids")
+        return [[*word] for word in words if all(0 <= token < self.vocab_size for token in word)]
+
+    def sequence_bias(self) -> dict[tuple[int, ...], float]:
+        """What is added, by words. In files these are pairs of a word and a number."""
+        name = "sequence_bias"
+        given = self.defaults.get(name, [])
+        pairs = [*given.items()] if isinstance(given, Mapping) else given
+        if not isinstance(pairs, list | tuple) or not all(map(_is_biased_word, pairs)):
+            limits = f"numbers from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
+            raise self.defaults.refused(name, f"pairs of token ids and {limits}, such as [[[64, 45], -7.5]]")
+        return {tuple(word): float(bias) for word, bias in pairs if all(0 <= token < self.vocab_size for token in word)}
+
+    def decay(self) -> tuple[int, float] | None:
+        name = "exponential_decay_length_penalty"
+        value = self.defaults.get(name)
+        if value is None:
+            return None
+        pair = [*value] if isinstance(value, list | tuple) else []
+        if len(pair) != 2 or not _is_number(pair[0], whole=True) or not _is_number(pair[1]) or not 0 < pair[1] <= 1e5:
+            raise self.defaults.refused(name, "a pair of a whole number and a factor over 0, such as [40, 1.05]")
+        return int(pair[0]), float(pair[1])
+
+
+def _is_number(value: Any, whole: bool = False) -> bool:
+    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+        return False
+    number: Any = value
+    return bool(abs(number) < 2**63)
+
+
+def _is_word(word: Any) -> bool:
+    return isinstance(word, list | tuple) and len(word) > 0 and all(_is_number(token, whole=True) for token in word)
+
+
+def _is_biased_word(pair: Any) -> bool:
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not _is_word(pair[0]):
+        return False
+    bias = pair[1]
+    return bias == -np.inf or (_is_number(bias) and bool(abs(bias) <= MAX_LOGIT_BIAS))
