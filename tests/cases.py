@@ -181,6 +181,8 @@ def draw_case(seed: int, index: int) -> dict[str, Any]:
         model, how, vocabulary = draw.choice([*FILES]) + ".gguf", "", LARGEST
     beginning = _tokens(draw, vocabulary, draw.choice((1, 12, 60)))
     requests = [_draw_request(draw, vocabulary, how, beginning) for _ in range(draw.choice((1, 1, 1, 2, 3, 4, 5, 6)))]
+    if draw.random() < 0.2:  # the second begins with what the first has cached
+        requests.insert(0, requests[0])
     full = max(len(one["prompt"]) + one["options"]["max_new_tokens"] for one in requests)
     # One sequence of full length has to fit. With little more, requests are preempted, and beams take turns.
     tight = (full, full + 2, full + 7, full + 40)
@@ -248,7 +250,8 @@ def _draw_request(draw: random.Random, vocabulary: int, how: str, beginning: lis
     else:
         prompt = _tokens(draw, vocabulary, draw.choice((1, 2, 8, 30)))
     request = {"kind": kind, "prompt": prompt, "options": options, "draft": draft}
-    if limit := draw.choice((None, None, None, None, "trie", "trie", "walk", "walk", "prefix", "processor")):
+    kinds = (None, None, None, None, "trie", "trie", "walk", "walk", "few", "prefix", "processor")
+    if limit := draw.choice(kinds):
         request["limit"] = _draw_limit(draw, vocabulary, limit)
     request["rounds"] = draw.choice((0, 0, 1, 4, 40))  # iterations of the engine, before the next request comes
     if draw.random() < 0.1:
@@ -281,7 +284,7 @@ def draw_options(draw: random.Random, vocabulary: int, kind: str) -> dict[str, A
     if kind == "samples":
         options["num_return_sequences"] = draw.randint(2, 4)
     if kind in ("beams", "drawn", "groups"):
-        beams = draw.choice((2, 4, 6, 16) if kind == "groups" else (2, 3, 4, 5, 8, 16))
+        beams = draw.choice((2, 4, 6, 16) if kind == "groups" else (2, 3, 4, 5, 8, 17))
         options |= {"num_beams": beams, "num_return_sequences": draw.choice((1, 2, beams))}
         options["length_penalty"] = draw.choice((1.0, 1.0, 0.0, 2.0, -1.0, 0.6))
         options["early_stopping"] = draw.choice((False, False, True, "never"))
@@ -314,6 +317,8 @@ def _draw_limit(draw: random.Random, vocabulary: int, kind: str) -> dict[str, An
         return {"trie": [[draw.choice(ids) for _ in range(draw.randint(1, 6))] for _ in range(draw.choice((3, 30)))]}
     if kind == "walk":
         return {"walk": draw.randint(2, 5)}
+    if kind == "few":
+        return {"few": draw.choice((1, 1, 2, 3))}
     if kind == "prefix":
         return {"prefix": sorted(draw.sample(range(vocabulary), max(2, vocabulary // 3)))}
     return {"processor": draw.randrange(vocabulary)}
@@ -437,6 +442,10 @@ def _limits(limit: dict[str, Any], vocabulary: int) -> dict[str, Any]:
         return {"constraint": Walk(vocabulary, period)}
     if allowed := limit.get("prefix"):
         return {"prefix_allowed_tokens_fn": lambda _, ids: allowed if len(ids) % 2 else [*range(vocabulary)]}
+    if count := limit.get("few"):  # fewer tokens than beams may follow
+        return {
+            "prefix_allowed_tokens_fn": lambda _, ids: [(7 * int(ids[-1]) + n) % vocabulary for n in range(1, count + 1)]
+        }
     if (token := limit.get("processor")) is not None:
 
         def lower(ids: Any, scores: Any) -> Any:

@@ -96,7 +96,7 @@ class Tree:
         self._paths_start = n  # the depth at which they begin
         self._unremembered: set[int] = set()  # the nodes that grew at the last keep, if their paths were not asked for
         self._draft_tokens: dict[tuple[int, int], int] = {}  # by parent and token
-        self._dropped: list[int] = []
+        self._dropped: set[int] = set()
 
     def __len__(self) -> int:
         """The number of nodes ever added, dropped nodes included."""
@@ -237,7 +237,7 @@ class Tree:
         if dead := [node for node in kept - self._living.kept if not self._living.counts[node]]:
             raise ValueError(f"nodes {sorted(dead)} are not all live")
         idle = self._growing.keep(still_growing, self._parents)
-        self._dropped += idle
+        self._dropped.update(idle)
         if self._draft_tokens:  # a finished node is no draft token any more: its slot is gone
             self._forget_draft_tokens(idle)
         gone = self._living.keep(kept, self._parents)
@@ -248,11 +248,11 @@ class Tree:
         self._advance()
 
     def take_dropped(self) -> Nodes:
-        """The nodes dropped since the last call, int64 [n]. Nothing grows below them: their cache slots are free."""
+        """The nodes dropped since the last call, each once, int64 [n]. Nothing grows below them: free their slots."""
         if not self._dropped:
             return NO_NODES
-        dropped, self._dropped = self._dropped, []
-        return np.array(dropped, dtype=np.int64)
+        dropped, self._dropped = self._dropped, set()
+        return np.array([*dropped], dtype=np.int64)
 
     def _forget_draft_tokens(self, nodes: list[int]) -> None:
         for node in nodes:

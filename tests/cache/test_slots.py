@@ -86,7 +86,8 @@ class Grower:
         draw, below = self.data.draw, self.growing
         for _ in range(draw(st.integers(0, 3))):  # generations added before the next pass
             above = draw(st.lists(st.sampled_from(below), min_size=1, max_size=5))
-            tokens = draw(st.lists(st.integers(0, 255), min_size=len(above), max_size=len(above)))
+            token = st.sampled_from([0, 1, 2, 255])  # few, so that nodes of one tree have the same tokens down to them
+            tokens = draw(st.lists(token, min_size=len(above), max_size=len(above)))
             added = draw(st.sampled_from([self.tree.add, self.tree.draft]))(above, tokens).tolist()
             self.parents.update(zip(added, above, strict=True))
             below = [*below, *added]
@@ -121,7 +122,10 @@ class Grower:
             assert len(self.placed - prefix) <= self.slots.used <= len(self.placed)
 
     def end(self):
-        self.slots.add_prefix(self.tree.path(self.growing[0]))
+        for node in self.data.draw(st.lists(st.sampled_from(self.growing), min_size=1, max_size=3)):
+            self.slots.add_prefix(self.tree.path(node))
+        if self.data.draw(st.booleans()):
+            self.slots.keep(np.array(self.growing[:1]))
         self.slots.close()
 
 

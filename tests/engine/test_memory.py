@@ -2,11 +2,14 @@
 
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
 from specbeam import Engine, SpecbeamError
 from specbeam.cache.pool import pool_of
+from specbeam.cache.slots import Slots
+from specbeam.tree import Tree
 from tests.conftest import run_alone
 from tests.engine.conftest import ended, in_use
 
@@ -37,6 +40,20 @@ def test_a_paused_request_goes_on_with_the_same_text_or_can_be_cancelled(lm):
         engine.run()
         assert old.result().token_ids == run_alone(lm, [1] * 10, options).token_ids
         assert old.result().stats.nodes_evaluated == 49
+
+
+def test_a_request_that_cannot_advance_fails_and_holds_up_nobody(lm):
+    """Slots that no request holds: a fault of the engine's own, and none of the request's."""
+    engine = Engine(lm, max_cache_tokens=200)
+    lost = Slots(Tree([7] * 100), lm.backend, engine._budget.target)
+    lost.segment(lost.prepare(np.array([99])), np.array([0]))
+    large, small = (engine.submit([1] * n, {"max_new_tokens": 5}) for n in (190, 20))
+    for _ in range(100):
+        if not engine.step():
+            break
+    with pytest.raises(SpecbeamError, match="100 of the engine's 200 cache slots are held by no request"):
+        large.result()
+    assert small.result().token_ids == run_alone(lm, [1] * 20, {"max_new_tokens": 5}).token_ids
 
 
 def test_an_error_says_where_the_default_limit_comes_from(lm, monkeypatch):

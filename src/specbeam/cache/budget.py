@@ -110,6 +110,10 @@ class Budget:
         copied_rows = sum(rows) + (LOGITS_COPIES - 1) * max(rows)
         return copied_rows * self._row_bytes <= self._logits_bytes
 
+    def holds(self, nodes: int) -> bool:
+        """Whether the memory holds this many further nodes on the target, for a request that is alone."""
+        return self.held + nodes * self.target.slot_bytes <= self.cache_bytes
+
     def check(self, least_bytes: int, max_rows: int) -> None:
         """Refuse a request that could not end well, were it alone.
 
@@ -139,6 +143,14 @@ class Budget:
         return TooManyNodes(
             f"the sequences of this request need more than the engine's {self.cache_tokens} cache slots{self._origin}: "
             "ask for fewer beams or new tokens, or raise max_cache_tokens"
+        )
+
+    def lost(self, own_bytes: int) -> SpecbeamError:
+        """The error of a request that is alone and holds this much, where the count says that others hold more."""
+        slots = (self.held - own_bytes) // self.target.slot_bytes
+        return SpecbeamError(
+            f"{slots} of the engine's {self.cache_tokens} cache slots are held by no request, and the others do not "
+            "suffice: make a new Engine, and please report this error of specbeam"
         )
 
 

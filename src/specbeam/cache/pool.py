@@ -220,7 +220,7 @@ class EngineCache:
         self._begin()
 
     def hold(self, slots: Ints) -> None:
-        """Count one more reference to each slot, int64 [n]. Called with the lock."""
+        """Count one more reference to each of some different slots, int64 [n]. Called with the lock."""
         references = self.pool.references
         unheld = int(np.count_nonzero(references[slots] == 0))
         self.used += unheld
@@ -228,10 +228,14 @@ class EngineCache:
         references[slots] += 1
 
     def let_go(self, slots: Ints) -> Ints:
-        """Count one reference less. Return the slots that nobody needs any more, int64 [n]. Called with the lock."""
+        """Count one reference less. Return the slots that nobody needs any more, int64 [n]. Called with the lock.
+
+        Args:
+            slots: int64 [n]. Two nodes of a tree may have the same tokens and one cached slot, which then is here twice.
+        """
         references = self.pool.references
-        references[slots] -= 1
-        gone = slots[references[slots] == 0]
+        np.subtract.at(references, slots, 1)  # -= counts a slot once
+        gone = np.unique(slots[references[slots] == 0])
         self.used -= len(gone)
         stays = self.pool.cached[gone]
         self.kept += int(np.count_nonzero(stays))

@@ -343,15 +343,15 @@ class RequestState:
         node always fits: the engine has memory for a sequence of full length.
         """
         slots, part = self._target.slots, self._rows.rest
-        room = (budget.cache_bytes - self.source_bytes) // self._target.backend.slot_bytes
         while True:
             slots.keep(part)
             self._evaluate(part)
-            if len(part) == 1 or slots.used + len(self.pending) <= room:
+            if len(part) == 1 or budget.holds(len(self.pending)):
                 break
             part = part[: len(part) // 2]
-        if slots.used + min(len(self.pending), budget.max_batch_tokens) > room:
-            raise budget.too_small
+        if not budget.holds(min(len(self.pending), budget.max_batch_tokens)):  # the next pass would come back here
+            own = len(np.unique(slots.held)) * self._target.backend.slot_bytes + self.source_bytes
+            raise budget.too_small if budget.held == own else budget.lost(own)
 
     def _advance(self, selection: Selection | Tensor | TooManyNodes | NotFinite | None) -> None:
         """Let the strategy take a selection and name the next nodes, or finish."""

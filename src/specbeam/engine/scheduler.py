@@ -376,6 +376,7 @@ class Scheduler:
             newest.preempt()
             self._queue.put_back(newest)
             del self._live[newest]
+            self._count_sources()
         return self._is_full
 
     def still_live(self, batch: Batch) -> Batch:
