@@ -444,7 +444,9 @@ def _limits(limit: dict[str, Any], vocabulary: int) -> dict[str, Any]:
         return {"prefix_allowed_tokens_fn": lambda _, ids: allowed if len(ids) % 2 else [*range(vocabulary)]}
     if count := limit.get("few"):  # fewer tokens than beams may follow
         return {
-            "prefix_allowed_tokens_fn": lambda _, ids: [(7 * int(ids[-1]) + n) % vocabulary for n in range(1, count + 1)]
+            "prefix_allowed_tokens_fn": lambda _, ids: [
+                (7 * int(ids[-1]) + n) % vocabulary for n in range(1, count + 1)
+            ]
         }
     if (token := limit.get("processor")) is not None:
 

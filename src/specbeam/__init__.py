@@ -13,6 +13,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specbeam.version import __version__ as __version__
+
 if "OMP_WAIT_POLICY" not in os.environ:
     # PyTorch's threads spin while they wait for each other, by default for milliseconds. One other busy process on the
     # machine then stretches every product to a time slice of the scheduler (docs/performance.md). With shorter spins,
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from specbeam.results import Result as Result
     from specbeam.results import Sequence as Sequence
     from specbeam.results import Stats as Stats
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "engine",

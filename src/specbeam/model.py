@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
+from specbeam.checkpoints.fingerprint import fingerprint
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import BACKENDS
@@ -51,6 +52,8 @@ class LanguageModel:
         generation_defaults: its checkpoint's generation settings.
         placement: the arguments that :func:`load` was given; None if another function made this model. Drafts that are
             named by their source are loaded in the same way, or on the device of this model.
+        weights: a digest of the weights. The cpu backend's is of every byte that its kernels read. Another backend's is
+            of samples of the checkpoint's files. It is "unknown" for a model that another function made.
     """
 
     source: str
@@ -59,6 +62,7 @@ class LanguageModel:
     eos_token_ids: frozenset[int]
     generation_defaults: GenerationDefaults
     placement: Placement | None = None
+    weights: str = "unknown"
     _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False)
     _loading: Lock = field(default_factory=Lock, init=False)
 
@@ -305,4 +309,5 @@ def _load(
         eos_token_ids=checkpoint.eos_token_ids,
         generation_defaults=checkpoint.generation_defaults,
         placement=placement,
+        weights=loaded.weights_digest or fingerprint(checkpoint.extents),
     )

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+INPUTS_FORMAT = 1
+"""The number of the form of ``Result.inputs``. Another form gets another number."""
+DIGITS = 16
+"""Hexadecimal digits of a digest in a receipt."""
 TopLogProbs = list[dict[int, float]]
 """For each token of a sequence, the log-probabilities of the likeliest tokens at its position, by token id, the
 likeliest first."""
@@ -154,11 +161,15 @@ class Result:
 
             With ``top_logprobs``, "likeliest" lists the likeliest "tokens" "after" each node that a beam came after.
             Under a constraint each of them has "masked": whether the constraint forbids it there.
+        inputs: all that the sequences depend on, as plain data: the version, the model with a digest of its weights,
+            the prompt's token ids, and the options with the checkpoint's own (docs/exactness.md, "Receipts"). None for
+            a result that no engine made.
     """
 
     sequences: list[Sequence]
     stats: Stats
     trace: list[dict[str, Any]] | None = None
+    inputs: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -172,17 +183,41 @@ class Result:
     def finish_reason(self) -> str:
         return self.sequences[0].finish_reason
 
+    @property
+    def receipt(self) -> str | None:
+        """One line with the version, and digests of weights, prompt, options and tokens; None without ``inputs``.
+
+        Results with equal receipts have equal sequences, made of equal inputs. ``specbeam verify`` makes them again.
+        """
+        return None if self.inputs is None else receipt_of(self.inputs, self.sequences)
+
     def to_dict(self) -> dict[str, Any]:
         """The object ``specbeam generate --json`` prints."""
         trace = {} if self.trace is None else {"trace": self.trace}
+        made = {} if self.inputs is None else {"receipt": self.receipt, "inputs": self.inputs}
         return {
             "text": self.text,
             "token_ids": self.token_ids,
             "sequences": [sequence.to_dict() for sequence in self.sequences],
             "finish_reason": self.finish_reason,
             "stats": asdict(self.stats),
+            **made,
             **trace,
         }
+
+
+def receipt_of(inputs: Mapping[str, Any], sequences: Iterable[Sequence]) -> str:
+    """The receipt of sequences that were made of inputs (see :class:`Result`)."""
+    request = [inputs[name] for name in ("options", "generation_config", "objects")]
+    tokens = [[sequence.token_ids, sequence.finish_reason] for sequence in sequences]
+    return (
+        f"specbeam {inputs['specbeam']} weights={inputs['weights'][:DIGITS]} prompt={_digest(inputs['prompt_ids'])} "
+        f"options={_digest(request)} tokens={_digest(tokens)}"
+    )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:DIGITS]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_json_is_the_result_and_nothing_else(run, model):
     got, expected = json.loads(out), json.loads(json.dumps(specbeam.generate(model, "hi", **options).to_dict()))
     assert got.pop("stats")["new_tokens"] == expected.pop("stats")["new_tokens"]
     assert got == expected
-    assert got.keys() == {"text", "token_ids", "sequences", "finish_reason"}
+    assert got.keys() == {"text", "token_ids", "sequences", "finish_reason", "receipt", "inputs"}
     names = {"text", "token_ids", "log_prob", "score", "finish_reason", "log_probs", "top_logprobs"}
     assert [one.keys() for one in got["sequences"]] == [names, names]
     assert "<bos>user: hi\nassistant: " in err

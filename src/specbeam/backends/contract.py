@@ -63,6 +63,8 @@ class Backend(Protocol):
     device: torch.device
     precision: str
     """The number type of its weights, such as "float32", "int8", or "Q4_K_M" for the blocks of a file."""
+    weights_digest: str | None = None
+    """A digest of all bytes of its weights. None if there is none."""
     vocab_size: int
     context_length: int
     window: int | None

@@ -231,7 +231,7 @@ class EngineCache:
         """Count one reference less. Return the slots that nobody needs any more, int64 [n]. Called with the lock.
 
         Args:
-            slots: int64 [n]. Two nodes of a tree may have the same tokens and one cached slot, which then is here twice.
+            slots: int64 [n]. Two nodes of a tree may have equal tokens and one cached slot, which then is here twice.
         """
         references = self.pool.references
         np.subtract.at(references, slots, 1)  # -= counts a slot once

@@ -85,12 +85,12 @@ def _with_flags(message: str, arguments: Sequence[str]) -> str:
 
 
 def _run(words: list[str]) -> int:
-    from specbeam.cli import batch, chat, compare, demo, generate, ladder, models, serve, study, tokens
+    from specbeam.cli import batch, chat, compare, demo, generate, ladder, models, serve, study, tokens, verify
 
     parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (generate, chat, serve, demo, compare, batch, study, ladder, tokens, models):
+    for command in (generate, chat, serve, demo, compare, batch, study, verify, ladder, tokens, models):
         command.add_to(commands)
     about = commands.add_parser("help", help="explain a command, as COMMAND --help does")
     about.add_argument("name", nargs="?", choices=[*commands.choices], metavar="COMMAND", help="the command")
@@ -107,7 +107,7 @@ def _run(words: list[str]) -> int:
     elif rest:
         parser.error(f"unexpected arguments: {' '.join(rest)}")
     if given.version:
-        from specbeam import __version__
+        from specbeam.version import __version__
 
         print(__version__)
         return 0

@@ -238,7 +238,7 @@ def fingerprint(digest: str, column: str, given: argparse.Namespace, options: Op
     Raises:
         SpecbeamError: a model is not there, cannot be fetched, or is damaged.
     """
-    from specbeam import __version__
+    from specbeam.version import __version__
 
     left_out = {*SETTINGS_WITHOUT_EFFECT, *OPTION_NAMES}
     settings = sorted((name, repr(value)) for name, value in vars(given).items() if name not in left_out)

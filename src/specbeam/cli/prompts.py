@@ -42,16 +42,35 @@ def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
         yield PromptRow("", prompt)
         return
     assert file is not None
-    file = "standard input" if file == "-" else file
     found = 0
-    for number, line in enumerate(_read(file).split("\n"), 1):  # splitlines() would also cut at U+2028
-        line = line.removesuffix("\r")
-        if line.strip():
-            found += 1
-            name = f"{file} line {number}"
-            yield _json_row(name, line) if file.endswith((".jsonl", ".json")) else PromptRow(name, line)
+    for name, line in read_lines(file):
+        found += 1
+        yield _json_row(name, line) if file.endswith((".jsonl", ".json")) else PromptRow(name, line)
     if not found:
-        raise SpecbeamError(f"{file} holds no prompts: put one on each line")
+        raise SpecbeamError(f"{_shown(file)} holds no prompts: put one on each line")
+
+
+def read_lines(file: str) -> Iterator[tuple[str, str]]:
+    """The lines of a file (- for standard input) that are not empty, each with its place for messages.
+
+    Raises:
+        SpecbeamError: the file cannot be read.
+    """
+    for number, line in enumerate(_read(_shown(file)).split("\n"), 1):  # splitlines() would also cut at U+2028
+        if line.strip():
+            yield f"{_shown(file)} line {number}", line.removesuffix("\r")
+
+
+def read_json(name: str, line: str) -> Any:
+    """The value on a line. Raises SpecbeamError if it is not JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SpecbeamError(f"{name} is not JSON: {error}") from error
+
+
+def _shown(file: str) -> str:
+    return "standard input" if file == "-" else file
 
 
 def _read(file: str) -> str:
@@ -65,10 +84,7 @@ def _read(file: str) -> str:
 
 
 def _json_row(name: str, line: str) -> PromptRow:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise SpecbeamError(f"{name} is not JSON: {error}") from error
+    value = read_json(name, line)
     if isinstance(value, dict):
         match [key for key in ("prompt", "messages") if key in value]:
             case [key]:

@@ -36,15 +36,17 @@ class Output:
 
     Args:
         request: the handle.
+        inputs: all that the result depends on.
 
     Attributes:
         alternatives: the likeliest tokens after each node, if they were asked for.
     """
 
-    def __init__(self, lm: LanguageModel, setup: Setup, request: Request) -> None:
+    def __init__(self, lm: LanguageModel, setup: Setup, request: Request, inputs: dict[str, Any]) -> None:
         self._lm = lm
         self._setup = setup
         self._request = request
+        self._inputs = inputs
         self._text = TextStream(lm.decode, setup.options.stop_strings)
         self._streamed = setup.tree.prompt_length  # tokens that were handed out
         k = setup.options.top_logprobs
@@ -102,7 +104,7 @@ class Output:
         sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
         trace = self._trace(one_round, text, target, draft)
         stats = self._stats(len(sequences[0].token_ids), target, draft, drafted)
-        result = self._request.outcome = Result(sequences, stats, self._setup.record.trace)
+        result = self._request.outcome = Result(sequences, stats, self._setup.record.trace, self._inputs)
         self._request.give(Piece(text, tokens, log_probs, top_logprobs, result, trace))
 
     def _trace(

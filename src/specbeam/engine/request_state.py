@@ -19,6 +19,7 @@ from specbeam.decoding.alternatives import Alternatives
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
+from specbeam.engine.inputs import inputs_of
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request, Wakeups
@@ -70,7 +71,8 @@ class RequestState:
         self._lm = lm
         self._setup = setup = make_setup(lm, prompt_ids, options, costs)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
-        self._output = Output(lm, setup, self.request)
+        objects = [name for name, value in (("strategy", strategy), ("source", source)) if value is not None]
+        self._output = Output(lm, setup, self.request, inputs_of(lm, prompt_ids, setup, objects))
         num_texts = setup.options.num_texts
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None

@@ -121,7 +121,7 @@ def _digest(parts: list[Part], data: NDArray[np.uint8]) -> str:
     """SHA-256 over the parts. They are hashed on all cores, one part at a time each."""
 
     def hashed(part: Part) -> str:
-        content = hashlib.sha256(data[part.offset : part.offset + part.size]).hexdigest()
+        content = hashlib.sha256(data[part.offset : part.offset + part.size].data).hexdigest()
         return f"{part.name} {part.format} {part.rows} {part.columns} {content}\n"
 
     with ThreadPoolExecutor(usable_processors()) as threads:

@@ -1,0 +1,128 @@
+"""Receipts: whether a result comes again from all that it was made of, here or on another machine.
+
+``Result.inputs`` is what a result was made of, and ``Result.receipt`` has digests of that and of its tokens. Drafts,
+batches, threads and limits of memory change no token, so they are no part of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from specbeam.errors import SpecbeamError, shown
+from specbeam.generation_defaults import GenerationDefaults
+from specbeam.options import Options
+from specbeam.results import DIGITS, INPUTS_FORMAT, Result, Sequence, receipt_of
+
+if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+    from specbeam.model import LanguageModel
+
+CUT_SHORT = ("cancelled", "timeout")
+"""The reasons of an end that no other run has at the same token."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A result that was saved with all that it was made of.
+
+    Attributes:
+        inputs: of the result (see :class:`specbeam.Result`).
+        options: the options in them, checked.
+        sequences: without their tokens' log-probabilities.
+    """
+
+    receipt: str
+    inputs: Mapping[str, Any]
+    options: Options
+    sequences: list[Sequence]
+
+    @classmethod
+    def read(cls, value: Any) -> Saved:
+        """The object that ``specbeam generate --json`` prints.
+
+        Raises:
+            SpecbeamError: a field is missing or wrong.
+        """
+        if isinstance(value, dict) and "inputs" not in value:
+            raise SpecbeamError('it has no "inputs" to make it again from: save results with specbeam generate --json')
+        inputs = _field(value, "inputs", dict)
+        if (form := _field(inputs, "format", int)) != INPUTS_FORMAT:
+            raise SpecbeamError(f"its inputs have the form {form}, and this specbeam reads {INPUTS_FORMAT}: upgrade it")
+        for name in ("specbeam", "model", "backend", "numbers", "weights"):
+            _field(inputs, name, str)
+        _field(inputs, "generation_config", dict)
+        _list(inputs, "prompt_ids", int)
+        _list(inputs, "objects", str)
+        options = Options.of(_field(inputs, "options", dict))
+        sequences = [_sequence(one) for one in _list(value, "sequences", dict)]
+        return cls(_field(value, "receipt", str), inputs, options, sequences)
+
+    def check(self, lm: LanguageModel) -> None:
+        """Raises SpecbeamError if it cannot be made again, with this model or at all."""
+        theirs, numbers = self.inputs["weights"], self.inputs["numbers"]
+        if self.receipt != receipt_of(self.inputs, self.sequences):
+            raise SpecbeamError("it was changed after it was made, since its receipt belongs to another content")
+        if objects := self.inputs["objects"]:
+            raise SpecbeamError(f"it was made with {', '.join(objects)}, which no file can hold")
+        if cut := {sequence.finish_reason for sequence in self.sequences}.intersection(CUT_SHORT):
+            raise SpecbeamError(f"it was cut short ({', '.join(sorted(cut))}), and no other run ends there")
+        if lm.weights != theirs:
+            raise SpecbeamError(
+                f"the weights are others: {theirs[:DIGITS]} there ({self.inputs['model']}, {numbers}), and "
+                f"{lm.weights[:DIGITS]} here ({lm.source}). Give the same model with --model"
+            )
+
+    def prepare(self, lm: LanguageModel) -> LanguageModel:
+        """The model with the generation settings that its checkpoint had then."""
+        return replace(lm, generation_defaults=GenerationDefaults(self.inputs["generation_config"]))
+
+    def verdict(self, result: Result) -> tuple[str, bool]:
+        """Whether a result that was made again is the same: in words, and whether it is."""
+        if (difference := self.difference(result)) is not None:
+            versions = {made["specbeam"] for made in (self.inputs, result.inputs or self.inputs)}
+            made_by = f" (made by specbeam {self.inputs['specbeam']})" if len(versions) > 1 else ""
+            return f"different: {difference}{made_by}", False
+        tokens = sum(len(sequence.token_ids) for sequence in self.sequences)
+        there, here = ([(s.log_prob, s.score) for s in sequences] for sequences in (self.sequences, result.sequences))
+        scores = "and each bit of the scores" if there == here else "but the scores differ"
+        return f"the same {tokens:,} tokens, {scores}", True
+
+    def difference(self, result: Result) -> str | None:
+        """The first difference of a result that was made again; None if its sequences are the same."""
+        if len(self.sequences) != len(result.sequences):
+            return f"there are {len(self.sequences)} sequences there and {len(result.sequences)} here"
+        for number, (theirs, ours) in enumerate(zip(self.sequences, result.sequences, strict=True), 1):
+            of = f" of sequence {number}" if len(self.sequences) > 1 else ""
+            for at, (a, b) in enumerate(zip_longest(theirs.token_ids, ours.token_ids), 1):
+                if a != b:
+                    return f"token {at}{of} is {a} there and {b} here".replace("None", "missing")
+            if theirs.finish_reason != ours.finish_reason:
+                return f"the reason of the end{of} is {theirs.finish_reason!r} there and {ours.finish_reason!r} here"
+            if theirs.text != ours.text:
+                return f"the text{of} is {shown(theirs.text)} there and {shown(ours.text)} here, of the same tokens"
+        return None
+
+
+def _field(value: Any, name: str, kind: Any) -> Any:
+    """A field of a JSON object."""
+    if not isinstance(value, dict):
+        raise SpecbeamError(f"{shown(value)} is no JSON object")
+    if not isinstance(found := value.get(name), kind) or isinstance(found, bool):
+        raise SpecbeamError(f'its "{name}" is {shown(found)}, which no result has there')
+    return found
+
+
+def _list(value: Any, name: str, kind: type) -> list[Any]:
+    entries: list[Any] = _field(value, name, list)
+    for entry in entries:
+        if not isinstance(entry, kind) or isinstance(entry, bool):
+            raise SpecbeamError(f'its "{name}" has {shown(entry)}, which no result has there')
+    return entries
+
+
+def _sequence(value: Any) -> Sequence:
+    log_prob, score = (float(_field(value, name, int | float)) for name in ("log_prob", "score"))
+    reason = _field(value, "finish_reason", str)
+    return Sequence(_field(value, "text", str), _list(value, "token_ids", int), [], log_prob, score, reason)

@@ -1,0 +1,174 @@
+"""``specbeam verify``: saved results come again, and it says so if they do not."""
+
+import json
+import shutil
+
+import pytest
+
+import specbeam
+from specbeam import Engine, TokenTrie
+from specbeam.backends.cpu import CpuBackend
+from specbeam.receipts import Saved
+from specbeam.results import receipt_of
+from tests.backends.test_cpu import ALIKE, loaded
+from tests.conftest import random_model, rewrite
+
+REQUESTS = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.4},
+    "samples": {"temperature": 0.9, "top_p": 0.8, "num_return_sequences": 2},  # the seed is drawn, and saved
+    "edits": {"logit_bias": {5: float("-inf"), 7: 1.5}, "bad_words_ids": [[3, 4]], "stop_strings": ["q", "zz"]},
+}
+
+
+@pytest.fixture
+def verify(specbeam_command, tmp_path):
+    """Write results to a file and run the command on it. Returns the status, the verdicts and the errors."""
+
+    def verify(*results, arguments=()):
+        path = tmp_path / "results.jsonl"
+        path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in results))
+        status, out, err = specbeam_command("verify", str(path), *arguments)
+        return status, [line.removeprefix(f"{path} line ") for line in out.splitlines()], err
+
+    return verify
+
+
+def changed(result, *path, to):
+    """A saved result with another value at a place, as JSON."""
+    copy = json.loads(json.dumps(result))
+    place = copy
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = to
+    return copy
+
+
+def signed(saved):
+    """A saved result with the receipt of its content."""
+    read = Saved.read(saved)
+    return saved | {"receipt": receipt_of(read.inputs, read.sequences)}
+
+
+def test_results_of_every_kind_come_again(verify, model):
+    results = [specbeam.generate(model, [5, 6, 7], options, max_new_tokens=12) for options in REQUESTS.values()]
+    status, verdicts, err = verify(*(result.to_dict() for result in results))
+    assert status == 0, verdicts
+    assert len(verdicts) == len(results)
+    assert all("and each bit of the scores" in verdict for verdict in verdicts)
+    assert "[4 of 4 results are the same]" in err
+
+
+def test_a_draft_or_a_batch_changes_no_receipt_and_anything_else_does(model, folder, tmp_path):
+    for options in REQUESTS.values():
+        how = {**options, "max_new_tokens": 12}
+        if "temperature" in options:  # several samples have no draft
+            how |= {"num_return_sequences": 1, "seed": 5}
+        plain = specbeam.generate(model, [5, 6, 7], how)
+        drafted = specbeam.generate(model, [5, 6, 7], how, draft="ngram", num_draft_tokens=3)
+        _, beside = specbeam.generate(model, [[5, 6, 8], [5, 6, 7]], how)
+        assert drafted.receipt == beside.receipt == plain.receipt
+    shutil.copytree(folder, tmp_path / "other")
+    rewrite(tmp_path / "other", "generation_config.json", repetition_penalty=1.1)
+    receipts = [
+        plain.receipt,
+        specbeam.generate(model, [5, 6, 8], how).receipt,
+        specbeam.generate(model, [5, 6, 7], how, max_new_tokens=11).receipt,
+        specbeam.generate(specbeam.load(folder, quantize="int4"), [5, 6, 7], how).receipt,
+        specbeam.generate(specbeam.load(tmp_path / "other"), [5, 6, 7], how).receipt,
+    ]
+    assert len({*receipts}) == 5
+    assert plain.receipt.startswith(f"specbeam {specbeam.__version__} weights={model.weights[:16]} prompt=")
+
+
+@pytest.mark.parametrize("isa", ALIKE)
+def test_a_result_comes_again_on_another_instruction_set(folder, model, isa):
+    for options in REQUESTS.values():
+        saved = Saved.read(
+            json.loads(json.dumps(specbeam.generate(model, [5, 6, 7], options, max_new_tokens=12).to_dict()))
+        )
+        other = saved.prepare(loaded(folder, isa=isa))
+        again = specbeam.generate(other, saved.inputs["prompt_ids"], saved.options)
+        verdict, is_same = saved.verdict(again)
+        assert is_same, verdict
+        assert verdict.endswith("and each bit of the scores")
+
+
+def test_what_differs_is_named(verify, model, save):
+    result = specbeam.generate(model, [5, 6, 7], max_new_tokens=6, num_beams=2, num_return_sequences=2).to_dict()
+    ids = result["sequences"][1]["token_ids"]
+    other = signed(changed(result, "sequences", 1, "token_ids", 2, to=(ids[2] + 1) % 250))
+    shorter = signed(changed(result, "sequences", 0, "token_ids", to=result["token_ids"][:-1]))
+    of_old = signed(changed(other, "inputs", "specbeam", to="0.0.9"))
+    score = changed(result, "sequences", 0, "score", to=-1.25)
+    edited = changed(result, "sequences", 0, "token_ids", 0, to=1)
+    text = changed(result, "sequences", 0, "text", to="another")
+    status, verdicts, err = verify(result, other, shorter, of_old, score, edited, text)
+    assert status == 1
+    assert sorted(verdicts) == [
+        "1: the same 12 tokens, and each bit of the scores",
+        f"2: different: token 3 of sequence 2 is {(ids[2] + 1) % 250} there and {ids[2]} here",
+        f"3: different: token 6 of sequence 1 is missing there and {result['token_ids'][5]} here",
+        f"4: different: token 3 of sequence 2 is {(ids[2] + 1) % 250} there and {ids[2]} here (made by specbeam 0.0.9)",
+        "5: the same 12 tokens, but the scores differ",
+        "6: cannot be made again: it was changed after it was made, since its receipt belongs to another content",
+        f"7: different: the text of sequence 1 is 'another' there and {result['text']!r} here, of the same tokens",
+    ]
+    assert "[2 of 7 results are the same]" in err
+    elsewhere = str(save(random_model("llama", seed=1)))
+    status, verdicts, _ = verify(result, arguments=("--model", elsewhere))
+    assert status == 1
+    assert verdicts[0].startswith("1: cannot be made again: the weights are others: ")
+    assert verdicts[0].endswith("Give the same model with --model")
+
+
+def test_what_no_file_can_hold_or_was_cut_short_is_not_made_again(verify, model):
+    trie = specbeam.generate(model, [5, 6, 7], constraint=TokenTrie([[1, 2]]))
+    function = specbeam.generate(model, [5, 6, 7], max_new_tokens=3, logits_processor=lambda ids, scores: scores)
+    engine = Engine(model)
+    request = engine.submit([5, 6, 7], {"max_new_tokens": 20})
+    engine.step()
+    request.cancel()
+    engine.run()
+    status, verdicts, _ = verify(*(result.to_dict() for result in (trie, function, request.result())))
+    assert status == 1
+    assert verdicts == [
+        "1: cannot be made again: it was made with constraint, which no file can hold",
+        "2: cannot be made again: it was made with logits_processor, which no file can hold",
+        "3: cannot be made again: it was cut short (cancelled), and no other run ends there",
+    ]
+
+
+def test_settings_of_the_checkpoint_are_those_of_the_first_run(verify, folder, tmp_path):
+    path = shutil.copytree(folder, tmp_path / "model")
+    rewrite(path, "generation_config.json", repetition_penalty=1.3, suppress_tokens=[5, 6], min_new_tokens=4)
+    results = [
+        specbeam.generate(specbeam.load(path, backend=backend), [5, 6, 7], max_new_tokens=9, **options).to_dict()
+        for backend, options in (("cpu", {}), ("cpu", {"num_beams": 2}), ("torch", {}))
+    ]
+    rewrite(path, "generation_config.json", repetition_penalty=..., suppress_tokens=..., eos_token_id=9)
+    status, verdicts, _ = verify(*results)
+    assert status == 0, verdicts
+
+
+def test_wrong_files_are_refused_in_one_line(verify, model, specbeam_command, tmp_path, monkeypatch):
+    monkeypatch.setattr(CpuBackend, "__init__", None)  # nothing is loaded for them
+    result = specbeam.generate(model, [5, 6, 7], max_new_tokens=2).to_dict()
+    plain = {name: value for name, value in result.items() if name != "inputs"}
+    for wrong, says in (
+        ("{", "line 1 is not JSON"),
+        ("", "holds no results"),
+        ("[1]\n", "[1] is no JSON object"),
+        (plain, 'it has no "inputs" to make it again from'),
+        (changed(result, "inputs", to=3), 'its "inputs" is 3'),
+        (changed(result, "inputs", "format", to=99), "its inputs have the form 99"),
+        (changed(result, "inputs", "prompt_ids", to=[1, "x"]), "its \"prompt_ids\" has 'x'"),
+        (changed(result, "inputs", "options", to={"top_q": 1}), "unknown option 'top_q'"),
+        (changed(result, "sequences", 0, "score", to=None), 'its "score" is None'),
+        (changed(result, "inputs", "model", to="no/such/model.gguf"), "there is no file or folder no/such/model.gguf"),
+    ):
+        status, verdicts, err = verify(wrong)
+        assert (status, verdicts) == (2, []), (wrong, err)
+        assert says in err
+        assert len(err.splitlines()) == 1
+    assert specbeam_command("verify", str(tmp_path / "nowhere.jsonl"))[0] == 2
