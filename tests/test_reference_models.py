@@ -130,27 +130,6 @@ def with_and_without(drafts, lm, count, new_tokens, num_beams, **sizes):
     return plain, *drafted
 
 
-@pytest.mark.parametrize("num_beams", [1, 4])
-def test_on_the_cpu_backend_nothing_changes_a_bit(num_beams):
-    """Drafts, batches and threads: the same tokens and the same bits of scores."""
-    path = reference_model(SMOLLM2)
-    lm, two = (specbeam.load(path, backend="cpu", threads=threads) for threads in (1, 2))
-    near = specbeam.load(path, backend="cpu", quantize="int8")  # a draft that is nearly always right
-    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32 if THOROUGH else 16}
-    several = questions(*((200, 2000) if THOROUGH else (2,)))
-
-    def texts(results):
-        return [[(s.token_ids, s.score) for s in result.sequences] for result in results]
-
-    for first in range(0, len(several), 8):
-        some = several[first : first + 8]
-        alone = texts(specbeam.generate(lm, text, **options) for text in some)
-        assert texts(together(lm, some, **options)) == alone
-        assert texts(together(two, some, **options)) == alone
-        for draft in ("ngram", "suffix", near):
-            assert texts(together(two, some, draft, num_draft_tokens=4, draft_width=6, **options)) == alone
-
-
 @pytest.mark.parametrize("name", [SMOLLM2, pytest.param(DRAFT, marks=pytest.mark.thorough)])
 def test_the_files_tokenizer_is_the_one_transformers_reads(name):
     path = reference_model(name)
