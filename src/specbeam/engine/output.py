@@ -17,6 +17,8 @@ from specbeam.selection import Selection
 from specbeam.streaming import TextStream
 from specbeam.tree import Nodes
 
+MIN_SECONDS = 1e-9
+"""No request takes less. A clock that ticks slowly may measure 0."""
 MAY_FORBID = (
     "constraint",
     "prefix_allowed_tokens_fn",
@@ -172,7 +174,7 @@ class Output:
 
     def _stats(self, new_tokens: int, target: ModelState, draft: ModelState | None, drafted: bool) -> Stats:
         record = self._setup.record
-        seconds = time.perf_counter() - self._submitted
+        seconds = max(time.perf_counter() - self._submitted, MIN_SECONDS)
         return Stats(
             prompt_tokens=len(self._request.prompt_ids),
             new_tokens=new_tokens,
