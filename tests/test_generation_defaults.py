@@ -165,9 +165,18 @@ def load(save):
     return load
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 4}, {"num_beams": 17}, {"do_sample": True, "seed": 3}])
-def test_no_bit_differs_with_drafts_in_batches_and_step_by_step(load, how):
-    lm = load(TOGETHER | {"exponential_decay_length_penalty": None})
+FALLING = TOGETHER | {
+    "sequence_bias": [[[7], -2.0], [[7, 9], -3.0]],
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+}
+"""No score rises under these settings, so beams may be lazy."""
+
+
+@pytest.mark.parametrize("settings", [TOGETHER, FALLING])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 17}, {"num_beams": 3, "do_sample": True, "seed": 3}])
+def test_no_bit_differs_with_drafts_in_batches_and_step_by_step(load, how, settings):
+    lm = load(settings)
     how |= {"max_new_tokens": NEW}
     prompts = [PROMPT, [5, 6], PROMPT[::-1]]
 
@@ -311,6 +320,12 @@ def test_settings_that_can_do_nothing_do_nothing(load, settings):
     for how in {}, BEAMS:
         results = [specbeam.generate(lm, PROMPT, max_new_tokens=NEW, **how) for lm in lms]
         assert len({str([s.token_ids for s in result.sequences]) for result in results}) == 1
+
+
+def test_settings_that_leave_no_token_are_named(load):
+    for how in {}, BEAMS, {"draft": "ngram"}:
+        with pytest.raises(SpecbeamError, match=r"no text is possible under .*the model's config\.json together"):
+            specbeam.generate(load({"suppress_tokens": [*range(259)]}, "config.json"), PROMPT, **how)
 
 
 def test_a_raise_beyond_all_numbers_ends_the_text(load):

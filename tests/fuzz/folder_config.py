@@ -74,7 +74,7 @@ def run(data: bytes) -> None:
         (folder / "config.json").write_text(json.dumps(document["config"]))
         settings = folder / "generation_config.json"
         settings.unlink(missing_ok=True)
-        if "generation" in document:  # else the settings are those of config.json
+        if "generation" in document:  # else the settings are in config.json
             settings.write_text(json.dumps(document["generation"]))
     lm = load_and_generate(folder, **({"backend": "torch"} if len(data) % 2 else {}))
     specbeam.generate(lm, [1, 2], max_new_tokens=2, do_sample=True, seed=1, num_beams=2)

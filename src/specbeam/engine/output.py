@@ -95,6 +95,8 @@ class Output:
         """
         if not hypotheses:
             given = [name for name in MAY_FORBID if getattr(self._setup.options, name)]
+            if self._setup.selector.process.of_checkpoint.may_forbid:
+                given.append(f"the model's {self._lm.generation_defaults.file}")
             raise SpecbeamError(f"no text is possible under {', '.join(given)} together: change one of them")
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
