@@ -109,6 +109,15 @@ def test_a_checkpoint_fills_in_what_was_not_said():
     assert (greedy.repetition_penalty, greedy.temperature) == (1.1, None)
     ngrams = GenerationDefaults({"no_repeat_ngram_size": 3, "typical_p": 0.5})
     assert Options().with_defaults(ngrams).no_repeat_ngram_size == 3
+    beams = GenerationDefaults({"num_beams": 9, "early_stopping": True, "length_penalty": 2.0})
+    filled = [
+        Options(num_beams=n, length_penalty=own).with_defaults(beams) for n, own in ((1, None), (2, None), (2, 0.5))
+    ]
+    assert [(one.num_beams, one.early_stopping, one.length_penalty) for one in filled] == [
+        (1, None, None),
+        (2, True, 2.0),
+        (2, True, 0.5),
+    ]
     sampled = Options(do_sample=True, top_k=3).with_defaults(defaults)
     assert (sampled.temperature, sampled.top_k, sampled.repetition_penalty) == (0.7, 3, 1.1)
 

@@ -122,7 +122,7 @@ FIELDS = (
 
 
 class GenerationDefaults(dict[str, Any]):
-    """Generation settings by transformers' names, without those that are None.
+    """Generation settings by transformers' names. A setting that is None is left out.
 
     Attributes:
         file: where they stand, for messages.
@@ -131,6 +131,13 @@ class GenerationDefaults(dict[str, Any]):
     def __init__(self, settings: Mapping[str, Any] | None = None, file: str = FILE) -> None:
         super().__init__({name: value for name, value in (settings or {}).items() if value is not None})
         self.file = file
+
+    @property
+    def of_texts(self) -> dict[str, Any]:
+        """The settings that change texts in transformers, without the tokens that begin and end them."""
+        names = (*APPLIED, *APPLIED_WHEN_SAMPLING, *APPLIED_WITH_BEAMS, *LEFT_TO_THE_CALLER, *NOT_APPLIED)
+        ends = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
+        return {name: self[name] for name in names if name in self and name not in ends}
 
     @property
     def not_applied(self) -> str:
@@ -149,7 +156,7 @@ class GenerationDefaults(dict[str, Any]):
 def defaults_of_config(config: Mapping[str, Any]) -> GenerationDefaults:
     """The settings in a config.json, which count where there is no generation_config.json, as in transformers.
 
-    Those of the whole model come before those of its decoder.
+    A setting of the whole model comes before the same one of its decoder.
     """
     parts = (config.get(name) for name in ("decoder", "generator", "text_config"))
     decoder = next((part for part in parts if part), None)

@@ -203,7 +203,7 @@ def load(
     model. ``Stats.precision`` says it for each result. Drafts say nothing, since they change no text.
 
     The generation settings of a checkpoint hold where you give no option (docs/models.md). A warning of the logger
-    ``specbeam`` names those that transformers applies and specbeam does not.
+    ``specbeam`` names settings that transformers applies and specbeam does not.
 
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.

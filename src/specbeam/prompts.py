@@ -31,6 +31,8 @@ Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Te
 PLACE_OF_ANSWER = "<PLACE OF THE ANSWER>"
 """Put at the end of the message that is to be continued, this shows where the chat template has that end."""
 
+ALSO_NEW = ", which must hold at least one new token too"
+"""What messages say of a context that a prompt may not fill."""
 MANY_CHARACTERS = 1 << 18
 """Tokenizing a text with more characters takes hundreds of megabytes for a time."""
 
@@ -105,7 +107,7 @@ def encode(
         messages if isinstance(messages[0], int) else _encode_text(lm, messages, raw, most, control_tokens, rendering)
     )
     if most is not None and len(ids) > most:
-        raise too_long(lm, f"{len(ids):,}")
+        raise too_long(lm, f"{len(ids):,}", most)
     return ids
 
 
@@ -133,7 +135,7 @@ def _encode_text(
         check_unicode(text)
         least = least_tokens(tokenizer, text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
         if least > most:
-            raise too_long(lm, f"at least {least:,}")
+            raise too_long(lm, f"at least {least:,}", most)
     ids = token_ids(tokenizer, text, add_special_tokens=not templated)
     if control_tokens is not None and hidden is not None:
         ids = control_tokens.ids(ids)
@@ -254,15 +256,19 @@ def check_unicode(text: str) -> None:
         ) from error
 
 
-def room(lm: LanguageModel) -> int:
-    """The most tokens of a prompt: the context must hold at least one new token too, except behind an encoder."""
-    return lm.backend.context_length - (lm.backend.start_token_ids is None)
+def room(lm: LanguageModel, writes: bool = True) -> int:
+    """The most tokens of a prompt: the context must hold at least one new token too, except behind an encoder.
+
+    Args:
+        writes: whether there are new tokens.
+    """
+    return lm.backend.context_length - (writes and lm.backend.start_token_ids is None)
 
 
-def too_long(lm: LanguageModel, tokens: str) -> PromptTooLong:
+def too_long(lm: LanguageModel, tokens: str, most: int) -> PromptTooLong:
     """The error for a prompt with more tokens than there is room for."""
     context = lm.backend.context_length
-    too = ", which must hold at least one new token too" if room(lm) < context else ""
+    too = ALSO_NEW if most < context else ""
     message = f"the prompt has {tokens} tokens, but {lm.source} has a context of {context:,}{too}: shorten the prompt"
     return PromptTooLong(message, tokens)
 

@@ -17,7 +17,7 @@ from specbeam.decoding.token_scores import ContinuationScores, score_continuatio
 from specbeam.engine import Engine, Request, Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
-from specbeam.prompts import encode, room
+from specbeam.prompts import encode
 
 Text = tuple[list[int], list[int]]
 """The token ids of a context and of a continuation."""
@@ -75,17 +75,15 @@ def _submit(
         raise SpecbeamError("a text to be scored needs a context: give at least one token, such as the model's BOS")
     wholes = [encode(lm, context + continuation) for context, continuation in texts]
     context = texts[0][0]
-    prompt = context[: room(lm)]  # a context may be as long as the model's, and a prompt may not
     scores = ContinuationScores(np.zeros(len(texts)), np.ones(len(texts), dtype=bool))
 
     def strategy(setup: Setup, _: Any) -> Strategy:
-        continuations = [whole[len(prompt) :] for whole in wholes]
-        yield from score_continuations(setup.tree, continuations, len(context) - len(prompt), scores)
+        yield from score_continuations(setup.tree, [whole[len(context) :] for whole in wholes], scores)
         return [Hypothesis(setup.tree.tip, 0.0, "length")]
 
-    longest = max(1, *(len(whole) - len(prompt) for whole in wholes))
+    longest = max(1, *(len(continuation) for _, continuation in texts))
     options = {"max_new_tokens": longest, "eos_token_id": []}  # nothing is generated, so nothing ends a text
-    return (numbers, scores), engine.submit(prompt, options, strategy=strategy)
+    return (numbers, scores), engine.submit(context, options, strategy=strategy, writes=False)
 
 
 def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:

@@ -41,6 +41,17 @@ def test_show_describes_a_folder(models, save):
     assert rows["architecture"] == "qwen3"
     assert rows["parameters"] == f"{random_model('qwen3').num_parameters():,}"
     assert (rows["context"], rows["quantization"], rows["license"]) == ("256", "float32", "not stated")
+    assert rows["generation"] == "not stated"
+
+
+def test_show_lists_the_generation_settings(models, save):
+    model = random_model("llama")
+    model.generation_config.update(num_beams=4, min_length=56, use_cache=True, no_repeat_ngram_size=3)
+    folder = save(model)
+    rows = dict(line.split(None, 1) for line in models("show", folder).splitlines())
+    assert rows["generation"] == "min_length=56, no_repeat_ngram_size=3, num_beams=4"
+    settings = {"min_length": 56, "no_repeat_ngram_size": 3, "num_beams": 4}
+    assert json.loads(models("show", folder, "--json"))["generation"] == settings
 
 
 def test_show_of_a_damaged_file_is_refused(capsys, tmp_path):

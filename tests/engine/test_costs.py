@@ -1,17 +1,19 @@
 """Expected costs of passes, learned from measured ones."""
 
+import math
+import re
 from weakref import WeakKeyDictionary
 
 import pytest
 
 import specbeam
-from specbeam import Options
+from specbeam import Options, SpecbeamError
 from specbeam.drafting.controller import Controller
 from specbeam.drafting.sizes import Sizes
 from specbeam.engine import costs
 from specbeam.engine.costs import CostTable, PassTimes, SharedCost
 from specbeam.engine.setup import make_setup
-from tests.conftest import table_of_costs
+from tests.conftest import run_alone, table_of_costs
 
 
 class Measured(PassTimes):
@@ -139,6 +141,24 @@ def test_a_table_gives_costs_and_learns_nothing():
     assert table.expected(8) == 0.08
     assert [table.nodes_within(seconds) for seconds in (0.0, 0.08, 0.2, 0.24)] == [8, 8, 16, 24]
     assert CostTable(lambda nodes: 1.0).nodes_within(2.0) > 512  # where nodes cost nothing, all fit
+
+
+@pytest.mark.parametrize("seconds", [0, 0.0, math.nan, math.inf, -1.0, "1", None])
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_cost_that_no_pass_has_is_refused_by_name(lm, seconds, nodes):
+    """It ended requests with ZeroDivisionError or ValueError."""
+    how = {"options": {"max_new_tokens": 4, "num_beams": 4}, "draft": lm}
+    with pytest.raises(SpecbeamError, match=re.escape(f"gives {seconds!r} seconds for nodes={nodes}: give")):
+        run_alone(lm, [5, 6], **how, costs=table_of_costs(lambda count: seconds if count == nodes else 1.0))
+
+
+def test_a_clock_that_measures_0_gives_costs_over_0():
+    times = PassTimes()
+    for nodes in (1, 1, 1, 8, 8, 64, 64, 64):
+        times.add(nodes, 0.0)
+    assert min(times.expected(nodes) for nodes in range(1, 200)) > 0
+    assert SharedCost(times)(4) > 0
+    assert times.nodes_within(1.0) >= 8
 
 
 def test_with_given_costs_counts_are_the_same_in_every_run(tiny):

@@ -22,7 +22,9 @@ GENERATION = {
     **{"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "typical_p": 0.9, "repetition_penalty": 1.1},
     **{"eos_token_id": [257], "forced_eos_token_id": 257, "suppress_tokens": [5], "begin_suppress_tokens": [4]},
     **{"bad_words_ids": [[4, 5]], "sequence_bias": [[[4], 1.0]], "no_repeat_ngram_size": 3, "min_length": 3},
-    **{"exponential_decay_length_penalty": [2, 1.5], "guidance_scale": 1.0},
+    **{"exponential_decay_length_penalty": [2, 1.5], "guidance_scale": 1.0, "min_new_tokens": 2, "length_penalty": 2.0},
+    **{"encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 2, "renormalize_logits": True},
+    **{"early_stopping": True, "top_h": 0.4, "stop_strings": ["x"], "max_time": 9.0},
 }
 OTHERS = ["falcon", "bloom", "opt", "mamba", "mixtral", "t5", "bert", "gpt_oss", "llava", "bart"]
 """Architectures of transformers without one here."""
@@ -48,6 +50,7 @@ def seeds() -> list[bytes]:
         config = random_model(architecture, **(SIZES | changes)).config
         made.append({"config": json.loads(config.to_json_string(use_diff=False)), "generation": GENERATION})
         made.append({"config": config.to_diff_dict(), "generation": {}})
+    made.append({"config": made[0]["config"] | GENERATION})
     for other in OTHERS:
         made.append({"config": made[0]["config"] | {"model_type": other}, "generation": {}})
     return [json.dumps(document).encode() for document in made]
@@ -69,6 +72,9 @@ def run(data: bytes) -> None:
         (folder / "config.json").write_bytes(data)
     else:
         (folder / "config.json").write_text(json.dumps(document["config"]))
-        (folder / "generation_config.json").write_text(json.dumps(document.get("generation")))
+        settings = folder / "generation_config.json"
+        settings.unlink(missing_ok=True)
+        if "generation" in document:  # else the settings are in config.json
+            settings.write_text(json.dumps(document["generation"]))
     lm = load_and_generate(folder, **({"backend": "torch"} if len(data) % 2 else {}))
-    specbeam.generate(lm, [1, 2], max_new_tokens=2, do_sample=True, seed=1)
+    specbeam.generate(lm, [1, 2], max_new_tokens=2, do_sample=True, seed=1, num_beams=2)

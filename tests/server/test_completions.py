@@ -184,6 +184,26 @@ def test_echo_scores_the_prompt(served, reference, stream, max_tokens):
         assert end == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_only_scored_may_fill_the_context(served, reference, stream):
+    prompt = [n % 250 for n in range(256)]
+    how = {"echo": True, "logprobs": 0, "stream": stream}
+    given = served.client().completions.create(model="tiny", prompt=prompt, max_tokens=0, **how)
+    log_probs = (joined(given)[0] if stream else [whole(choice) for choice in given.choices])[0][0][3]
+    rows = log_probs_of_transformers(reference, prompt)
+    np.testing.assert_allclose(log_probs[1:], rows[range(255), prompt[1:]], atol=1e-4)
+    holds = "the model's context holds 256"
+    for tokens, new, says in (
+        (256, 1, f"has 256 tokens, but {holds}, which must hold"),
+        (257, 0, f"257 tokens, but {holds}: "),
+    ):
+        error = served.refused("/v1/completions", prompt=[5] * tokens, max_tokens=new, echo=True, logprobs=0)
+        assert says in error["message"]
+        assert error["code"] == "context_length_exceeded"
+    (choice,) = served.choices(prompt=prompt[:255], max_tokens=1, ignore_eos=True)
+    assert choice["finish_reason"] == "length"
+
+
 def test_echo_without_log_probs(served):
     for how, texts in (({}, ["abc", "x"]), ({"num_beams": 3, "n": 2}, ["abc", "abc", "x", "x"])):
         choices = served.choices(prompt=["abc", "x"], max_tokens=0, echo=True, **how)

@@ -168,7 +168,7 @@ def test_a_model_without_a_chat_template(served):
 
 
 def test_a_prompt_that_is_longer_than_the_context(served):
-    for fields in ({"prompt": "a" * 300}, {"prompt": "a" * 256, "max_tokens": 0, "echo": True}):
+    for fields in ({"prompt": "a" * 300}, {"prompt": "a" * 257, "max_tokens": 0, "echo": True}):
         error = served.refused("/v1/completions", **fields)
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
         assert "256" in error["message"]
@@ -209,7 +209,9 @@ def test_a_far_longer_prompt_is_not_tokenized(served, start, chat_lm, monkeypatc
     with start({"tiny": chat_lm}, limits=Limits(max_prompt_tokens=20)) as small:
         for path, (param, value) in zip(ALL.split(), fields.items(), strict=True):
             error = served.refused(path, **{param: value})
-            assert re.fullmatch(f"{begins}but the model's context holds 256: shorten it", error["message"])
+            assert re.fullmatch(
+                f"{begins}but the model's context holds 256, which must hold .* too: shorten it", error["message"]
+            )
             assert (error["param"], error["code"]) == (param, "context_length_exceeded")
             error = small.refused(path, **{param: value})
             assert re.fullmatch(f"{begins}and this server's limit is 20", error["message"])

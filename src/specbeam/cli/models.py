@@ -9,7 +9,7 @@ from typing import Any
 
 from specbeam.cli.arguments import add_revision_to, completer
 from specbeam.cli.printing import json_line
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, shown
 
 
 def add_to(commands: Any) -> None:
@@ -97,6 +97,8 @@ def show(given: argparse.Namespace) -> int:
             value = "unknown" if value is None else f"{value:,}"
         elif value is None:
             value = "not stated"
+        elif isinstance(value, dict):
+            value = ", ".join(f"{key}={shown(one)}" for key, one in value.items())
         print(f"{name:14} {value}")
     if not fetched:
         print(f"[not on this machine: specbeam models pull {given.source} fetches it]", file=sys.stderr)
@@ -120,6 +122,7 @@ def facts_of(source: str, revision: str | None) -> dict[str, Any]:
         "size": facts.size,
         "packed weights": sum(file.size for file in packed.files_of(packed.label(checkpoint.path))),
         "license": facts.license,
+        "generation": checkpoint.generation_defaults.of_texts or None,
     }
 
 

@@ -21,7 +21,7 @@ class Bans(Protocol):
         """At nodes, int64 [n]: the rows and the token ids that may not follow there, int64 [m] each."""
 
     def unchanged(self, new_tokens: int) -> int:
-        """For how many tokens beyond so many new ones, whatever they are, the same tokens are banned."""
+        """For how many tokens beyond this number of new ones, whatever they are, the same tokens are banned."""
 
 
 class BannedTokens:

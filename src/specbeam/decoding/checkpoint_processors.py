@@ -104,6 +104,11 @@ class CheckpointProcessors:
     raises: bool = False
     renormalizes: bool = False
 
+    @property
+    def may_forbid(self) -> bool:
+        """Whether they may leave no token."""
+        return bool(self.biases or self.bans or self.changes)
+
 
 def processors_of_checkpoint(
     defaults: GenerationDefaults,
@@ -187,7 +192,7 @@ class _Reader:
         return [int(token) for token in tokens if 0 <= token < self.vocab_size]
 
     def words(self, name: str) -> list[list[int]]:
-        """Lists of token ids, without those that no sequence can contain."""
+        """Lists of token ids, without lists that no sequence can contain."""
         words = self.defaults.get(name, [])
         if not isinstance(words, list | tuple) or not all(map(_is_word, words)):
             raise self.defaults.refused(name, "lists of token ids")

@@ -70,20 +70,18 @@ class ContinuationScores:
 
 
 def score_continuations(
-    tree: Tree, continuations: list[list[int]], unscored: int, scores: ContinuationScores
+    tree: Tree, continuations: list[list[int]], scores: ContinuationScores
 ) -> Generator[Evaluate, Selection, None]:
     """A strategy: evaluate continuations of the prompt, each shared beginning once, and sum their log-probabilities.
 
     Args:
-        unscored: the first tokens of each continuation have no part in its score.
         scores: filled here.
     """
     scored: list[tuple[int, int, int]] = []  # for each token: the node that it follows, its id, and its continuation
     for number, tokens in enumerate(continuations):
         node = tree.tip
         for place, token in enumerate(tokens):
-            if place >= unscored:
-                scored.append((node, token, number))
+            scored.append((node, token, number))
             if place + 1 < len(tokens):
                 (node,) = tree.draft(node, token).tolist()
     after, ids, numbers = np.array(sorted(scored), dtype=np.int64).reshape(-1, 3).T

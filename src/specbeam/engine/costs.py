@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
+from specbeam.errors import SpecbeamError, shown
 
 NODES_PER_NOMINAL_COST = 32
 """Assume that this many more nodes cost as much again as a pass over one node."""
+MIN_PASS_SECONDS, MAX_PASS_SECONDS = 1e-9, 1e9
+"""No pass takes less or more. A clock that ticks slowly may measure 0, by which costs are divided."""
 MAX_SIZE_RATIO = 4
 """Interpolate between measured sizes only if they differ by at most this factor."""
 UNMEASURED_SECONDS = 1e-3
@@ -46,11 +50,29 @@ class CostTable:
     """Given costs: every decision that depends on them is the same in every run.
 
     Args:
-        expected: the seconds of a pass over a number of nodes.
+        seconds: of a pass over a number of nodes.
+
+    Raises:
+        SpecbeamError: the function gives what no pass takes, such as 0 or NaN. Here it is asked about one node.
     """
 
-    def __init__(self, expected: Callable[[int], float]) -> None:
-        self.expected = expected
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self._seconds = seconds
+        self.expected(1)
+
+    def expected(self, nodes: int) -> float:
+        """The seconds of a pass.
+
+        Raises:
+            SpecbeamError: the function gives what no pass takes.
+        """
+        seconds = self._seconds(nodes)
+        if not isinstance(seconds, Real) or not MIN_PASS_SECONDS <= float(seconds) <= MAX_PASS_SECONDS:
+            raise SpecbeamError(
+                f"the function of a CostTable gives {shown(seconds)} seconds for nodes={nodes}: give a "
+                f"number from {MIN_PASS_SECONDS:g} to {MAX_PASS_SECONDS:g}"
+            )
+        return float(seconds)
 
     def knows(self, nodes: int) -> bool:
         """All passes are known."""
@@ -89,6 +111,7 @@ class PassTimes:
 
     def add(self, nodes: int, seconds: float) -> None:
         """Record a measured pass."""
+        seconds = max(seconds, MIN_PASS_SECONDS)
         if nodes >= TILE_NODES:
             latest, before = seconds / nodes, self._node_seconds or seconds / nodes
             self._node_seconds = min(max(latest, before / MAX_NODE_COST_RATIO), before * MAX_NODE_COST_RATIO)

@@ -132,6 +132,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
+        writes: bool = True,
     ) -> Request:
         """Queue one prompt (text, chat messages or token ids) and return its handle.
 
@@ -152,6 +153,7 @@ class Engine:
                 ``finish_reason`` "timeout". They count from now, waiting included.
             source: goes to the backend with each pass of the request, in place of its encoder's output
                 (:attr:`specbeam.backends.contract.Segment.source`). The request shares no keys and values then.
+            writes: whether a strategy of your own adds new tokens. If it only scores, the prompt may fill the context.
 
         Raises:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
@@ -164,8 +166,10 @@ class Engine:
             raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
             raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")
+        if not writes and strategy is None:
+            raise SpecbeamError("writes=False needs a strategy that adds no tokens: give one, or leave it out")
         own = {"strategy": strategy, "priority": priority, "timeout": timeout, "source": source}
-        state = self._state(prompt, options, system, raw, draft, **own)
+        state = self._state(prompt, options, system, raw, draft, writes, **own)
         with HeldInterrupts():
             self._thread.add(state)
         return state.request
@@ -189,12 +193,13 @@ class Engine:
         system: str | None,
         raw: bool,
         draft: Draft | None,
+        writes: bool = True,
         **own: Any,
     ) -> RequestState:
         chosen = Options.of(options or {})
         draft = load_draft(self.lm, draft)
         check_draft(self.lm, draft, chosen)
-        ids = encode(self.lm, prompt, system=system, raw=raw, most=room(self.lm))
+        ids = encode(self.lm, prompt, system=system, raw=raw, most=room(self.lm, writes))
         state = RequestState(
             self.lm,
             ids,
@@ -204,6 +209,7 @@ class Engine:
             budget=self._budget,
             wakeups=self._wakeups,
             costs=self._scheduler.costs,
+            writes=writes,
             **own,
         )
         self._budget.check(state.least_bytes, state.max_rows)

@@ -17,6 +17,8 @@ from specbeam.selection import Selection
 from specbeam.streaming import TextStream
 from specbeam.tree import Nodes
 
+MIN_SECONDS = 1e-9
+"""No request takes less. A clock that ticks slowly may measure 0."""
 MAY_FORBID = (
     "constraint",
     "prefix_allowed_tokens_fn",
@@ -95,6 +97,8 @@ class Output:
         """
         if not hypotheses:
             given = [name for name in MAY_FORBID if getattr(self._setup.options, name)]
+            if self._setup.selector.process.of_checkpoint.may_forbid:
+                given.append(f"the model's {self._lm.generation_defaults.file}")
             raise SpecbeamError(f"no text is possible under {', '.join(given)} together: change one of them")
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
@@ -174,7 +178,7 @@ class Output:
 
     def _stats(self, new_tokens: int, target: ModelState, draft: ModelState | None, drafted: bool) -> Stats:
         record = self._setup.record
-        seconds = time.perf_counter() - self._submitted
+        seconds = max(time.perf_counter() - self._submitted, MIN_SECONDS)
         return Stats(
             prompt_tokens=len(self._request.prompt_ids),
             new_tokens=new_tokens,

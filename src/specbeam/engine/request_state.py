@@ -59,6 +59,7 @@ class RequestState:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
+        writes: bool = True,
         cancellations: deque[RequestState],
         budget: Budget,
         wakeups: Wakeups,
@@ -69,7 +70,7 @@ class RequestState:
         self.deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.pending = NO_NODES
         self._lm = lm
-        self._setup = setup = make_setup(lm, prompt_ids, options, costs)
+        self._setup = setup = make_setup(lm, prompt_ids, options, costs, writes)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         objects = [name for name, value in (("strategy", strategy), ("source", source)) if value is not None]
         self._output = Output(lm, setup, self.request, inputs_of(lm, prompt_ids, setup, objects))

@@ -42,15 +42,18 @@ class Setup:
     plain_cost: SharedCost
 
 
-def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs: Costs) -> Setup:
+def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs: Costs, writes: bool = True) -> Setup:
     """Check the options against the model, and make what strategy and drafter work with.
+
+    Args:
+        writes: whether there are new tokens.
 
     Raises:
         SpecbeamError: a prompt as long as the context, or an option that the model cannot honour.
     """
     backend = lm.backend
-    if len(prompt_ids) > room(lm):
-        raise too_long(lm, f"{len(prompt_ids):,}")
+    if len(prompt_ids) > (most := room(lm, writes)):
+        raise too_long(lm, f"{len(prompt_ids):,}", most)
     if options.stop_strings and lm.tokenizer is None:
         raise SpecbeamError(f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out")
     check_token_ids(options, backend.vocab_size)

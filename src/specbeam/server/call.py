@@ -19,7 +19,7 @@ from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.prompt_length import PromptTooLong
-from specbeam.prompts import DEFAULT_RENDERING, Rendering
+from specbeam.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, room
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan
@@ -110,7 +110,7 @@ class Call:
     def _encode(self, prompt: Any) -> list[int]:
         backend, limit = self.model.lm.backend, self.limits.max_prompt_tokens
         context, begin = backend.context_length, backend.start_token_ids
-        fit = context - (begin is None)  # with an encoder, the text does not follow the prompt
+        fit = room(self.model.lm, self.writes)
         try:
             most = fit if limit is None else min(fit, limit)
             ids = self.model.encode(prompt, raw=self.raw, most=most, rendering=self.rendering)
@@ -118,7 +118,7 @@ class Call:
             says = f"the prompt has {error.tokens} tokens"
             if limit is not None and limit < fit:
                 raise Refusal(f"{says}, and this server's limit is {limit:,}", self.field, TOO_LONG) from error
-            says += f", but the model's context holds {context:,}: shorten it"
+            says += f", but the model's context holds {context:,}{ALSO_NEW if fit < context else ''}: shorten it"
             raise Refusal(says, self.field, TOO_LONG) from error
         except SpecbeamError as error:
             raise Refusal(str(error), self.field) from error
@@ -151,6 +151,7 @@ class Call:
                 strategy=strategy,
                 priority=plan.priority,
                 timeout=self.limits.timeout,
+                writes=self.writes,
             )
         except (SpecbeamError, RuntimeError) as error:
             raise self._refusal(error) from error
