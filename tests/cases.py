@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,12 @@ def _draw_limit(draw: random.Random, vocabulary: int, kind: str) -> dict[str, An
 # Running.
 
 
-def run_case(case: dict[str, Any], models: Models, seen: Counter[str] | None = None) -> list[dict[str, Any]]:
+def run_case(
+    case: dict[str, Any],
+    models: Models,
+    seen: Counter[str] | None = None,
+    ended: Callable[[Engine], object] | None = None,
+) -> list[dict[str, Any]]:
     """The outcome of each request of a case: data that no batch, draft or measured time may change.
 
     A request that is cancelled after some iterations has no entry of its own: how far it came depends on measured
@@ -335,6 +341,7 @@ def run_case(case: dict[str, Any], models: Models, seen: Counter[str] | None = N
 
     Args:
         seen: counts what happened: preemptions, cancels, reused tokens and so on.
+        ended: called with the engine once all requests have ended.
     """
     seen = Counter() if seen is None else seen
     lm = models.load(case["model"], case["format"])
@@ -360,6 +367,8 @@ def run_case(case: dict[str, Any], models: Models, seen: Counter[str] | None = N
     run.iterate(None)
     if engine.cache_tokens:
         outcomes.append({"held": engine.cache_tokens})
+    if ended is not None:
+        ended(engine)
     return [one if isinstance(one, dict) else run.outcome(one, models) for one in outcomes]
 
 

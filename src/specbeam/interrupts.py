@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from signal import SIGINT
 from types import FrameType
 from typing import Any
@@ -33,29 +32,46 @@ class HeldInterrupts:
         if threading.get_ident() == threading.main_thread().ident:
             handler = signal.getsignal(SIGINT)
             if callable(handler) and not isinstance(handler, HeldInterrupts):
-                self._before = handler  # first: from the next statement on, interrupts wait
+                self._before, self._noted = handler, None  # first: from the next statement on, interrupts wait
                 signal.signal(SIGINT, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note an interrupt: this is the handler meanwhile."""
         if self._noted is not None:
+            self._give_back()  # it may cut __exit__ short
             raise KeyboardInterrupt
         self._noted = number, frame
 
     def __exit__(self, *_: object) -> None:
-        before, self._before = self._before, None
+        before = self._before
         if before is not None:
-            if signal.getsignal(SIGINT) is self:  # else a caller's function has set another
-                signal.signal(SIGINT, before)  # from here on, interrupts come at once
-            noted, self._noted = self._noted, None
+            self._give_back()  # before anything is forgotten: from here on, interrupts come at once
+            noted, self._before, self._noted = self._noted, None, None
             if noted is not None:
                 before(*noted)
 
-    @contextmanager
-    def released(self) -> Iterator[None]:
-        """In here interrupts do not wait, unless the block is in another one."""
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
+    def _give_back(self) -> None:
+        """Let the handler from before be the handler, unless a caller's function has set another."""
+        if signal.getsignal(SIGINT) is self:
+            signal.signal(SIGINT, self._before)
+
+    def released(self) -> ReleasedInterrupts:
+        """A block in which interrupts do not wait, unless it is in another :class:`HeldInterrupts`."""
+        return ReleasedInterrupts(self)
+
+
+class ReleasedInterrupts:
+    """Ends a block of held interrupts, and begins it again.
+
+    A class, because a generator would be closed late if an interrupt came before the block. Then interrupts would be
+    held from that moment on.
+    """
+
+    def __init__(self, held: HeldInterrupts) -> None:
+        self._held = held
+
+    def __enter__(self) -> None:
+        self._held.__exit__()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.__enter__()

@@ -1,15 +1,19 @@
 """What ends commands early: Ctrl-C, passes that fail, and readers that go away."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from specbeam import Engine
-from specbeam.cli.interrupts import ctrl_c_cancels
+from specbeam.cli import interrupts
+from specbeam.cli.interrupts import CtrlCCancels
+from tests.calls import check_interrupts, press_within
 from tests.cli.conftest import fail_on_long_prompts
 
 
@@ -29,7 +33,7 @@ def test_the_first_ends_all_requests_and_the_second_interrupts(lm, handler):
     handler(signal.default_int_handler)
     engine = Engine(lm)
     requests = submit(engine, 2)
-    with ctrl_c_cancels(requests) as ctrl_c:
+    with CtrlCCancels(requests) as ctrl_c:
         engine.step()
         assert not ctrl_c.pressed
         signal.raise_signal(signal.SIGINT)
@@ -42,11 +46,30 @@ def test_the_first_ends_all_requests_and_the_second_interrupts(lm, handler):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("presses", [1, 2])
+def test_at_each_moment_the_first_cancels_and_the_handler_comes_back(handler, presses):
+    def work():
+        with CtrlCCancels([request]) as ctrl_c:
+            cancelled.append(ctrl_c)
+
+    handler(signal.default_int_handler)
+    request, places = mock.Mock(), [interrupts, contextlib]
+    for moment in range(press_within(places, work)[0]):
+        cancelled = []
+        request.reset_mock()
+        error = press_within(places, work, [moment] * presses)[1]
+        check_interrupts()
+        if presses == 2:
+            assert error is KeyboardInterrupt
+        elif error is None:
+            assert request.cancel.called == cancelled[0].pressed == True  # noqa: E712
+
+
 def test_a_background_job_goes_on(lm, handler):
     handler(signal.SIG_IGN)
     engine = Engine(lm)
     (request,) = submit(engine, 1)
-    with ctrl_c_cancels([request]) as ctrl_c:
+    with CtrlCCancels([request]) as ctrl_c:
         signal.raise_signal(signal.SIGINT)
         engine.run()
     assert not ctrl_c.pressed

@@ -2,6 +2,7 @@
 
 import gc
 
+import numpy as np
 import pytest
 
 from specbeam.cache.pool import pool_of
@@ -39,3 +40,20 @@ def ended(engine, prompt, options=None, **how):
     request = engine.submit(prompt, options, **how)
     engine.run()
     return request.result()
+
+
+def assert_nothing_is_held(engine):
+    """All requests have ended: only cached prefixes are left. Without these, no slot belongs to the engine."""
+    caches = [*engine._budget._caches.values()]
+    for cache in caches:
+        pool = cache.pool
+        owned = pool.owners == cache.number
+        assert cache.used == 0
+        assert not pool.references[owned].any()
+        assert cache.kept == np.count_nonzero(owned) == np.count_nonzero(pool.cached & owned)
+        assert sorted(cache.prefixes.slots().tolist()) == np.flatnonzero(owned).tolist()
+    engine._budget.evict()
+    for cache in caches:
+        assert cache.kept == 0
+        assert not (cache.pool.owners == cache.number).any()
+    assert engine._budget.held == engine.kept_bytes == 0

@@ -4,11 +4,12 @@
 """
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cases import Models, draw_case, run_case, write_models
 from tests.conftest import examples
+from tests.engine.conftest import assert_nothing_is_held
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +26,32 @@ def alone(case, request):
     return case | {"limits": {}, "costs": None, "requests": [plain | {"draft": None, "rounds": 0}]}
 
 
+FEW_TOKENS = {
+    "model": "llama, confident",
+    "format": "float32",
+    "limits": {"max_batch_tokens": 7, "max_cache_tokens": 172},
+    "costs": None,
+    "requests": 2
+    * [
+        {
+            "prompt": [*range(2, 10)],
+            "options": {"num_beams": 8, "max_new_tokens": 14, "min_new_tokens": 13, "do_sample": True, "seed": 28}
+            | {"num_draft_tokens": 2, "draft_width": 4},
+            "draft": "itself",
+            "limit": {"few": 1},
+            "rounds": 0,
+        }
+    ],
+}
+"""The second request is preempted. Then its beams have the same tokens, and two nodes get one cached slot."""
+
+
 @settings(max_examples=examples(4))
-@given(seed=st.integers(0, 10**9))
-def test_drafts_deferred_beams_prefixes_preemption_batch_and_order_change_no_bit(models, seed):
-    case = draw_case(seed, 0)
-    for request, outcome in zip(case["requests"], run_case(case, models), strict=True):  # and no slot is held
+@given(case=st.integers(0, 10**9).map(lambda seed: draw_case(seed, 0)))
+@example(case=FEW_TOKENS)
+def test_drafts_deferred_beams_prefixes_preemption_batch_and_order_change_no_bit(models, case):
+    outcomes = run_case(case, models, ended=assert_nothing_is_held)
+    for request, outcome in zip(case["requests"], outcomes, strict=True):
         if "cancel" in request or "timeout" in request:
             continue
         if "text cannot bridge" in outcome.get("message", ""):

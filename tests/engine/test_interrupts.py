@@ -1,6 +1,7 @@
 """Ctrl-C at any moment: the handler that was there before is called, the engine goes on, and no text changes."""
 
 import asyncio
+import contextlib
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from signal import SIGINT
@@ -10,7 +11,10 @@ import pytest
 import specbeam
 from specbeam import Engine, scoring
 from specbeam.cache.pool import pool_of
+from specbeam.engine.scheduler import Passing, Scheduler
 from specbeam.interrupts import HeldInterrupts
+from tests.calls import check_interrupts, press_within
+from tests.conftest import in_thorough_mode
 from tests.engine.conftest import in_use
 
 KINDS = [
@@ -30,6 +34,10 @@ def hang():
     """A caller's function that hangs, until Ctrl-C is pressed a second time."""
     press()
     press()
+
+
+HOLDING = [specbeam.interrupts, contextlib, Scheduler.passing, *filter(callable, vars(Passing).values())]
+"""What holds interrupts, and lets them come."""
 
 
 class Catastrophe(BaseException):
@@ -312,3 +320,43 @@ def test_an_error_in_a_block_does_not_stop_an_interrupt(pressed):
         open_up()
     assert signal.getsignal(SIGINT) is before
     assert len(pressed) == 2
+
+
+@pytest.mark.parametrize("apart", [None, 0, 1, 4, 20])
+def test_at_each_moment_the_handler_comes_back(lm, handle, apart):
+    """One Ctrl-C at each bytecode of code that holds interrupts and runs a pass, or two of them."""
+
+    def work():
+        with scheduler.interrupts:
+            scheduler.is_changing = True
+            with HeldInterrupts():
+                pass
+            with scheduler.passing():
+                pass
+            scheduler.is_changing = False
+
+    handle(signal.default_int_handler)
+    scheduler, places = Engine(lm)._scheduler, [*HOLDING, work]
+    for moment in range(press_within(places, work)[0]):
+        error = press_within(places, work, [moment] if apart is None else [moment, moment + apart])[1]
+        assert error is KeyboardInterrupt
+        assert apart is not None or not scheduler.is_changing
+        check_interrupts()
+
+
+def test_after_one_interrupt_around_a_pass_the_engine_goes_on(folder, handle):
+    handle(signal.default_int_handler)
+    lm = specbeam.load(folder, backend="cpu", threads=1)
+
+    def run(*at):
+        engine = Engine(lm)
+        request = engine.submit(PROMPTS[0], {"max_new_tokens": 3})
+        moments, error = press_within([*HOLDING, Engine.step], engine.run, at)
+        check_interrupts()
+        engine.run()
+        assert engine.cache_tokens == 0
+        return moments, error, request.result().token_ids
+
+    moments, _, expected = run()
+    for moment in range(0, moments, 1 if in_thorough_mode() else moments // 50):
+        assert run(moment)[1:] == (KeyboardInterrupt, expected)

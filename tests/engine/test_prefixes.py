@@ -4,16 +4,18 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
+from specbeam.errors import NotFinite
 from tests.backends.test_encoder_decoder import make
 from tests.calls import calls_made
 from tests.conftest import examples, random_model, run_alone
 from tests.decoding.test_speculative import other_tokenizer
-from tests.engine.conftest import ended, in_use
+from tests.engine.conftest import assert_nothing_is_held, ended, in_use
 
 PROMPT = [97 + n % 7 for n in range(60)]
 LONG = {"max_new_tokens": 20, "min_new_tokens": 20}
@@ -37,7 +39,7 @@ TURN = st.fixed_dictionaries(
         "who": st.integers(0, 1),  # which of two conversations goes on
         "said": st.lists(st.integers(97, 122), min_size=1, max_size=12),
         "kind": st.sampled_from(KINDS),
-        "ends": st.sampled_from([None, None, None, "cancel", "interrupt", "failure"]),
+        "ends": st.sampled_from([None, None, None, "cancel", "interrupt", "failure", "not finite"]),
         "passes": st.integers(0, 8),  # before it ends so
     }
 )
@@ -73,7 +75,8 @@ def run(engine, request, ends=None, passes=0):
         done += 1
         if done > passes and ends in ("interrupt", "failure"):
             raise KeyboardInterrupt if ends == "interrupt" else Broken
-        return forward(segments)
+        logits = forward(segments)
+        return logits * torch.nan if done > passes and ends == "not finite" else logits
 
     with mock.patch.object(engine.lm.backend, "forward", counted):
         try:
@@ -102,10 +105,11 @@ def converse(lm, drafts, turns, tokens):
         conversations[turn["who"]] = prompt
         try:
             got = request.result()
-        except Broken:
+        except (Broken, NotFinite):
             continue
         conversations[turn["who"]] = prompt + got.token_ids
         yield got, run_alone(lm, prompt, options, draft), draft
+    assert_nothing_is_held(engine)
 
 
 DIVIDED = {"kind": KINDS[-1], "who": 0, "said": [100, 101, 106, 117], "forgotten": 0, "ends": None, "passes": 0}

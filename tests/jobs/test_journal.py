@@ -1,14 +1,20 @@
 """Journals and whole files: a crash at any operation on the disk loses only what was being written."""
 
+import contextlib
 import json
 import os
 
 import pytest
 
+import specbeam
+from specbeam import jobs
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.finished_rows import FinishedRows
 from specbeam.jobs.journal import Journal, entries_in, json_line
+from specbeam.jobs.lock import locked
+from tests.calls import check_interrupts, press_within
+from tests.conftest import in_thorough_mode
 from tests.jobs.faults import crashes
 
 ENTRIES = [{"n": n, "text": "ö" * n} for n in range(4)]
@@ -84,6 +90,27 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, power, before):
         assert (path.read_bytes() if path.exists() else None) == before
     assert path.read_bytes() == b"new content"
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_at_each_moment_an_interrupt_leaves_a_whole_file_and_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # it takes milliseconds
+    path, lock, outcomes = tmp_path / "whole", tmp_path / "lock", set()
+
+    def work():
+        with locked(lock, path, "another"), replacing(path) as file:
+            file.write(b"new")
+
+    generators = filter(callable, vars(contextlib._GeneratorContextManager).values())
+    places = [jobs.lock, jobs.atomic, specbeam.interrupts, *generators, work]
+    for moment in range(0, press_within(places, work)[0], 1 if in_thorough_mode() else 3):
+        path.write_bytes(b"before")
+        assert press_within(places, work, [moment])[1] is KeyboardInterrupt
+        check_interrupts()
+        assert [*tmp_path.iterdir()] == [path]
+        outcomes.add(path.read_bytes())
+        with locked(lock, path, "another"):
+            pass
+    assert outcomes == {b"before", b"new"}
 
 
 def test_two_that_write_one_file_do_not_mix(tmp_path):

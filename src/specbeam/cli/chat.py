@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
 from specbeam.cli.generate import drain, summary
-from specbeam.cli.interrupts import ctrl_c_cancels
+from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.option_names import nearest_name
@@ -133,7 +133,7 @@ class Chat:
         seed = None if self.options.seed is None else self.options.seed + tries
         request = self.engine.submit(ids, replace(self.options, seed=seed), draft=self.draft)
         text = ""
-        with ctrl_c_cancels([request]):
+        with CtrlCCancels([request]):
             more = True
             while more:
                 more = self.engine.step()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
-from specbeam.cli.interrupts import ctrl_c_cancels
+from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import check_writable, json_line, one_line, print_lines, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
@@ -182,7 +182,7 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
     stream = given.stream and one_text and not given.json and out is sys.stdout
     printer = Printer(rows, requests, shown_prompts, out, given.json, stream, shows_trace=bool(given.trace))
-    with ctrl_c_cancels(requests) as ctrl_c:
+    with CtrlCCancels(requests) as ctrl_c:
         while engine.step():
             printer.print_ready()
         printer.print_ready()

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.engine import Request
 
 
-@dataclass
-class CtrlC:
-    """Whether Ctrl-C was pressed. It has no lock, which a second Ctrl-C could find held by the first one's handler."""
+class CtrlCCancels:
+    """In this block Ctrl-C ends requests between two passes, so that their texts so far are whole.
 
-    pressed: bool = False
+    A second one interrupts. A background job of a shell ignores Ctrl-C, and goes on doing so.
 
-
-@contextlib.contextmanager
-def ctrl_c_cancels(requests: Sequence[Request]) -> Iterator[CtrlC]:
-    """Let Ctrl-C end requests between two passes, so that their texts so far are whole. A second one interrupts.
-
-    A background job of a shell ignores Ctrl-C, and goes on doing so.
+    Attributes:
+        pressed: whether Ctrl-C was pressed. It has no lock, which a second Ctrl-C could find held by the first one's
+            handler.
     """
-    ctrl_c = CtrlC()
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        yield ctrl_c
-        return
 
-    def cancel(*_: Any) -> None:
-        ctrl_c.pressed = True
-        for request in requests:
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.pressed = False
+        self._requests = requests
+        self._before: Any = signal.SIG_IGN
+
+    def __enter__(self) -> CtrlCCancels:
+        self._before = signal.getsignal(SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(SIGINT, self._cancel)
+        return self
+
+    def _cancel(self, *_: Any) -> None:
+        self.pressed = True
+        signal.signal(SIGINT, self._before)
+        for request in self._requests:
             request.cancel()
-        signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, cancel)
-    try:
-        yield ctrl_c
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def __exit__(self, *_: object) -> None:
+        if self._before is not signal.SIG_IGN:
+            signal.signal(SIGINT, self._before)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count, islice
 
 import numpy as np
@@ -20,7 +18,7 @@ from specbeam.engine.request import Request, Wakeups
 from specbeam.engine.request_state import RequestState
 from specbeam.errors import QueueFull
 from specbeam.fork_guard import fork_guard
-from specbeam.interrupts import HeldInterrupts
+from specbeam.interrupts import HeldInterrupts, ReleasedInterrupts
 from specbeam.tree import Nodes
 
 Batch = list[tuple[RequestState, Nodes]]
@@ -295,17 +293,9 @@ class Scheduler:
         seconds = max(self.max_pass_seconds, least / (1 - MIN_READING_SHARE))
         return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """A pass runs in here. As it can be repeated, it may be left at any moment."""
-        self.is_changing = False
-        try:
-            with self.interrupts.released():
-                yield
-        except Exception:  # it goes to the requests
-            self.is_changing = True
-            raise
-        self.is_changing = True
+    def passing(self) -> Passing:
+        """A pass runs in this block. As it can be repeated, it may be left at any moment."""
+        return Passing(self)
 
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
@@ -393,6 +383,23 @@ class Scheduler:
         """A pass failed over this batch, and went well over its parts."""
         self._pass_tokens = min(self._pass_tokens, max(1, sum(len(nodes) for _, nodes in batch) // 2))
         self._good_passes = 0
+
+
+class Passing(ReleasedInterrupts):
+    """The block of :meth:`Scheduler.passing`. Between passes the engine changes, and interrupts wait."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler.interrupts)
+        self._scheduler = scheduler
+
+    def __enter__(self) -> None:
+        self._scheduler.is_changing = False
+        super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        super().__exit__()
+        if kind is None or issubclass(kind, Exception):  # an error goes to the requests
+            self._scheduler.is_changing = True
 
 
 def _share_out(counts: list[int], room: int) -> list[int]:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from specbeam.interrupts import HeldInterrupts
+
 KEPT_OF_NAME = 40
 """Characters of a file's name that its temporary name has, too. File systems allow 255 bytes."""
 
@@ -21,17 +23,20 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     It keeps the permissions of the file that it replaces. Of several writers, the last one's file stays.
     """
     new = path.with_name(f".{path.name[:KEPT_OF_NAME]}.{secrets.token_hex(4)}.new")
-    try:
-        with new.open("xb") as file:
-            if path.exists():
-                new.chmod(stat.S_IMODE(path.stat().st_mode))
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    interrupts = HeldInterrupts()
+    with interrupts:
+        try:
+            with new.open("xb") as file:
+                if path.exists():
+                    new.chmod(stat.S_IMODE(path.stat().st_mode))
+                with interrupts.released():
+                    yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
+from specbeam.interrupts import HeldInterrupts
 from specbeam.jobs.journal import Entry, Journal
 
 NOT_FINISHED = -1
@@ -78,8 +79,9 @@ class FinishedRows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._close_journal()
+        with HeldInterrupts():
+            self._file.close()
+            self._close_journal()
 
     def _close_journal(self) -> None:
         self._journal.close()

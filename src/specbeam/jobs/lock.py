@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from specbeam.errors import SpecbeamError
+from specbeam.interrupts import HeldInterrupts
 
 
 @contextmanager
@@ -23,18 +24,20 @@ def locked(path: Path, written: Path, else_give: str) -> Iterator[None]:
     Raises:
         SpecbeamError: another process holds the lock, or the file cannot be made.
     """
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise SpecbeamError(f"another process writes {written}: wait for it, or give {else_give}") from error
-    except OSError as error:
-        raise SpecbeamError(f"{written} cannot be written: {error.strerror}") from error
-    try:
-        yield
-    finally:
+    lock, interrupts = FileLock(path), HeldInterrupts()
+    with interrupts:
         try:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise SpecbeamError(f"another process writes {written}: wait for it, or give {else_give}") from error
+        except OSError as error:
+            raise SpecbeamError(f"{written} cannot be written: {error.strerror}") from error
+        try:
+            with interrupts.released():
+                yield
         finally:
-            lock.release()
+            try:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            finally:
+                lock.release()
