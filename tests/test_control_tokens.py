@@ -20,6 +20,7 @@ TEMPLATES = {
     "trimmed": "{{ m.content | trim }}",
     "split": "{{ m.content.split('</think>')[-1] }}",
     "by character": "{% for c in m.content %}{{ c }}{% endfor %}",
+    "parts": "{% for part in m.content %}{{ part.text }}{% endfor %}",
     "forward": "{{ m.content[:1] }}{{ m.content[1:] }}",
 }
 
@@ -96,7 +97,7 @@ def test_only_the_template_writes_control_tokens(name, contents, roles):
     ids = read(tokenizer, messages)
     harmless = [message | {"content": "Hi"} for message in messages]
     assert names(tokenizer, ids) == names(tokenizer, encode(model(tokenizer), harmless))
-    if name in ("plain", "by character", "forward"):  # no character is lost
+    if name in ("plain", "by character", "parts", "forward"):  # no character is lost
         assert tokenizer.decode(ids) == render(tokenizer, messages)
 
 

@@ -50,11 +50,11 @@ def begun(content):
     return [{"role": "user", "content": " q "}, {"role": "assistant", "content": content}]
 
 
-@pytest.mark.parametrize("content", ["m.content", "m.content | trim"], ids=["kept", "trimmed"])
+@pytest.mark.parametrize("content", ["m.content", "m.content | trim", "m.content[0].text", "m.content[0].text | trim"])
 @pytest.mark.parametrize("answer", ["", "1", "1. Blue\n2. ", "1. Blue\n\n", "a\u00a0", "im", "user"])
 def test_a_begun_answer_is_continued_where_it_ends(content, answer):
     """Also if the template trims messages, and if the answer's text is elsewhere in the prompt."""
-    question = templated(content).apply_chat_template(begun("")[:1], tokenize=False, add_generation_prompt=True)
+    question = f"<|im_start|>user\n{'q' if 'trim' in content else ' q '}<|im_end|>\n<|im_start|>assistant\n"
     assert render(templated(content), begun(answer)) == question + answer
 
 
@@ -66,7 +66,9 @@ def test_space_before_a_begun_answer_is_left_to_the_template():
         assert render(templated("m.content"), begun(answer)) == theirs == start.replace("q", " q ") + answer
 
 
-@pytest.mark.parametrize("content", ["m.content | upper", "m.role", "m.content.split('</think>')[-1]"])
+@pytest.mark.parametrize(
+    "content", ["m.content | upper", "m.content[0].text | upper", "m.content.split('</think>')[-1]"]
+)
 def test_a_begun_answer_that_the_template_changes_is_refused(content):
     with pytest.raises(SpecbeamError, match="changes the assistant's message at the end"):
         render(templated(content), begun("one</think>two"))

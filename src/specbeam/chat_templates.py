@@ -4,6 +4,9 @@ A chat template is a program that comes with a checkpoint. Jinja's sandbox keeps
 memory and time. A single call of C code may do so, and no thread can interrupt that. So templates run in a child
 process, which is this module run as a program, and the kernel limits its memory and its processor time. The rendering
 itself is transformers'.
+
+Most templates read the content of a message as a text, and some read it only as a list of parts. The child finds out
+which, once per template and role, by rendering a short text in both forms (:func:`_reads_parts`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -37,6 +42,10 @@ OWN_NAMES = (
     "tools",
 )
 """Variables of a template that no caller may set: they are arguments of transformers' and Jinja's functions."""
+PROBE = "zqprobezq"
+"""A text that no template has of its own. No filter that is usual in templates changes more than its case."""
+MAX_PROBED = 1024
+"""Templates and roles whose form of content is remembered."""
 OUT_OF_MEMORY, TOO_LONG = 64, 65
 """Exit statuses of the child."""
 
@@ -65,10 +74,11 @@ class Renderer:
 
         Args:
             template: its source.
+            messages: their contents are texts. A template that reads lists of parts gets each text as one part.
             how: further arguments of transformers' ``render_jinja_template``, and variables of the template.
 
         Raises:
-            ValueError: the template refuses the messages, or exceeds a limit.
+            ValueError: the template refuses the messages, leaves out their text, or exceeds a limit.
         """
         task = {**how, "conversations": [messages], "chat_template": template}
         line = _line([self._cpu_seconds, task])
@@ -148,9 +158,78 @@ def _read(line: bytes) -> Any:
     return json.loads(line.decode(errors="surrogatepass"))
 
 
+def _rendered(task: Mapping[str, Any]) -> str:
+    """The text that transformers makes of a task."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (text,), _ = render_jinja_template(**task)
+    return str(text)
+
+
+def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
+    """A task whose messages have their contents in the form that the template reads.
+
+    Raises:
+        ValueError: the template leaves out the text of a message.
+    """
+    template, (messages,) = task["chat_template"], task["conversations"]
+    if not isinstance(template, str):
+        return task
+    of_conversation = ("chat_template", "conversations", "add_generation_prompt", "continue_final_message")
+    variables = json.dumps({name: value for name, value in task.items() if name not in of_conversation})
+    return task | {"conversations": [[_readable(message, template, variables) for message in messages]]}
+
+
+def _readable(message: dict[str, Any], template: str, variables: str) -> dict[str, Any]:
+    """A message as a template reads its content."""
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(content, str) or not isinstance(role, str):
+        return message
+    if (in_parts := _reads_parts(template, variables, role)) is None and content.strip():
+        raise ValueError(
+            f"it leaves out what the role {role!r} says, as a text and as a list of parts: let another role say that, "
+            "or use raw=True"
+        )
+    return message | _message(role, content, in_parts)
+
+
+@lru_cache(MAX_PROBED)
+def _reads_parts(template: str, variables: str, role: str) -> bool | None:
+    """Whether a template reads the contents of a role's messages as lists of parts, and not as texts.
+
+    A template that reads both forms gets texts. So does one that refuses them all, and it says why.
+
+    Args:
+        variables: of the template, as JSON.
+
+    Returns:
+        None if the template leaves out the text in both forms.
+    """
+    task = json.loads(variables) | {"chat_template": template}
+    others = [] if role == "user" else [_message("user", "Hi", _reads_parts(template, variables, "user"))]
+    has_refused = False
+    for in_parts in (False, True):
+        probe = _message(role, PROBE, in_parts)
+        for conversation in ([probe, *others], [*others, probe, *others], [*others, probe]):
+            try:
+                text = _rendered(task | {"conversations": [conversation]})
+            except MemoryError:
+                raise
+            except Exception:
+                has_refused |= not in_parts
+            else:
+                if PROBE in text.lower():
+                    return in_parts
+    return bool(others and _reads_parts(template, variables, "user")) if has_refused else None
+
+
+def _message(role: str, text: str, in_parts: bool | None) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+
+
 def _serve() -> None:
     """The child: read tasks from standard input, one in a line, and answer each with a line on standard output."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    import transformers.utils.chat_template_utils  # noqa: F401  # its memory is no template's
 
     memory = _memory_of_this_process()
     for line in sys.stdin.buffer:
@@ -159,7 +238,7 @@ def _serve() -> None:
         try:
             cpu_seconds, task = _read(line)
             _end_after(cpu_seconds)
-            (text,), _ = render_jinja_template(**task)
+            text = _rendered(_in_form_of_template(task))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except Exception as error:

@@ -22,7 +22,8 @@ from specbeam.prompt_length import PromptTooLong, least_tokens
 Message = dict[str, Any]
 """A chat message: a dictionary with the text "role" and the "content", a text or a list of parts.
 
-A part is ``{"type": "text", "text": ...}``. A line break joins the parts, as in vLLM and llama.cpp.
+A part is ``{"type": "text", "text": ...}``. A line break joins the parts, as in vLLM and llama.cpp. A chat template
+that reads only lists of parts gets the text as one part (:mod:`specbeam.chat_templates`).
 """
 
 Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Tensor

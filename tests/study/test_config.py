@@ -8,8 +8,9 @@ import yaml
 
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
-from specbeam.study.composition import compose
+from specbeam.study.composition import as_yaml, compose
 from specbeam.study.config import check, methods
+from tests.pages import ROOT, files
 
 ORIGINAL = """
 project_name: specbeam-study
@@ -17,7 +18,7 @@ draft_model: Qwen/Qwen2.5-0.5B-Instruct
 target_model: Qwen/Qwen2.5-3B-Instruct
 chat: {use_system_prompt: true, system_prompt: "You are a concise and helpful assistant."}
 debug: {render_input_text: true}
-decode: {mode: speculative, num_draft_tokens: 4, max_new_tokens: 50}
+decode: {mode: speculative, k: 4, max_tokens: 50}
 prompts: ["The future of AI is", "Once upon a time in a digital world,"]
 """
 
@@ -32,7 +33,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_configuration_in_a_folder_means_what_it_says(folder):
+def test_the_configuration_of_the_first_study_means_what_it_says(folder):
+    assert yaml.safe_load(files(ROOT / "docs/guides/study.md")["first-study/config.yaml"]) == yaml.safe_load(ORIGINAL)
     found = check(compose([], folder))
     assert found.target_model == "Qwen/Qwen2.5-3B-Instruct"
     assert found.chat.system_prompt == "You are a concise and helpful assistant."
@@ -45,6 +47,84 @@ def test_a_configuration_in_a_folder_means_what_it_says(folder):
     found = check(compose(["target_model=other", "decode.num_draft_tokens=2", "draft.quantize=int4"], folder))
     assert (found.target_model, found.decode["num_draft_tokens"], found.decode["max_new_tokens"]) == ("other", 2, 50)
     assert found.draft.quantize == "int4"
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("decode.k=3;decode.max_tokens=9", "decode.num_draft_tokens=3;decode.max_new_tokens=9"),
+        ("decode.mode=hybrid", "decode.mode=speculative-beam"),
+        ("decode.mode=[greedy,'hybrid']", "decode.mode=[greedy,speculative-beam]"),
+        ("decode={mode: hybrid, k: 3}", "decode={mode: speculative-beam, num_draft_tokens: 3}"),
+        ("methods={a: {mode: hybrid, k: 3}}", "methods={a: {mode: speculative-beam, num_draft_tokens: 3}}"),
+        (
+            "methods={a: {mode: beam}};methods.a.mode=hybrid;methods.a.k=3;methods.a.max_tokens=9",
+            "methods={a: {mode: speculative-beam, num_draft_tokens: 3, max_new_tokens: 9}}",
+        ),
+        (
+            "decode.mode=[beam,hybrid];metrics.baseline=hybrid",
+            "metrics.baseline=speculative-beam;decode.mode=[beam,speculative-beam]",
+        ),
+        (
+            "methods={hybrid: {mode: hybrid}};metrics.baseline=hybrid",
+            "methods={hybrid: {mode: speculative-beam}};metrics.baseline=hybrid",
+        ),
+        ("decode.k=3;project_name='k=${decode.k}'", "decode.num_draft_tokens=3;project_name=k\\=3"),
+    ],
+)
+def test_words_of_the_first_study_are_our_names_on_the_command_line(words, ours):
+    given = compose(["prompts=[hi]", *words.split(";")])
+    assert given == compose(["prompts=[hi]", *ours.split(";")])
+    assert check(given)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "chosen"),
+    [
+        ("config.yaml", "decode: {mode: [beam, hybrid], k: 3, max_tokens: 9}\nproject_name: k${decode.k}", []),
+        (
+            "ablation/mine.yaml",
+            "# @package _global_\ndecode: {mode: [beam, hybrid], k: 3}\nproject_name: k3",
+            ["ablation=mine"],
+        ),
+        ("decode/mine.yaml", "{mode: [beam, hybrid], k: 3, max_tokens: 9}", ["+decode=mine", "project_name=k3"]),
+        ("decode/mine.yaml", "# @package methods.a\n{mode: hybrid, k: 3}", ["+decode=mine"]),
+    ],
+)
+def test_words_of_the_first_study_are_our_names_in_files(tmp_path, file, content, chosen):
+    ours = content.replace("k: 3", "num_draft_tokens: 3").replace("max_tokens", "max_new_tokens")
+    ours = ours.replace("hybrid", "speculative-beam").replace("${decode.k}", "${decode.num_draft_tokens}")
+    found = []
+    for text in (content, ours):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+        found.append(compose(["prompts=[hi]", *chosen], tmp_path))
+        assert "num_draft_tokens: 3" in as_yaml(found[-1])
+        # The command line comes last, in either words.
+        for word in ("decode.k=2", "decode.num_draft_tokens=2", "decode={k: 2}"):
+            assert compose(["prompts=[hi]", *chosen, word], tmp_path)["decode"]["num_draft_tokens"] == 2
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "says"),
+    [
+        ("decode.k=2 decode.num_draft_tokens=5", "decode: {k: 2, num_draft_tokens: 5}",
+         "decode.k=2 and decode.num_draft_tokens=5"),
+        ("++decode.max_new_tokens=64 decode.max_tokens=32", "decode: {max_new_tokens: 64, max_tokens: 32}",
+         "decode.max_tokens=32 and decode.max_new_tokens=64"),  # 64 is the default, and given all the same
+        ("methods={a:{mode:speculative,num_draft_tokens:auto,k:3}}", "methods: {a: {num_draft_tokens: auto, k: 3}}",
+         "methods.a.k=3 and methods.a.num_draft_tokens='auto'"),
+    ],
+)  # fmt: skip
+def test_a_word_and_our_name_of_one_setting_with_two_values_are_refused(words, content, says, tmp_path):
+    says = re.escape(f"{says} are the same setting: leave one out")
+    with pytest.raises(SpecbeamError, match=says):
+        study(*words.split())
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(SpecbeamError, match=says):
+        study(folder=tmp_path)
+    assert study("decode.k=2", "decode.num_draft_tokens=2").decode["num_draft_tokens"] == 2
 
 
 @pytest.mark.parametrize("word", ["override data: mine", "data: mine", "override /data: mine"])

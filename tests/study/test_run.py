@@ -10,10 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 import specbeam
@@ -327,19 +329,76 @@ def test_a_run_without_a_summary_yet_is_shown_and_compared(words, tmp_path, caps
     assert out.count("not settled") == 2
 
 
+GUIDE = ROOT / "docs/guides/study.md"
+
+
+def write_files_of_the_guide(folder, name):
+    for file, content in files(GUIDE).items():
+        if file.startswith(f"{name}/"):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(content)
+
+
 def test_the_configuration_folder_of_the_guide(here, folder, capsys):
     """The files and the command of docs/guides/study.md, as they stand there."""
-    guide = ROOT / "docs/guides/study.md"
-    for name in ("my-study/config.yaml", "my-study/data/mine.yaml", "my-study/questions.jsonl"):
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text(files(guide)[name])
-    (command,) = [words for words in shell(guide) if "--config-dir" in words]
+    write_files_of_the_guide(here, "my-study")
+    (command,) = [words for words in shell(GUIDE) if "my-study" in words]
     assert main([*command[1:], f"target_model={folder}", "decode.max_new_tokens=2"]) == 0
     (name,) = runs_in(here)
     assert name.startswith("my-study-")
     _, records, _ = results.read(here / "runs" / name)
     assert {record["prompt"] for record in records} == {"Why is the sky blue?", "How do birds find their way?"}
     assert "0 failed" in capsys.readouterr().out
+
+
+@pytest.fixture
+def first_study(here, folder, save, monkeypatch):
+    """The folder of the guide with the configuration of the first study, whose models are tiny ones here."""
+    draft = str(save(random_model("llama", seed=1), byte_tokenizer(CHAT_TEMPLATE)))
+    sources = {"Qwen/Qwen2.5-3B-Instruct": folder, "Qwen/Qwen2.5-0.5B-Instruct": draft}
+    monkeypatch.setattr("specbeam.model.locate", lambda source, *_: Path(sources.get(source, source)))
+    monkeypatch.setattr("specbeam.study.run.locate", lambda source, *_: Path(sources.get(source, source)))
+    write_files_of_the_guide(here, "first-study")
+    return here / "first-study" / "config.yaml"
+
+
+def test_the_configuration_of_the_first_study_runs_as_it_stands(here, first_study, folder, capsys):
+    assert study("--config-dir", "first-study") == 0
+    (name,) = runs_in(here)
+    config = yaml.safe_load((here / "runs" / name / results.CONFIG).read_text())
+    assert config["decode"] == {"mode": "speculative", "max_new_tokens": 50, "num_beams": 4, "num_draft_tokens": 4}
+    lm = specbeam.load(folder)
+    _, records, _ = results.read(here / "runs" / name)
+    assert [record["method"] for record in records] == ["speculative"] * 2
+    for record, prompt in zip(records, ("The future of AI is", "Once upon a time in a digital world,"), strict=True):
+        said = [("system", "You are a concise and helpful assistant."), ("user", prompt)]
+        messages = [{"role": role, "content": content} for role, content in said]
+        assert record["token_ids"] == specbeam.generate(lm, messages, max_new_tokens=50).token_ids
+        assert record["rendered"] == lm.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        assert record["stats"]["drafted"] > 0
+        assert len(record["stats"]["acceptance_by_position"]) <= 4
+    text = first_study.read_text()
+    first_study.write_text(text.replace("  k:", "  num_draft_tokens:").replace("max_tokens", "max_new_tokens"))
+    capsys.readouterr()
+    assert study("--config-dir", "first-study") == 0  # the same run in our words
+    assert capsys.readouterr().out.startswith(f"runs/{name}: goes on, 2 of 2 generations are there\n")
+
+
+def test_a_sweep_in_words_of_the_first_study_is_the_sweep_in_ours(here, first_study, capsys):
+    words = ["--config-dir", "first-study", "metrics.perplexity=[]", "--multirun"]
+    assert study(*words, "decode.k=1,2", "decode.mode=hybrid", "decode.max_tokens=2") == 0
+    names = runs_in(here)
+    assert [name[:-9] for name in names] == [f"specbeam-study-decode.num_draft_tokens={k}" for k in (1, 2)]
+    for name, k in zip(names, (1, 2), strict=True):
+        config = json.loads((here / "runs" / name / results.FINGERPRINT).read_text())["config"]
+        assert (config["decode"]["num_draft_tokens"], config["decode"]["mode"]) == (k, "speculative-beam")
+    capsys.readouterr()
+    ours = ["decode.num_draft_tokens=1,2", "decode.mode=speculative-beam", "decode.max_new_tokens=2"]
+    assert study(*words, *ours) == 0
+    assert capsys.readouterr().out.count("goes on, 2 of 2 generations are there") == 2
+    assert runs_in(here) == names
 
 
 @pytest.mark.parametrize("power", [False, True])

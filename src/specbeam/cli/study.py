@@ -69,24 +69,23 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.study.config import check
     from specbeam.study.results import file_name
 
-    combinations = sweep(given.words) if given.multirun else [given.words]
-    configs = [compose(overrides, given.config_dir) for overrides in combinations]
-    swept = [",".join(word for word in words if word not in given.words) for words in combinations]
-    for config, words in zip(configs, swept, strict=True):
+    combinations = sweep(given.words) if given.multirun else [(given.words, "")]
+    configs = [(compose(words, given.config_dir), swept) for words, swept in combinations]
+    for config, swept in configs:
         if given.multirun and config["output"] is not None:
-            config["output"] = str(Path(config["output"]) / (file_name(words) or "0"))
+            config["output"] = str(Path(config["output"]) / (file_name(swept) or "0"))
     if given.show_config:
-        for config in configs:  # also one that the check refuses: it tells the keys
+        for config, _ in configs:  # also one that the check refuses: it tells the keys
             print(as_yaml(config, explicit_start=given.multirun), end="")
-    for config in configs:
+    for config, _ in configs:
         check(config)  # every one, before the first runs
     if given.show_config:
         return 0
     from specbeam.study.run import Interrupted, run_study
 
-    for config, words in zip(configs, swept, strict=True):
+    for config, swept in configs:
         try:
-            print_table(run_study(config, partial(print, flush=True), words))
+            print_table(run_study(config, partial(print, flush=True), swept))
         except Interrupted as stopped:
             if stopped.done:
                 print_table(stopped.folder)

@@ -46,8 +46,11 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
     from hydra.errors import MissingConfigException
     from omegaconf import OmegaConf, open_dict
+
+    from specbeam.study.vocabulary import MODES, OwnFiles, in_our_words
 
     parsed = _parsed(overrides)
     for override in parsed:
@@ -58,12 +61,14 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
         if not folder.is_dir():
             raise SpecbeamError(f"--config-dir {folder} is not a folder")
         quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
-        search = [f"hydra.searchpath=['file://{quoted}']"]
+        search = [f"hydra.searchpath=['{OwnFiles.scheme()}://{quoted}']"]
+        Plugins.instance().register(OwnFiles)
     GlobalHydra.instance().clear()
     try:
         if folder is not None and (folder / "config.yaml").exists():
             primary = ABOVE_STUDY
-            ConfigStore.instance().store(primary, _above_study(OmegaConf.load(folder / "config.yaml")))
+            own = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+            ConfigStore.instance().store(primary, _above_study(in_our_words(own)))
         with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
             # ``check`` refuses unknown names and suggests the nearest one. Hydra's own message would be less clear.
             composed = hydra_compose(primary, [*words, *search], return_hydra_config=True)
@@ -74,7 +79,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
                 for key, value in leaves("hydra", OmegaConf.to_container(hydras)).items():
                     if not key.startswith(SET_BY_HYDRA) and (key not in usual or usual[key] != value):
                         _refuse_hydras(key, key)
-            plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            plain = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except SpecbeamError:
         raise
     except MissingConfigException as error:
@@ -83,7 +88,10 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
         raise SpecbeamError(f"a configuration file is not UTF-8 text (byte {error.start:,}): convert it") from error
     except Exception as error:  # Hydra raises ValueError, AssertionError and others for wrong words and files, too
         raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
-    return cast(dict[str, Any], plain)
+    metrics = plain.get("metrics")
+    if isinstance(metrics, dict) and metrics.get("baseline") in [*MODES] and not plain.get("methods"):
+        metrics["baseline"] = MODES[metrics["baseline"]]  # methods are named by their modes
+    return plain
 
 
 def as_yaml(config: Mapping[str, Any], **form: Any) -> str:
@@ -99,15 +107,14 @@ def _above_study(own: Any) -> dict[str, Any]:
     Hydra takes overrides of groups from the primary configuration only, so this is made the primary one. A group of the
     packaged configuration is overridden with the word ``override`` and without it.
     """
-    from omegaconf import DictConfig, ListConfig, OmegaConf
-
-    if not isinstance(own, DictConfig):
+    if not isinstance(own, Mapping):
         raise SpecbeamError("config.yaml cannot be composed: it has no keys and values")
-    listed = own.pop("defaults", None)
-    if not isinstance(listed, ListConfig | None):
+    keys = {str(key): value for key, value in own.items()}
+    listed = keys.pop("defaults", None)
+    if not isinstance(listed, list | None):
         raise SpecbeamError(f"config.yaml cannot be composed: defaults={str(listed)[:40]!r} is not a list")
     plain, overrides = [], []
-    for entry in [] if listed is None else OmegaConf.to_container(listed):
+    for entry in listed or []:
         if isinstance(entry, Mapping) and len(entry) == 1:
             ((key, choice),) = entry.items()
             group = str(key).removeprefix("override ").strip().removeprefix("/")
@@ -117,7 +124,7 @@ def _above_study(own: Any) -> dict[str, Any]:
         plain.append(entry)
     before = [] if "study" in plain else ["study"]
     after = [] if "_self_" in plain else ["_self_"]
-    return {"defaults": [*before, *plain, *after, *overrides], **{str(key): own._get_node(key) for key in own}}
+    return {"defaults": [*before, *plain, *after, *overrides], **keys}
 
 
 def _missing(error: Any) -> str:
@@ -129,36 +136,43 @@ def _missing(error: Any) -> str:
     return f"there is no {group}={name}: give one of {there}, or --config-dir DIR with DIR/{group}/{name}.yaml"
 
 
-def sweep(overrides: Sequence[str]) -> list[list[str]]:
+def sweep(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
     """The combinations that ``key=a,b`` and ``key=range(...)`` stand for, in order.
+
+    Returns:
+        The overrides of each combination, and a name for it: its overrides that differ between combinations.
 
     Raises:
         SpecbeamError: an override is not understood, or stands for no value.
     """
     from hydra.errors import HydraException
 
+    parsed = _parsed(overrides)
     try:
         each = [
             [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
             if o.is_sweep_override()
             else [str(o.input_line)]
-            for o in _parsed(overrides)
+            for o in parsed
         ]
     except HydraException as error:
         raise SpecbeamError(f"an override is not understood: {_one_line(error)}") from error
     for override, values in zip(overrides, each, strict=True):
         if not values:
             raise SpecbeamError(f"{override} stands for no value: give at least one")
-    return [list(combination) for combination in itertools.product(*each)]
+    swept = [o.is_sweep_override() for o in parsed]
+    return [([*words], ",".join(itertools.compress(words, swept))) for words in itertools.product(*each)]
 
 
 def _parsed(overrides: Sequence[str]) -> list[Any]:
-    """Overrides in Hydra's grammar."""
+    """Overrides in Hydra's grammar, in our words."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    from specbeam.study.vocabulary import overrides_in_our_words
+
     try:
-        return list(OverridesParser.create().parse_overrides(list(overrides)))
+        return overrides_in_our_words(OverridesParser.create().parse_overrides(list(overrides)))
     except HydraException as error:
         raise SpecbeamError(f"an override is not understood: {_one_line(error)}") from error
 
