@@ -182,7 +182,7 @@ def draw_case(seed: int, index: int) -> dict[str, Any]:
         model, how, vocabulary = draw.choice([*FILES]) + ".gguf", "", LARGEST
     beginning = _tokens(draw, vocabulary, draw.choice((1, 12, 60)))
     requests = [_draw_request(draw, vocabulary, how, beginning) for _ in range(draw.choice((1, 1, 1, 2, 3, 4, 5, 6)))]
-    if draw.random() < 0.2:  # the second begins with what the first has cached
+    if draw.random() < 0.2:  # the second finds the prefixes of the first
         requests.insert(0, requests[0])
     full = max(len(one["prompt"]) + one["options"]["max_new_tokens"] for one in requests)
     # One sequence of full length has to fit. With little more, requests are preempted, and beams take turns.
@@ -452,11 +452,8 @@ def _limits(limit: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     if allowed := limit.get("prefix"):
         return {"prefix_allowed_tokens_fn": lambda _, ids: allowed if len(ids) % 2 else [*range(vocabulary)]}
     if count := limit.get("few"):  # fewer tokens than beams may follow
-        return {
-            "prefix_allowed_tokens_fn": lambda _, ids: [
-                (7 * int(ids[-1]) + n) % vocabulary for n in range(1, count + 1)
-            ]
-        }
+        few = range(1, count + 1)
+        return {"prefix_allowed_tokens_fn": lambda _, ids: [(7 * int(ids[-1]) + n) % vocabulary for n in few]}
     if (token := limit.get("processor")) is not None:
 
         def lower(ids: Any, scores: Any) -> Any:

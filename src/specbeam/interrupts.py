@@ -52,8 +52,9 @@ class HeldInterrupts:
 
     def _give_back(self) -> None:
         """Let the handler from before be the handler, unless a caller's function has set another."""
+        before = self._before
         if signal.getsignal(SIGINT) is self:
-            signal.signal(SIGINT, self._before)
+            signal.signal(SIGINT, before)
 
     def released(self) -> ReleasedInterrupts:
         """A block in which interrupts do not wait, unless it is in another :class:`HeldInterrupts`."""
@@ -73,5 +74,5 @@ class ReleasedInterrupts:
     def __enter__(self) -> None:
         self._held.__exit__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._held.__enter__()

@@ -129,7 +129,7 @@ class Pool:
 
     Attributes:
         owners: by slot, the number of the engine's cache that owns it, or ``NOBODY``.
-        references: by slot, how many trees hold it.
+        references: by slot, how many nodes of trees hold it.
         cached: by slot, whether it is part of a cached prefix.
         free: the free slots.
         numbers: of further caches.
@@ -231,7 +231,7 @@ class EngineCache:
         """Count one reference less. Return the slots that nobody needs any more, int64 [n]. Called with the lock.
 
         Args:
-            slots: int64 [n]. Two nodes of a tree may have equal tokens and one cached slot, which then is here twice.
+            slots: int64 [n]. A slot is here twice if two nodes of a tree have the same tokens, and so one cached slot.
         """
         references = self.pool.references
         np.subtract.at(references, slots, 1)  # -= counts a slot once

@@ -397,7 +397,7 @@ class Passing(ReleasedInterrupts):
         super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        super().__exit__()
+        super().__exit__(kind)
         if kind is None or issubclass(kind, Exception):  # an error goes to the requests
             self._scheduler.is_changing = True
 
