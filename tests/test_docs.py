@@ -49,7 +49,7 @@ SHORT = {
 @pytest.fixture(scope="session")
 def stand_ins(save, tmp_path_factory):
     """Folders of tiny models, in place of the models that the pages name."""
-    sizes = {"max_position_embeddings": 1024, "initializer_range": 0.2}
+    sizes = {"max_position_embeddings": 2048, "initializer_range": 0.2}  # passages of up to 1,114 bytes
     causal = save(random_model("llama", **sizes), byte_tokenizer(CHAT_TEMPLATE))
     gpt2 = save(random_model("gpt2", tie_word_embeddings=True))
     translator = save(make("marian", max_position_embeddings=1024, forced_eos_token_id=EOS))

@@ -4,6 +4,7 @@ import copy
 import json
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from specbeam.generation_defaults import (
     defaults_of_config,
 )
 from specbeam.options import SAMPLING_OPTIONS
+from specbeam.server.completions import CompletionRequest
+from specbeam.server.limits import Limits
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import EOS, assert_are_beams_of_transformers, beams_of_transformers, random_model, rewrite
 
@@ -240,6 +243,13 @@ def test_options_of_the_caller_win(load):
     ]
     assert least == [NEW, NEW, 1, 4]  # the end token comes after them
     assert specbeam.generate(lm, PROMPT, max_new_tokens=1, bad_words_ids=[]).token_ids == plain_text("llama")[:1]
+
+
+def test_over_http_min_tokens_0_is_given_and_null_is_not():
+    served = SimpleNamespace(lm=SimpleNamespace(eos_token_ids=frozenset([EOS])), draft=lambda name: None)
+    for given, expected in (({}, None), ({"min_tokens": None}, None), ({"min_tokens": 0}, 0), ({"min_tokens": 3}, 3)):
+        plan = CompletionRequest(prompt="a", **given).plan(served, Limits(), "max_tokens", 16, None)
+        assert plan.options.min_new_tokens == expected
 
 
 ASKED = {

@@ -134,7 +134,15 @@ def test_contexts_that_are_done_are_evicted(model):
     assert pool.in_use == 0
 
 
-@pytest.mark.parametrize(("text", "says"), [(([], [3]), "needs a context"), (([3], [VOCAB]), "token id 12 is not in")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (([], [3]), "needs a context"),
+        (([3], [VOCAB]), "token id 12 is not in"),
+        (([3] * 250, [4] * 8), "has 258 tokens, but .* can score at most 257"),
+        (([3] * 258, []), "has 25. tokens"),
+    ],
+)
 def test_texts_that_cannot_be_scored_are_refused(model, text, says):
     with pytest.raises(SpecbeamError, match=says):
         list(score(hf.wrap(model), [text]))

@@ -42,8 +42,8 @@ def score(
         Greedy is whether each token was the likeliest at its place.
 
     Raises:
-        SpecbeamError: a text has no context, or a token that is not in the model's vocabulary. Also logits that are
-            not finite.
+        SpecbeamError: a text has no context, too many tokens, or a token that is not in the model's vocabulary. Also
+            logits that are not finite.
     """
     # In the order of their tokens, each context shares most with the one before. The longest one is the first, so that
     # a lack of memory shows early.
@@ -82,6 +82,12 @@ def _submit(
         return [Hypothesis(setup.tree.tip, 0.0, "length")]
 
     longest = max(1, *(len(continuation) for _, continuation in texts))
+    length, most = len(lm.backend.start_token_ids or context) + longest, lm.backend.context_length + 1
+    if length > most:
+        raise SpecbeamError(
+            f"a text to be scored has {length:,} tokens, but {lm.source} can score at most {most:,}, its context and "
+            "one token that follows: shorten the text"
+        )
     options = {"max_new_tokens": longest, "eos_token_id": []}  # nothing is generated, so nothing ends a text
     return (numbers, scores), engine.submit(context, options, strategy=strategy, writes=False)
 
