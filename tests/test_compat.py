@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from specbeam.compat import DecoderPositions, argument_of_generate
+import specbeam
+from specbeam.compat import DecoderPositions, GivenPositions, argument_of_generate
+from specbeam.interrupts import ReleasedInterrupts
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import random_model
+from tests.calls import press_within
+from tests.conftest import in_thorough_mode, random_model
 
 
 def test_arguments_that_generate_keeps_are_found_and_outside_it_there_are_none():
@@ -50,3 +53,19 @@ def test_a_failed_pass_leaves_the_model_as_it_was(kind):
     with pytest.raises(RuntimeError, match="no room"), positions.given(torch.arange(2), torch.arange(2)):
         raise RuntimeError("no room")
     assert [(sorted(vars(m)), len(m._forward_hooks)) for m in decoder.modules()] == before
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_at_each_moment_an_interrupt_leaves_the_model_as_it_was(kind):
+    lm = specbeam.hf.wrap(make(kind))
+    modules = [*lm.backend.model.modules()]
+
+    def work():
+        specbeam.generate(lm, [5, 6, 7], max_new_tokens=1)
+
+    work()
+    before = [sorted(vars(m)) for m in modules]
+    places = [DecoderPositions.given, *vars(GivenPositions).values(), *vars(ReleasedInterrupts).values()]
+    for moment in range(0, press_within(places, work)[0], 1 if in_thorough_mode() else 6):
+        assert press_within(places, work, [moment])[1] is KeyboardInterrupt
+        assert [sorted(vars(m)) for m in modules] == before

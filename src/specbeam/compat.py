@@ -12,8 +12,7 @@ Both are tested against transformers' own results, so a release that changes the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -74,22 +73,41 @@ class DecoderPositions:
         parameters = [] if self._embed is None else [*inspect.signature(self._embed.forward).parameters]
         return "position_ids" in parameters or parameters[:2] == ["input_ids", "inputs_embeds"]
 
-    @contextmanager
-    def given(self, nodes: Tensor, slots: Tensor) -> Iterator[None]:
-        """Let the decoder use these positions instead of the positions that it counts.
+    def given(self, nodes: Tensor, slots: Tensor) -> GivenPositions:
+        """Let the decoder use these positions, in a ``with`` block, instead of the positions that it counts.
 
         Args:
             nodes: positions of the evaluated nodes, int64 [n].
             slots: positions of all slots of the cache, int64 [length].
         """
-        with ExitStack() as stack:
-            if self._embed is not None:
-                self._embed.forward = partial(_embed, self._embed, self._embed.forward, nodes)
-                stack.callback(delattr, self._embed, "forward")
-            for attention in self._relative:
-                attention.compute_bias = partial(_bias, attention.compute_bias, nodes[:, None] - slots)
-                stack.callback(delattr, attention, "compute_bias")
-            yield
+        changes = [(m, "compute_bias", partial(_bias, m.compute_bias, nodes[:, None] - slots)) for m in self._relative]
+        if self._embed is not None:
+            changes.append((self._embed, "forward", partial(_embed, self._embed, self._embed.forward, nodes)))
+        return GivenPositions(changes)
+
+
+class GivenPositions:
+    """A block in which modules have other methods.
+
+    A class, because a generator would be closed late if an interrupt came before the block.
+
+    Args:
+        changes: modules, names of their methods, and what takes the place of these.
+    """
+
+    def __init__(self, changes: list[tuple[Any, str, Callable[..., Tensor]]]) -> None:
+        self._changes = changes
+        self._own = [vars(module).get(name) for module, name, _ in changes]  # not None where a caller has changed it
+
+    def __enter__(self) -> None:
+        for module, name, method in self._changes:
+            setattr(module, name, method)
+
+    def __exit__(self, *_: object) -> None:
+        for (module, name, _), own in zip(self._changes, self._own, strict=True):
+            delattr(module, name)
+            if own is not None:
+                setattr(module, name, own)
 
 
 def _embed(module: Any, forward: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -16,6 +16,7 @@ from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.compat import DecoderPositions
+from specbeam.interrupts import HeldInterrupts
 from specbeam.selection.transfer import to_device
 
 MAX_ENCODED_TOKENS = 8192
@@ -126,7 +127,8 @@ class EncoderDecoderBackend(TransformersBackend):
             crossed.update(torch.cat(keys, dim=2), torch.cat(values, dim=2), layer)
         of_nodes = to_device(np.concatenate([s.positions for s in segments]), self.device)
         of_slots = to_device(np.concatenate([seen.positions for seen in views]), self.device)
-        with self._positions.given(of_nodes, of_slots):
+        interrupts = HeldInterrupts()  # no interrupt leaves the positions of this pass in the model
+        with interrupts, self._positions.given(of_nodes, of_slots), interrupts.released():
             out = self.model(
                 decoder_input_ids=self._row([s.tokens for s in segments]),
                 decoder_attention_mask=self._masks(segments, views),

@@ -39,7 +39,7 @@ def joined_cluster(address: str | None) -> Iterator[Any]:
             ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
         else:
             _check_address(address)
-            with _single_connection_attempt():
+            with _SingleConnectionAttempt():
                 ray.init(address, **quiet)
     except SpecbeamError:
         raise
@@ -84,17 +84,18 @@ def reason_of(error: BaseException) -> str:
     return line.partition(" Some common causes")[0].partition(" Last connection error")[0].rstrip(".:")
 
 
-@contextmanager
-def _single_connection_attempt() -> Iterator[None]:
-    """Let Ray try once. Where something else than Ray answers, one attempt takes 40 s, and Ray makes twenty."""
+class _SingleConnectionAttempt:
+    """Lets Ray try once. Where something else than Ray answers, one attempt takes 40 s, and Ray makes twenty."""
+
     name = "RAY_gcs_server_port_wait_time_s"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "1")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
+
+    def __enter__(self) -> None:
+        self.is_set = self.name not in os.environ
+        os.environ.setdefault(self.name, "1")
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_set:
+            os.environ.pop(self.name, None)
 
 
 def _check_address(address: str) -> None:
