@@ -23,7 +23,7 @@ CONNECTION_SECONDS = 75.0
 So is a connection whose client sends no whole request, or takes nothing of its answer, for this time.
 """
 MAX_HEAD_BYTES = 1 << 16
-"""The request line and the headers of a request take at most this, with what is around the chunks of its body."""
+"""All of a request but its body takes at most this: the request line, the headers, and what is around chunks."""
 CHUNK_FRAMING_BYTES = 16
 """Each chunk of a body may have these bytes beside its data: its size as digits, and line breaks."""
 MAX_PIECE_BYTES = 1 << 14
