@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from specbeam.server import app, arrivals, serving, tokenizing
+from specbeam.server import app, arrivals, connection, tokenizing
 from specbeam.server.limits import Limits
 from tests.server.conftest import serving_alone
 
@@ -169,7 +170,7 @@ def test_requests_that_never_end_to_come_hold_up_nobody(monkeypatch):
 
 @pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc", request_of(b"{", 9)])
 def test_a_request_that_does_not_come_loses_its_connection(served, monkeypatch, head):
-    monkeypatch.setattr(serving, "CONNECTION_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
         client.sendall(head)
         with contextlib.suppress(ConnectionResetError):
@@ -177,11 +178,157 @@ def test_a_request_that_does_not_come_loses_its_connection(served, monkeypatch, 
 
 
 def test_an_answer_that_is_not_taken_loses_its_connection(served, monkeypatch):
-    monkeypatch.setattr(serving, "CONNECTION_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
-        requests = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100_000
+        requests = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1_000_000
         with pytest.raises(ConnectionError):  # before, neither side takes any more
             client.sendall(requests)
+
+
+def test_requests_that_wait_for_an_earlier_answer_take_little_memory(served):
+    get, last = head_of("Host: localhost"), head_of("Host: localhost", "Connection: close")
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.sendall(get * 3000 + last)
+        served.http.get("/health")
+        assert all(len(one.pipeline) < 1000 for one in served.server.server_state.connections)
+        with client.makefile("rb") as answers:
+            assert answers.read().count(b"HTTP/1.1 200 OK") == 3001
+
+
+def answer_to(served, *parts):
+    """The status and the message of the answer to parts of a request, each sent once the server has read those before.
+
+    The connection stays open: the server waits for nothing more.
+    """
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in parts:
+            client.sendall(part)
+            served.http.get("/health")  # so the part before has been read
+        with client.makefile("rb") as answer:
+            status = int(answer.readline().split()[1])
+            length = [int(line.split(b":")[1]) for line in iter(answer.readline, b"\r\n") if b"content-length" in line]
+            return status, json.loads(answer.read(*length)).get("error", {}).get("message")
+
+
+def head_of(*headers, target="/health", method="GET"):
+    return "\r\n".join([f"{method} {target} HTTP/1.1", *headers, "", ""]).encode("latin-1")
+
+
+def chunked(*parts):
+    """A request whose body comes in chunks, which the parts are or begin."""
+    headers = ("Host: localhost", "Content-Type: application/json", "Transfer-Encoding: chunked")
+    return [head_of(*headers, target="/tokenize", method="POST") + parts[0], *parts[1:]]
+
+
+def test_a_head_above_the_limit_is_refused_however_it_comes(served, monkeypatch):
+    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 1000)
+    for size in (999, 1000, 1001, 5000):
+        head = head_of("Host: localhost", "X: " + "a" * size)
+        head = head.replace(b"a" * (len(head) - size), b"", 1)
+        assert len(head) == size
+        for parts in ([head], [head[:500], head[500:]], [head[:-1], head[-1:]]):
+            status, says = answer_to(served, *parts)
+            assert status == (400 if size > 1000 else 200)
+            assert says is None or "the head of the request is too large: send at most 1000 bytes" in says
+    # Space is no part of a header's value.
+    assert answer_to(served, head_of("Host:" + " " * 1000 + "localhost"))[0] == 400
+
+
+def test_what_is_beside_the_data_of_chunks_is_limited(served, monkeypatch):
+    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 1000)
+    body = b'{"prompt": "' + b"a" * 3000 + b'"}'
+    ones = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    assert answer_to(served, *chunked(ones + b"0\r\n\r\n"))[0] == 200
+    begun = b"%x\r\n%s\r\n" % (len(body), body)
+    for rest in (
+        b"0\r\nX: " + b"a" * 1000,
+        b"0;" + b"a" * 1000,
+        b"1;" + b"a" * 1000,
+        b"0\r\n" + b"A: b\r\n" * 200,
+    ):
+        status, says = answer_to(served, *chunked(begun + rest))
+        assert (status, "around its chunks" in says) == (400, True)
+
+
+def test_a_body_before_the_next_head_is_no_part_of_it(served, monkeypatch):
+    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 1000)
+    body = json.dumps({"prompt": "a" * 5000}).encode()
+    headers = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    first = head_of(*headers, target="/tokenize", method="POST") + body
+    too_large = chunked(b"3d0901\r\n")[0].replace(b"Host", b"Connection: close\r\nHost")
+    for second, status in ((head_of("Host: localhost", "Connection: close"), b"200"), (too_large, b"413")):
+        for size in (9, len(second)):
+            with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+                client.sendall(first + second[:size])
+                served.http.get("/health")
+                client.sendall(second[size:])
+                with client.makefile("rb") as answers:
+                    assert re.findall(rb"HTTP/1.1 (\d+)", answers.read()) == [b"200", status]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"3d0901\r\n"],  # one more than the limit
+        [b"3D0901;name=value\r\n{"],
+        [b"000003d", b"0901\r", b"\n"],
+        [b"1\r\n{\r\n3d0900\r\n"],
+        [b"1\r\n{\r", b"\n5\r\n a\nb ", b"\r\n3d08fb\r\n"],
+        [b"ffffffffffffffff\r\n"],
+    ],
+)
+def test_a_chunk_that_is_too_large_is_not_waited_for(served, parts):
+    assert answer_to(served, *chunked(*parts)) == (413, "the body is larger than this server's limit of 4000000 bytes")
+
+
+NO_HOSTS = [
+    *("evil.com@localhost", "localhost@evil.com", "a:b@localhost", "localhost:", "localhost:x", "localhost:70000"),
+    *("localhost:80:80", "localhost/", "localhost/@evil.com", "localhost?", "localhost#", "local host", "localhost,a"),
+    *(
+        "[::1",
+        "::1",
+        "[::1]a",
+        "[localhost]",
+        "http://localhost",
+        "//localhost",
+        "local%68ost",
+        "localhost\\@a",
+        "\xf6",
+    ),
+]
+
+
+@pytest.mark.parametrize("host", NO_HOSTS)
+def test_a_host_with_anything_more_than_a_port_is_refused(served, host):
+    status, says = answer_to(served, head_of(f"Host: {host}"))
+    assert (status, says.endswith("is not of the form NAME or NAME:PORT: send that")) == (400, True)
+    status, says = answer_to(served, head_of("Host: localhost", f"Origin: http://{host}", target="/v1/models"))
+    assert (status, "does not answer pages of" in says) == (403, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "target"),
+    [
+        (200, ["Host: LocalHost:1"], "/health"),
+        (200, ["Host: [::1]:8000", "Origin: https://[::1]:1"], "/v1/models"),
+        (200, ["Host: localhost"], "http://localhost:8000/health"),
+        (200, ["Host: evil.com"], "HTTP://127.0.0.1/health"),  # RFC 9112: the host of the target counts
+        (403, ["Host: localhost"], "http://evil.com/health"),
+        (403, ["Host: localhost"], "https://localhost.evil.com:80/health"),
+        (400, ["Host: localhost"], "http://localhost@evil.com/health"),
+        (400, ["Host: localhost"], "http://evil.com@localhost/health"),
+        (400, ["Host: localhost"], "evil.com:443"),
+        (400, [], "http://localhost/health"),
+        (400, ["Host: localhost", "Host: evil.com"], "/health"),
+        (400, ["Host: localhost", "Origin: http://localhost", "Origin: http://evil.com"], "/v1/models"),
+        (403, ["Host: localhost", "Origin: http://evil.com@localhost"], "/v1/models"),
+        (403, ["Host: localhost", "Origin: localhost"], "/v1/models"),
+        (415, ["Host: localhost", "Content-Encoding: identity", "Content-Encoding: gzip"], "/v1/models"),
+    ],
+)
+def test_every_header_and_the_target_count(served, status, headers, target):
+    assert answer_to(served, head_of(*headers, target=target))[0] == status
 
 
 def test_long_texts_take_turns_and_hold_up_no_short_one(served, monkeypatch):

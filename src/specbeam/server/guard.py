@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,6 +34,10 @@ VALID_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 """The ids that clients or proxies may give. Other ones could damage the log, and are replaced."""
 MAX_SHOWN_PATH = 200
 """The log shows this many characters of a path."""
+HOST = re.compile(r"([\w.-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?", re.ASCII | re.IGNORECASE)
+"""A host, and a port if there is one. Anything more, such as the name of a user, is refused."""
+ANNOUNCED_BYTES = "specbeam_announced_bytes"
+"""The key of a request's scope with the size that its body will have at least, if it comes in chunks."""
 OUTCOMES = {401: "denied", 403: "denied", 429: "queue_full", 503: "stopping"}
 
 
@@ -71,7 +75,7 @@ class Guard:
             try:
                 self._check(scope)
                 if scope["method"] == "POST":
-                    receive = _first(await self._body(receive), receive)
+                    receive = _first(await self._body(scope, receive), receive)
                     await self._turns.acquire()
                     turn.callback(self._turns.release)
             except Refusal as refusal:
@@ -86,10 +90,17 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if (count := len(headers.getlist("host"))) != 1 and (count or scope["http_version"] != "1.0"):
-            raise Refusal(f"the request has {count} headers Host: send one", None, "invalid_host")
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if len(hosts) != 1 and (hosts or scope["http_version"] != "1.0"):
+            raise Refusal(f"the request has {len(hosts)} headers Host: send one", None, "invalid_host")
+        if len(origins) > 1:
+            raise Refusal(f"the request has {len(origins)} headers Origin: send one", None, "invalid_origin")
+        given = "".join(hosts)
+        if given and _hostname(given) is None:
+            shown = given[:MAX_SHOWN_PATH]
+            raise Refusal(f"the host {shown!r} is not of the form NAME or NAME:PORT: send that", None, "invalid_host")
         checks_names = self._access.is_local or self._access.allowed_hosts
-        if checks_names and (host := _hostname(f"//{headers.get('host', '')}")) not in self._hosts:
+        if checks_names and (host := _hostname(given)) not in self._hosts:
             raise Refusal(
                 f"this server does not answer requests to the host {host!r}: if it is one of its names, start it with "
                 "--allowed-host",
@@ -99,11 +110,10 @@ class Guard:
             )
         if is_page(scope["path"]):
             return
-        origin = headers.get("origin")
-        if checks_names and origin is not None and not self._allows(origin):
+        if checks_names and not all(map(self._allows, origins)):
             raise Refusal(
-                f"this server does not answer pages of {origin!r}: start it with --allowed-host if clients reach it "
-                "under that name, or with --cors-origin for another site",
+                f"this server does not answer pages of {origins[0]!r}: start it with --allowed-host if clients reach "
+                "it under that name, or with --cors-origin for another site",
                 None,
                 "origin_not_allowed",
                 403,
@@ -119,7 +129,8 @@ class Guard:
                 )
         if scope["app"].state.is_stopping and scope["method"] == "POST":
             raise stopping()
-        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+        encoding = ", ".join(headers.getlist("content-encoding")) or "identity"
+        if encoding.lower() != "identity":
             raise Refusal(
                 f"the body has the Content-Encoding {encoding!r}, and this server reads no encoded bodies: send it "
                 "as it is, without this header",
@@ -132,16 +143,15 @@ class Guard:
             self._check_size(int(length[:20]))
 
     def _allows(self, origin: str) -> bool:
-        return (
-            origin in self._access.cors_origins or "*" in self._access.cors_origins or _hostname(origin) in self._hosts
-        )
+        _, _, host = origin.partition("://")
+        return bool({origin, "*"} & {*self._access.cors_origins}) or _hostname(host) in self._hosts
 
     def _check_size(self, num_bytes: int) -> None:
         limit = self._limits.max_body_bytes
         if num_bytes > limit:
             raise Refusal(f"the body is larger than this server's limit of {limit} bytes", None, "body_too_large", 413)
 
-    async def _body(self, receive: Receive) -> Message:
+    async def _body(self, scope: Scope, receive: Receive) -> Message:
         """The whole body of a request.
 
         Raises:
@@ -160,7 +170,7 @@ class Guard:
                 raise ClientGone
             body += message.get("body", b"")
             is_whole = not message.get("more_body", False)
-            self._check_size(len(body))
+            self._check_size(max(len(body), scope.get(ANNOUNCED_BYTES, 0)))
         return {"type": "http.request", "body": bytes(body)}
 
     def _note(self, scope: Scope, notes: dict[str, Any], seconds: float) -> None:
@@ -241,9 +251,7 @@ def _client(scope: Scope) -> str:
     return re.sub(r"[^\w.:%-]", "?", host, flags=re.ASCII)[:64]
 
 
-def _hostname(url: str) -> str | None:
-    """The host that a URL names; None if it is damaged."""
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
+def _hostname(host: str) -> str | None:
+    """The name in a host with or without a port; None if it is damaged."""
+    found = HOST.fullmatch(host)
+    return None if found is None or int(found[2] or 0) >= 2**16 else found[1].strip("[]").lower()
