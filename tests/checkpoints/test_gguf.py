@@ -1,5 +1,6 @@
 """GGUF files: written with gguf's own writer, read back as the model they came from."""
 
+import math
 import struct
 from contextlib import suppress
 
@@ -22,6 +23,7 @@ from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, byte_tokenizer, examples, random_model
 
 CONTROL, NORMAL = 3, 1
+UINT32 = ValueType.UINT32
 AB = byte_tokenizer().convert_tokens_to_ids("ÿ")
 
 
@@ -64,7 +66,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(base["factor"])
         if base["rope_type"] == "longrope":
-            writer.add_rope_scaling_orig_ctx_len(base["original_max_position_embeddings"])
+            trained = base["original_max_position_embeddings"]
+            writer.add_rope_scaling_orig_ctx_len(trained)
+            stretch = config.max_position_embeddings / trained
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(trained)))
             for length in ("short", "long"):
                 writer.add_tensor(f"rope_factors_{length}.weight", np.array(base[f"{length}_factor"], np.float32))
     if hasattr(config, "use_parallel_residual"):
@@ -89,7 +94,8 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     for key, value in metadata.items():
         key = key if "." in key else f"general.{key}"
         writer.kv_data[0].pop(key, None)
-        writer.add_key_value(key, value, ValueType.UINT64 if type(value) is int else ValueType.get_type(value))
+        size = UINT32 if type(value) is int and value < 2**32 else ValueType.UINT64
+        writer.add_key_value(key, value, size if type(value) is int else ValueType.get_type(value))
     names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
