@@ -20,6 +20,7 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from specbeam.checkpoints.gguf_vocabulary import vocabulary_from_gguf
 from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, byte_tokenizer, examples, random_model
 
 CONTROL, NORMAL = 3, 1
@@ -270,7 +271,8 @@ def test_a_type_that_cannot_be_dequantized_is_named(tmp_path):
 def made(model, tokens, **more):
     """The tokenizer of a file with this metadata."""
     metadata = {"model": model, "tokens": tokens, **more}
-    return tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, "a file")
+    metadata = {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    return tokenizer_from_gguf(metadata, vocabulary_from_gguf(metadata, "a file"))
 
 
 def byte_level(tokens, merges, pre, **more):

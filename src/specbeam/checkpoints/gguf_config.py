@@ -22,7 +22,7 @@ from specbeam.checkpoints.config import (
     yarn_scale,
 )
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES, require_supported
-from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
 
@@ -63,8 +63,9 @@ def config_from_gguf(
         divisors: the content of the tensors in ``DIVISORS`` that the file has, by name.
 
     Raises:
-        Unsupported: an architecture or a feature that specbeam lacks.
-        SpecbeamError: a key is missing, or its value is wrong.
+        Unsupported: an architecture that specbeam lacks.
+        SpecbeamError: a key is missing, its value is wrong, or it asks for a feature that specbeam lacks. transformers'
+            loader of GGUF files drops such features in silence.
     """
     name = str(metadata.get("general.architecture"))
     check_model_file(metadata, tensors)
@@ -98,9 +99,9 @@ def _read(
 ) -> Config:
     get = metadata.need
     if get("expert_count", 0):
-        raise Unsupported(f"{metadata.architecture} models with experts are not supported")
+        raise SpecbeamError(f"{metadata.architecture} models with experts are not supported")
     if not get("attention.causal", True):
-        raise Unsupported(f"{metadata.architecture} models whose attention is not causal are not supported")
+        raise SpecbeamError(f"{metadata.architecture} models whose attention is not causal are not supported")
 
     features: dict[str, Any] = dict(architecture.features)
     features["qkv_bias"] = any(f"blk.0.attn_{x}.bias" in tensors for x in ("q", "qkv"))
@@ -148,13 +149,13 @@ def _one(metadata: Metadata, key: str, *otherwise: Any) -> Any:
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
-        raise Unsupported(f"{metadata.name(key)} differs between layers, which is not supported")
+        raise SpecbeamError(f"{metadata.name(key)} differs between layers, which is not supported")
     return value[0]
 
 
 def _require_equal(metadata: Metadata, key: str, expected: int) -> None:
     if (value := metadata.need(key, expected)) != expected:
-        raise Unsupported(f"{metadata.name(key)} = {value} is not supported: it must be {expected} here")
+        raise SpecbeamError(f"{metadata.name(key)} = {value} is not supported: it must be {expected} here")
 
 
 def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]], context: int) -> Rope:
@@ -162,7 +163,7 @@ def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]
     get = metadata.need
     theta, kind = float(get("rope.freq_base", 10000.0)), get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "longrope", "yarn"):
-        raise Unsupported(f"rope scaling {kind!r} is not supported: supported are none, linear, longrope, yarn")
+        raise SpecbeamError(f"rope scaling {kind!r} is not supported: supported are none, linear, longrope, yarn")
     factor = float(get("rope.scaling.factor", get("rope.scale_linear", 0.0))) or 1.0  # 0 stands for no scaling
     scale = float(get("rope.scaling.attn_factor", 1.0))
     trained = get("rope.scaling.original_context_length", context)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from specbeam.checkpoints.architecture import Architecture, Metadata
 from specbeam.checkpoints.config import Config, Layer, Rope, size
-from specbeam.errors import Unsupported
+from specbeam.errors import SpecbeamError
 
 
 class Gemma(Architecture):
@@ -49,7 +49,7 @@ class Gemma(Architecture):
         if isinstance(period, list):  # one entry for each layer, true where it slides
             if period != [i % self.global_layer_period != self.global_layer_period - 1 for i in range(len(period))]:
                 name = metadata.name("attention.sliding_window_pattern")
-                raise Unsupported(f"{name} lists other layers than those of {self.name}, which is not supported")
+                raise SpecbeamError(f"{name} lists other layers than those of {self.name}, which is not supported")
             period = self.global_layer_period
         period = size("attention.sliding_window_pattern", period)
         return replace(
