@@ -2,7 +2,7 @@
 
 import math
 import struct
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -19,9 +19,11 @@ from transformers.tokenization_utils_base import generate_merges
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints.folder_config import config_from_hugging_face
 from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from specbeam.checkpoints.gguf_transformers import check_transformers
 from specbeam.checkpoints.gguf_vocabulary import vocabulary_from_gguf
-from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, byte_tokenizer, examples, random_model
+from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, YARN, byte_tokenizer, examples, random_model
 
 CONTROL, NORMAL = 3, 1
 UINT32 = ValueType.UINT32
@@ -66,6 +68,16 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         if base["rope_type"] == "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(base["factor"])
+        if base["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(base["factor"])
+            writer.add_rope_scaling_orig_ctx_len(base["original_max_position_embeddings"])
+            for theirs, named_there in (
+                ("attention_factor", "attn_factor"),
+                *((x, x) for x in ("beta_fast", "beta_slow")),
+            ):
+                if theirs in base:
+                    writer.add_float32(f"{named}.rope.scaling.yarn_{named_there}", base[theirs])
         if base["rope_type"] == "longrope":
             trained = base["original_max_position_embeddings"]
             writer.add_rope_scaling_orig_ctx_len(trained)
@@ -95,6 +107,8 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     for key, value in metadata.items():
         key = key if "." in key else f"general.{key}"
         writer.kv_data[0].pop(key, None)
+        if value is None:  # the file lacks this key
+            continue
         size = UINT32 if type(value) is int and value < 2**32 else ValueType.UINT64
         writer.add_key_value(key, value, size if type(value) is int else ValueType.get_type(value))
     names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
@@ -136,6 +150,8 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         ("llama", {"attention_bias": True}),
         ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("llama", {"rope_parameters": YARN}),
+        ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}}),
         ("qwen3", {"tie_word_embeddings": True}),
         ("mistral", {"sliding_window": None}),
         ("gpt_neox", {"use_parallel_residual": False}),
@@ -155,6 +171,130 @@ def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
     for backend in ("torch", "cpu"):
         lm = specbeam.load(path, backend=backend, dtype="float32")
         assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=20).token_ids == out[0, 3:].tolist()
+
+
+TYPE, FACTOR, OLD_FACTOR = "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear"
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({TYPE: "linear", FACTOR: 4.0}, 4.0),
+        ({FACTOR: 4.0}, 4.0),
+        ({OLD_FACTOR: 4.0}, 4.0),
+        ({OLD_FACTOR: 2.0, FACTOR: 4.0}, 4.0),
+        ({TYPE: "none", FACTOR: 4.0}, 1.0),
+        ({FACTOR: 0.0}, 1.0),
+        ({TYPE: "yarn"}, 1.0),
+    ],
+)
+def test_a_factor_without_a_type_is_linear_scaling(tmp_path, keys, factor):
+    rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": factor}
+    model = random_model("llama", rope_parameters=rope)
+    path = write_gguf(tmp_path / "m.gguf", model, **({TYPE: None, FACTOR: None} | keys))
+    rope = open_checkpoint(path).config.layers[0].rope
+    torch.testing.assert_close(torch.tensor(rope.frequencies()), model.model.rotary_emb.inv_freq)
+
+
+def test_yarn_counts_what_a_converter_took_from_the_folder(tmp_path):
+    """llama.cpp's own formula: attn_factor multiplies, and the logarithm has a multiplier."""
+    keys = {"llama.rope.scaling.attn_factor": 1.5, "llama.rope.scaling.yarn_log_multiplier": 0.5}
+    model = random_model("llama", rope_parameters=YARN)
+    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0].rope
+    assert rope.scale == pytest.approx(1.5 * (0.1 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1))
+    keys = {"llama.rope.scaling.yarn_ext_factor": 0.0}
+    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0].rope
+    assert (rope.scale, set(rope.divisors)) == (1.0, {4.0})
+
+
+GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "keys"),
+    [
+        ("gemma2", GEMMA2, {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+        ("gemma2", GEMMA2, {"attention.sliding_window": None}),
+        ("gemma3", {"final_logit_softcapping": 7.0}, {"final_logit_softcapping": 7.0}),
+        ("gemma3", {"sliding_window_pattern": 3}, {"attention.sliding_window_pattern": 3}),
+        ("gemma3", {"layer_types": ["full_attention"] * 7}, {"attention.sliding_window": None}),
+        ("stablelm", {"use_parallel_residual": True}, {"use_parallel_residual": None}),
+        ("phi3", {}, {"rope.freq_base": None}),
+        ("llama", {}, {"attention.head_count_kv": [2, 2, 2], "feed_forward_length": [48, 48, 48]}),
+    ],
+)
+def test_a_key_that_a_file_lacks_has_the_default_of_llama_cpp(tmp_path, architecture, changes, keys):
+    if architecture.startswith("gemma"):
+        changes = GEMMA | {"num_hidden_layers": 7} | changes
+    model = random_model(architecture, **changes)
+    keys = {f"{architecture}.{key}": value for key, value in keys.items()}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys))
+    expected = config_from_hugging_face(model.config.to_dict(), {"model.norm.weight": (), **model.state_dict()})
+    for field in ("layers", "attention_softcap", "logits_softcap", "parallel", "num_kv_heads", "intermediate_size"):
+        assert getattr(checkpoint.config, field) == getattr(expected, field)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "says"),
+    [
+        ("gpt_neox", "use_parallel_residual", None, "has no gptneox.use_parallel_residual"),
+        ("llama", "rope.scaling.type", "dynamic", "rope scaling 'dynamic' is not supported"),
+        ("llama", "rope.dimension_count", 4, "llama.rope.dimension_count = 4 is not supported"),
+        ("llama", "attention.value_length", 16, "llama.attention.value_length = 16 is not supported"),
+        ("llama", "attention.causal", False, "attention is not causal"),
+        ("llama", "expert_count", 8, "with experts"),
+        ("llama", "attention.head_count_kv", [1, 2, 1], "llama.attention.head_count_kv differs between layers"),
+        ("llama", "general.type", "adapter", "is a LoRA adapter, and no model: merge it"),
+        ("llama", "general.type", "imatrix", "is an importance matrix"),
+        ("llama", "general.type", "vocab", "a vocabulary without weights"),
+        ("llama", "general.architecture", "clip", "the part of a model that reads pictures"),
+        ("llama", "general.alignment", 24, "no power of 2"),
+    ],
+)
+def test_what_llama_cpp_refuses_or_specbeam_lacks_is_refused_under_auto_too(tmp_path, architecture, key, value, says):
+    key = key if key.startswith("general.") else f"{NAMED.get(architecture, architecture)}.{key}"
+    path = write_gguf(tmp_path / "m.gguf", random_model(architecture), **{key: value})
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(path)
+    with pytest.raises(SpecbeamError):
+        specbeam.load(path, backend="transformers")
+
+
+def test_keys_without_effect_are_named_and_usual_keys_are_not(tmp_path, caplog):
+    usual = {"llama.vocab_size": 259, "llama.rope.scaling.finetuned": False, "llama.attention.value_length": 8}
+    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model("llama"), **usual)).config
+    assert not caplog.messages
+    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model("llama"), **{"llama.logit_scale": 0.5})).config
+    assert caplog.messages == ["the GGUF file has keys that are not known and have no effect: llama.logit_scale"]
+
+
+def test_transformers_loader_runs_no_other_model_than_the_file_describes(tmp_path):
+    """It drops rotary scaling, for example."""
+    for rope in (YARN, LLAMA3_ROPE):
+        path = write_gguf(tmp_path / "m.gguf", random_model("llama", rope_parameters=rope))
+        with pytest.raises(SpecbeamError, match="takes another layers than the file says"):
+            specbeam.load(path, backend="transformers")
+        assert specbeam.load(path).backend.name == "cpu"
+    usual = {
+        **{
+            "context_length": 64,
+            "embedding_length": 32,
+            "block_count": 2,
+            "feed_forward_length": 96,
+            "expert_count": 4,
+        },
+        **{"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6},
+        **{"attention.key_length": 8, "attention.value_length": 8, "rope.freq_base": 1e6, "rope.dimension_count": 8},
+        **{"expert_used_count": 2, "expert_feed_forward_length": 24, "rope.scaling.finetuned": False},
+    }
+    tensors = {"token_embd.weight": (259, 32)}
+    for lost in ({}, {"rope.scaling.factor": 4.0}, {"rope.scaling.type": "yarn"}, {"logit_scale": 0.5}):
+        metadata = {"general.architecture": "qwen3moe"} | {f"qwen3moe.{k}": v for k, v in (usual | lost).items()}
+        expected = (
+            pytest.raises(SpecbeamError, match="drops what this file says in qwen3moe") if lost else nullcontext()
+        )
+        with expected:
+            check_transformers(metadata, tensors, None, pytest.fail)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -265,6 +405,27 @@ def test_a_type_that_cannot_be_dequantized_is_named(tmp_path):
     content[at : at + 4] = int(Type.I32).to_bytes(4, "little")
     path.write_bytes(content)
     with pytest.raises(SpecbeamError, match=r"blk.0.ffn_down.weight is of type I32"):
+        specbeam.load(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (31, r" \(Q4_0_4_4\)"),
+        (36, r" \(IQ4_NL_4_4, or I2_S of BitNet\)"),
+        (138, r" \(IQ3_K of ik_llama.cpp\)"),
+        (99, ""),
+    ],
+)
+def test_a_type_of_tensors_that_is_not_known_is_no_damage(tmp_path, number, name):
+    path = write_gguf(tmp_path / "m.gguf", random_model("llama"))
+    content = bytearray(path.read_bytes())
+    at = content.index(b"blk.0.ffn_down.weight") + 21 + 4 + 16
+    content[at : at + 4] = number.to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(
+        SpecbeamError, match=rf"blk.0.ffn_down.weight is of type {number}{name}, which is not supported"
+    ):
         specbeam.load(path)
 
 

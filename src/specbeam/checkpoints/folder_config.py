@@ -163,34 +163,28 @@ def rope_from_transformers(given: Mapping[str, Any], dim: int, context: int) -> 
     """
     theta = float(given.get("rope_theta", 10000.0))
     kind = given.get("rope_type") or given.get("type") or "default"
-
-    def number(key: str) -> float:
-        if key not in given:
-            raise SpecbeamError(f"config.json has rope scaling {kind!r} without {key!r}: it is not complete")
-        return float(given[key])
-
     if kind == "default":
         return Rope(theta, dim)
     if kind == "linear":
-        return Rope(theta, dim, (number("factor"),) * (dim // 2))
+        return Rope(theta, dim, (float(given["factor"]),) * (dim // 2))
     if kind == "llama3":
         divisors = llama3_divisors(
             theta,
             dim,
-            factor=number("factor"),
-            low=number("low_freq_factor"),
-            high=number("high_freq_factor"),
-            trained=number("original_max_position_embeddings"),
+            factor=float(given["factor"]),
+            low=float(given["low_freq_factor"]),
+            high=float(given["high_freq_factor"]),
+            trained=float(given["original_max_position_embeddings"]),
         )
         return Rope(theta, dim, divisors)
     if kind == "longrope":
-        trained = number("original_max_position_embeddings")
+        trained = float(given["original_max_position_embeddings"])
         factor = float(given.get("factor") or context / trained)
         scale = given.get("attention_factor") or longrope_scale(factor, trained)
         return Rope(theta, dim, tuple(map(float, given["short_factor"])), float(scale))
     if kind == "yarn":
-        trained = number("original_max_position_embeddings")
-        factor = context / trained if given.get("factor", 0.0) is None else number("factor")
+        trained = float(given["original_max_position_embeddings"])
+        factor = context / trained if given["factor"] is None else float(given["factor"])
         fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
         divisors = yarn_divisors(theta, dim, factor, trained, fast, slow, whole=bool(given.get("truncate", True)))
         parts = given.get("mscale"), given.get("mscale_all_dim")

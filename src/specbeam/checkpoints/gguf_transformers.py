@@ -73,9 +73,9 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 def _lost_keys(metadata: Metadata) -> list[str]:
     """The keys of an architecture that specbeam lacks which the loader does not take, and which are not neutral."""
-    from transformers.integrations.ggml import GGUF_TO_TRANSFORMERS_MAPPING
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    taken = GGUF_TO_TRANSFORMERS_MAPPING.get(OWN_NAMES.get(metadata.architecture, metadata.architecture))
+    taken = GGUF_CONFIG_MAPPING.get(OWN_NAMES.get(metadata.architecture, metadata.architecture))
     heads, hidden = metadata.get("attention.head_count"), metadata.get("embedding_length")
     head_dims = [metadata.get("attention.key_length")]
     if isinstance(heads, int) and isinstance(hidden, int) and heads:
