@@ -13,6 +13,7 @@ from gguf import GGUFWriter, RopeScalingType, get_tensor_name_map, quants
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import LlamaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
@@ -20,7 +21,7 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.folder_config import config_from_hugging_face
-from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from specbeam.checkpoints.gguf_tokenizer import PRE, tokenizer_from_gguf
 from specbeam.checkpoints.gguf_transformers import check_transformers
 from specbeam.checkpoints.gguf_vocabulary import vocabulary_from_gguf
 from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, YARN, byte_tokenizer, examples, random_model
@@ -440,20 +441,101 @@ def byte_level(tokens, merges, pre, **more):
     return made("gpt2", tokens, merges=merges, pre=pre, bos_token_id=0, **more)
 
 
-def test_llama_3_takes_whole_words_and_begins_texts_and_an_unknown_way_to_split_is_refused():
-    tokens = ["<bos>", "a", "b", "c", "ab", "abc"]
-    assert byte_level(tokens, ["a b"], "llama-bpe")("abc").input_ids == [0, 5]
-    assert byte_level(tokens, ["a b"], "llama-bpe", add_bos_token=False)("abc").input_ids == [5]
-    assert byte_level(tokens, ["a b"], "gpt-2")("abc").input_ids == [4, 3]
-    with pytest.raises(SpecbeamError, match="'brand-new' splits text is not known"):
-        byte_level(tokens, ["a b"], "brand-new")
+LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
+SPLITS = {
+    f"{LIKE_LLAMA3} dbrx smaug-bpe deepseek-v3": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
+    "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
+    "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
+    "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
+    "tekken": "o W Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
+    "gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum": (
+        "oW Ġ 11 11 ; Ċ a ' S / Ċ !! o 1"
+    ),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2 deepseek-coder seed-coder": (
+        "oW Ġ 1 1 1 1 ; Ċ a ' S / Ċ !! o 1"
+    ),
+}
+"""The tokens that llama.cpp v0.4.0 makes of a text, by the names of pre-tokenizers."""
 
 
-@pytest.mark.parametrize(("pre", "pieces"), [("llama-bpe", [3, 1]), ("qwen2", [1] * 4), ("smollm", [1] * 4)])
-def test_digits_are_cut_as_the_model_learned_them(pre, pieces):
+def test_every_pre_tokenizer_splits_begins_and_takes_whole_words_as_in_llama_cpp():
+    whole = {*LIKE_LLAMA3.split(), "tekken"}  # these begin texts, too
+    letters = ["<bos>", *"oW1;'Sa/ĠĊ!", "oW", "11", "111", ";Ċ", "a'", "a'S", "/Ċ", "!!", "1;o"]
+    merges = ["o W", "1 1", "11 1", "; Ċ", "a '", "a' S", "/ Ċ", "! !"]
+    expected = {name: pieces for names, pieces in SPLITS.items() for name in names.split()}
+    assert expected.keys() == PRE.keys()
+    for name, pieces in expected.items():
+        tokenizer = byte_level(letters, merges, name)
+        begin = ["<bos>"] if name in whole else []
+        got = tokenizer("oW 1111;\na'S/\n!!o1").input_ids
+        assert tokenizer.convert_ids_to_tokens(got) == [*begin, *pieces.split()], name
+        tokenizer = byte_level(["<bos>", "a", "b", "c", "ab", "abc"], ["a b"], name, add_bos_token=False)
+        assert tokenizer("abc").input_ids == ([5] if name in whole else [4, 3])
+
+
+def test_a_missing_pre_tokenizer_is_the_default_with_a_warning_and_an_unknown_one_is_refused(caplog):
     tokens = ["<bos>", "1", "11", "111"]
-    got = byte_level(tokens, ["1 1", "11 1"], pre, add_bos_token=False)("1111").input_ids
-    assert [len(tokens[i]) for i in got] == pieces
+    assert made("gpt2", tokens, merges=["1 1", "11 1"], bos_token_id=0)("11111").input_ids == [3, 2]
+    assert "does not say how its tokenizer splits text" in caplog.text
+    with pytest.raises(SpecbeamError, match="'brand-new' splits text is not known"):
+        byte_level(tokens, [], "brand-new")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"merges": None}, "has no merges"),
+        ({"add_eos_token": True}, r"have a token eos \(add_eos_token\), but it names none"),
+        ({"pre": "llama-bpe", "bos_token_id": None}, r"have a token bos \(add_bos_token\), but it names none"),
+        ({"tokens": ["<bos>", "a", "a"]}, "has the token 'a' twice"),
+        ({"token_type": [3]}, "2 tokens and 1 types"),
+        ({"model": "llama", "scores": [0.0]}, "2 tokens and 1 scores"),
+        ({"model": "bert"}, "of kind 'bert'"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_refuses_is_refused(more, says):
+    metadata = {"model": "gpt2", "tokens": ["<bos>", "a"], "merges": [], "pre": "gpt-2", "bos_token_id": 0} | more
+    with pytest.raises(SpecbeamError, match=says):
+        made(**{key: value for key, value in metadata.items() if value is not None})
+
+
+def test_eos_ends_a_prompt_if_the_file_says_so_and_empty_tokens_have_names(caplog):
+    tokens = ["<bos>", "a", "", "b"]
+    tokenizer = byte_level(tokens, [], "gpt-2", eos_token_id=3, add_bos_token=True, add_eos_token=True)
+    assert tokenizer("a").input_ids == [0, 1, 3]
+    assert tokenizer.convert_ids_to_tokens(2) == "[EMPTY_2]"
+    assert "has 1 empty tokens, the first of them 2" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Phi-3-mini-4k-instruct", "Phi3 medium", "Phi-4-mini", None])
+def test_special_tokens_of_phi_3_take_the_space_after_them(name):
+    """As those of its tokenizer.json do, which llama.cpp knows by the name of the model."""
+    plain, stripping = ["<s>", "<|endoftext|>"], ["</s>", "<|user|>", "<|end|>"]
+    tokens = ["<unk>", *plain, *stripping, *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a"]
+    types = [2, *[3] * 5, *[6] * 256, 1, 1, 1]
+    scores = [*[0.0] * 262, -1.0, -2.0, -3.0]
+    more = {} if name is None else {"general.name": name}
+    ours = made("llama", tokens, scores=scores, token_type=types, **more)
+    theirs = made("llama", [t if t not in stripping else f"<{i}>" for i, t in enumerate(tokens)], scores=scores)
+    theirs.add_tokens([AddedToken(t, rstrip="3" in str(name), normalized=False, special=True) for t in stripping])
+    for text in ("<|user|>\na <|end|>\n<|user|> a</s>  <|end|>a", "<s> a<|endoftext|>\n a"):
+        expected = theirs.convert_ids_to_tokens(theirs(text).input_ids)
+        assert ours.convert_ids_to_tokens(ours(text).input_ids) == expected
+    if "3" in str(name):
+        assert ours("<|end|>\n<|user|>\na", add_special_tokens=False).input_ids == [5, 4, 264]
+
+
+def test_equal_scores_say_no_order_of_merges(caplog):
+    """llama.cpp then merges from the left, and made up that order. The merges of the file are the model's."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "ab", "bc", "bca"]
+    merges = ["b c", "a b", "bc a"]
+    for scores in ([-1000.0] * len(tokens), []):
+        tokenizer = made("llama", tokens, scores=scores, merges=merges, add_space_prefix=False, add_bos_token=False)
+        assert tokenizer("abca").input_ids == [4, 9]
+        assert "has equal scores for all tokens" in caplog.text
+        with pytest.raises(SpecbeamError, match="equal scores for all tokens"):
+            made("llama", tokens, scores=scores)
+    assert made("llama", tokens[:8], scores=[0.0] * 8)("ab").input_ids == [1, 3, 7]  # one merge needs no order
 
 
 @pytest.mark.parametrize("prefix", [True, False])
