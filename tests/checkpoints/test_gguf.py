@@ -345,6 +345,20 @@ def test_tokenizer_special_tokens_template_and_facts_come_from_the_file(tmp_path
     assert specbeam.load(write_gguf(tmp_path / "bare.gguf", model, tokenizer=False)).tokenizer is None
 
 
+def test_a_file_recommends_sampling_options_and_suppresses_tokens(tmp_path, caplog):
+    model = random_model("llama")
+    keys = {"sampling.top_k": 1, "sampling.temp": 0.5, "sampling.top_p": 1.0, "sampling.mirostat": 2}
+    path = write_gguf(tmp_path / "m.gguf", model, **{f"general.{key}": value for key, value in keys.items()})
+    lm = specbeam.load(path, dtype="float32")
+    assert lm.generation_defaults == {"top_k": 1, "temperature": 0.5}
+    assert "recommends options that specbeam lacks: general.sampling.mirostat" in caplog.text
+    greedy = specbeam.generate(lm, [1, 2, 3], max_new_tokens=9).token_ids
+    assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=9, do_sample=True, seed=1).token_ids == greedy
+    path = write_gguf(tmp_path / "m.gguf", model, **{"tokenizer.ggml.suppress_tokens": [greedy[0], greedy[1]]})
+    lm = specbeam.load(path, dtype="float32")
+    assert not {*greedy[:2]} & {*specbeam.generate(lm, [1, 2, 3], max_new_tokens=9).token_ids}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", random_model("llama"))
@@ -509,7 +523,7 @@ def test_eos_ends_a_prompt_if_the_file_says_so_and_empty_tokens_have_names(caplo
 
 @pytest.mark.parametrize("name", ["Phi-3-mini-4k-instruct", "Phi3 medium", "Phi-4-mini", None])
 def test_special_tokens_of_phi_3_take_the_space_after_them(name):
-    """As those of its tokenizer.json do, which llama.cpp knows by the name of the model."""
+    """As in its tokenizer.json. llama.cpp knows such models by their name."""
     plain, stripping = ["<s>", "<|endoftext|>"], ["</s>", "<|user|>", "<|end|>"]
     tokens = ["<unk>", *plain, *stripping, *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a"]
     types = [2, *[3] * 5, *[6] * 256, 1, 1, 1]

@@ -94,7 +94,7 @@ def yarn_divisors(
             f"{fast}, beta_slow {slow} and rope_theta {theta}: all must be over 0"
         )
 
-    def feature(turns: float) -> float:  # whose frequency makes so many turns in the trained context
+    def feature(turns: float) -> float:  # whose frequency makes this number of turns in the trained context
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = feature(fast), feature(slow)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import struct
 from collections import Counter
@@ -28,6 +29,8 @@ from specbeam.checkpoints.gguf_transformers import check_transformers
 from specbeam.checkpoints.gguf_vocabulary import ID_KEYS, Vocabulary, vocabulary_from_gguf
 from specbeam.errors import SpecbeamError
 
+logger = logging.getLogger("specbeam")
+
 SCALAR_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """How struct reads a value, by the number of its type in the file."""
 STRING, ARRAY = 8, 9
@@ -47,7 +50,16 @@ OTHER_TYPES = {
 }
 """Types of tensors that llama.cpp had once, or that forks of it have."""
 
+SAMPLING = {
+    "temperature": ("general.sampling.temp", float, lambda x: x > 0),
+    "top_k": ("general.sampling.top_k", int, lambda x: x > 0),
+    "top_p": ("general.sampling.top_p", float, lambda x: 0 < x < 1),
+    "min_p": ("general.sampling.min_p", float, lambda x: 0 < x < 1),
+}
+"""The keys with sampling options that a file recommends, their types, and which of their values change anything."""
+
 KINDS: dict[str, tuple[type, ...]] = {
+    **{key: (kind,) for key, kind, _ in SAMPLING.values()},
     **dict.fromkeys(("general.architecture", "general.name", "general.type"), (str,)),
     **dict.fromkeys(("tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"), (str,)),
     **dict.fromkeys((f"tokenizer.ggml.add_{x}" for x in ("bos_token", "eos_token", "space_prefix")), (bool,)),
@@ -57,7 +69,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 KINDS_OF_ENTRIES: dict[str, tuple[type, ...]] = {
     "tokenizer.ggml.tokens": (str,),
     "tokenizer.ggml.merges": (str,),
-    "tokenizer.ggml.token_type": (int,),
+    **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.suppress_tokens"), (int,)),
     "tokenizer.ggml.scores": (float, int),
 }
 """The keys that are arrays. All entries of an array have one type in the file."""
@@ -151,6 +163,16 @@ class GGUFCheckpoint(Checkpoint):
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return self.vocabulary.eos_token_ids
+
+    @cached_property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        taken = {key: name for name, (key, _, changes) in SAMPLING.items() if changes(self.metadata.get(key, 0))}
+        found = {name: self.metadata[key] for key, name in taken.items()}
+        known = {key for key, *_ in SAMPLING.values()}
+        if others := sorted(key for key in self.metadata if key.startswith("general.sampling.") and key not in known):
+            logger.warning("%s recommends options that specbeam lacks: %s", self.path, ", ".join(others))
+        suppressed = [i for i in self.metadata.get("tokenizer.ggml.suppress_tokens", []) if i >= 0]
+        return found | ({"suppress_tokens": suppressed} if suppressed else {})
 
     @property
     def modules(self) -> Mapping[str, str]:

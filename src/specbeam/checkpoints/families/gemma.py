@@ -49,7 +49,7 @@ class Gemma(Architecture):
         if isinstance(period, list):  # one entry for each layer, true where it slides
             if period != [i % self.global_layer_period != self.global_layer_period - 1 for i in range(len(period))]:
                 name = metadata.name("attention.sliding_window_pattern")
-                raise SpecbeamError(f"{name} lists other layers than those of {self.name}, which is not supported")
+                raise SpecbeamError(f"{name} lists other layers than {self.name} has, which is not supported")
             period = self.global_layer_period
         period = size("attention.sliding_window_pattern", period)
         return replace(
