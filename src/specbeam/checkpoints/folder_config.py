@@ -187,9 +187,8 @@ def rope_from_transformers(given: Mapping[str, Any], dim: int, context: int) -> 
         factor = context / trained if given["factor"] is None else float(given["factor"])
         fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
         divisors = yarn_divisors(theta, dim, factor, trained, fast, slow, whole=bool(given.get("truncate", True)))
-        parts = given.get("mscale"), given.get("mscale_all_dim")
+        mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+        usual = yarn_scale(factor, float(mscale), float(mscale_all)) if mscale and mscale_all else yarn_scale(factor)
         scale = given.get("attention_factor")
-        if scale is None:
-            scale = yarn_scale(factor, *map(float, parts)) if all(parts) else yarn_scale(factor)
-        return Rope(theta, dim, divisors, float(scale))
+        return Rope(theta, dim, divisors, usual if scale is None else float(scale))
     raise Unsupported(f"rope scaling {kind!r} is not supported: supported are default, linear, llama3, longrope, yarn")

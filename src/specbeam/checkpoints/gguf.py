@@ -6,7 +6,7 @@ import logging
 import mmap
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -50,7 +50,7 @@ OTHER_TYPES = {
 }
 """Types of tensors that llama.cpp had once, or that forks of it have."""
 
-SAMPLING = {
+SAMPLING: dict[str, tuple[str, type, Callable[[float], bool]]] = {
     "temperature": ("general.sampling.temp", float, lambda x: x > 0),
     "top_k": ("general.sampling.top_k", int, lambda x: x > 0),
     "top_p": ("general.sampling.top_p", float, lambda x: 0 < x < 1),

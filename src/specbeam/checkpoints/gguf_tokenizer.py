@@ -115,42 +115,46 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> 
     else:
         raise SpecbeamError(f"{path} carries a tokenizer of kind {kind!r}: supported are gpt2 and llama")
 
-    tokens, special = vocabulary.tokens, vocabulary.special
-    strips = any(name in str(metadata.get("general.name")).lower() for name in STRIPPING)
-    hidden = {i for i, t in enumerate(vocabulary.types[: len(tokens)]) if t in (CONTROL, UNKNOWN)} | set(
-        special.values()
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(
-                tokens[i], normalized=False, special=i in hidden, rstrip=strips and tokens[i] not in NOT_STRIPPING
-            )
-            for i, t in enumerate(vocabulary.types[: len(tokens)])
-            if i in hidden or t == USER_DEFINED
-        ]
-    )
-    around = {}
-    for name, usual in (("bos", begins), ("eos", False)):
-        around[name] = []
-        if get(f"add_{name}_token", usual):
-            if f"{name}_token" not in special:
-                raise SpecbeamError(
-                    f"{path}: its texts have a token {name} (add_{name}_token), but it names none ({name}_token_id): "
-                    "convert the model again"
-                )
-            around[name] = [tokens[special[f"{name}_token"]]]
-    if any(around.values()):
-        before, after = around["bos"], around["eos"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *after],
-            pair=[*before, "$A", *after, *before, "$B", *after],
-            special_tokens=[(token, tokens.index(token)) for token in {*before, *after}],
-        )
+    name = str(metadata.get("general.name")).lower()
+    _add_special(tokenizer, vocabulary, strips=any(part in name for part in STRIPPING))
+    _surround(tokenizer, vocabulary, {"bos": get("add_bos_token", begins), "eos": get("add_eos_token", False)})
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        **{name: tokens[i] for name, i in special.items()},
+        **{name: vocabulary.tokens[i] for name, i in vocabulary.special.items()},
+    )
+
+
+def _add_special(tokenizer: Tokenizer, vocabulary: Vocabulary, strips: bool) -> None:
+    """Add the tokens that are read as a whole. Special ones are not shown."""
+    named = set(vocabulary.special.values())
+    added = []
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        special = kind in (CONTROL, UNKNOWN) or i in named
+        if special or kind == USER_DEFINED:
+            rstrip = strips and token not in NOT_STRIPPING
+            added.append(AddedToken(token, normalized=False, special=special, rstrip=rstrip))
+    tokenizer.add_tokens(added)
+
+
+def _surround(tokenizer: Tokenizer, vocabulary: Vocabulary, has: Mapping[str, bool]) -> None:
+    """Let each text begin with BOS and end with EOS, as far as it has them."""
+    ids: dict[str, int] = {}
+    for name in (name for name in has if has[name]):
+        if f"{name}_token" not in vocabulary.special:
+            raise SpecbeamError(
+                f"{vocabulary.path}: its texts have a token {name} (add_{name}_token), but it names none "
+                f"({name}_token_id): convert the model again"
+            )
+        ids[name] = vocabulary.special[f"{name}_token"]
+    if not ids:
+        return
+    before, after = ([vocabulary.tokens[ids[name]]] if name in ids else [] for name in ("bos", "eos"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B", *after],
+        special_tokens=[(vocabulary.tokens[i], i) for i in {*ids.values()}],
     )
 
 

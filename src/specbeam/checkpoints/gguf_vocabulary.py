@@ -106,6 +106,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> Vocab
     types = list(metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
     if len(types) < len(tokens):
         raise SpecbeamError(f"{path}: its tokenizer has {len(tokens)} tokens and {len(types)} types of tokens")
+    del types[len(tokens) :]
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
