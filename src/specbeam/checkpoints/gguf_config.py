@@ -172,10 +172,10 @@ def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]
         # llama.cpp computes with the defaults of these five. Its converter takes them from config.json, so they count.
         mix = float(get("rope.scaling.yarn_ext_factor", -1.0))
         mix = 1.0 if mix < 0 else mix
-        fast, slow = (float(get(f"rope.scaling.yarn_beta_{end}", n)) for end, n in (("fast", 32.0), ("slow", 1.0)))
+        fast, slow = get("rope.scaling.yarn_beta_fast", 32.0), get("rope.scaling.yarn_beta_slow", 1.0)
         usual = yarn_scale(factor, 1.0, float(get("rope.scaling.yarn_log_multiplier", 0.0))) if mix else 1.0
         scale *= float(get("rope.scaling.yarn_attn_factor", usual))
-        stretched = yarn_divisors(theta, dim, factor, trained, fast, slow, mix=mix)
+        stretched = yarn_divisors(theta, dim, factor, trained, float(fast), float(slow), mix=mix)
     elif kind != "none" and factor != 1:
         stretched = (factor,) * (dim // 2)
     own = divisors.get(LONGROPE_DIVISORS, divisors.get(LLAMA3_DIVISORS))
