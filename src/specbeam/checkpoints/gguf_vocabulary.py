@@ -129,7 +129,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> Vocab
     ends |= {named[key] for key in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep") if key in named}
     if changed:
         logger.warning(
-            "%s: %s ends texts or is a control token by its name, as in llama.cpp. The file does not mark it so",
+            "%s: control tokens by their names, as in llama.cpp, though the file does not mark them so: %s",
             path,
             ", ".join(f"{name!r} ({ids[name]})" for name in changed),
         )
