@@ -61,6 +61,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 500.0,

@@ -289,7 +289,8 @@ def _load(
         from specbeam.backends.encoder_decoder import backend_of
         from specbeam.backends.transformers import load_model
 
-        loaded = backend_of(load_model(checkpoint.path, device, dtype, checkpoint.dtype, checkpoint.adapter))
+        check = checkpoint.check_transformers
+        loaded = backend_of(load_model(checkpoint.path, device, dtype, checkpoint.dtype, checkpoint.adapter, check))
         checkpoint.check_tokenizer(loaded.vocab_size)
     else:
         checkpoint.check_tokenizer(checkpoint.config.vocab_size)  # refused before the slow parts if it cannot be run

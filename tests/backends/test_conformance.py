@@ -16,6 +16,7 @@ from specbeam.tree import Tree
 from tests.conftest import (
     LLAMA3_ROPE,
     LONGROPE,
+    YARN,
     assert_are_beams_of_transformers,
     beams_of_transformers,
     examples,
@@ -34,6 +35,7 @@ FAMILIES = {
     "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
     "llama 3 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
     "llama, linear rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),

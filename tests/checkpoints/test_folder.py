@@ -8,12 +8,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints.folder_config import rope_from_transformers
 from specbeam.cli import main
-from tests.conftest import CONFIGS, EOS, LLAMA3_ROPE, beams_of_transformers, byte_tokenizer, random_model, rewrite
+from tests.conftest import CONFIGS, EOS, LLAMA3_ROPE, YARN, beams_of_transformers, byte_tokenizer, random_model, rewrite
 
 
 def test_shards_are_one_model_and_a_missing_one_is_named(save):
@@ -53,6 +55,26 @@ def test_configs_of_transformers_4_and_5_say_the_same(save):
     assert open_checkpoint(folder).config == new
     rope = new.layers[0].rope
     assert (rope.theta, max(rope.divisors)) == (5000.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"beta_fast": 4, "beta_slow": 2, "truncate": False},
+        {"attention_factor": 1.5},
+        {"mscale": 1.0, "mscale_all_dim": 0.5},
+        {"factor": 0.5},
+        {"factor": None},
+        {"original_max_position_embeddings": 7},
+    ],
+)
+def test_yarn_has_the_frequencies_and_the_factor_of_transformers(changes):
+    config = CONFIGS["llama"](hidden_size=64, num_attention_heads=2, rope_parameters=YARN | changes)
+    rotary = LlamaRotaryEmbedding(config)
+    rope = rope_from_transformers(config.rope_parameters, 32, config.max_position_embeddings)
+    torch.testing.assert_close(torch.tensor(rope.frequencies()), rotary.inv_freq, rtol=1e-5, atol=0)
+    assert rope.scale == pytest.approx(rotary.attention_scaling)
 
 
 def test_the_facts_and_null_means_not_quantized(folder):

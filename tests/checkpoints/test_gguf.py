@@ -1,7 +1,8 @@
 """GGUF files: written with gguf's own writer, read back as the model they came from."""
 
+import math
 import struct
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -12,16 +13,21 @@ from gguf import GGUFWriter, RopeScalingType, get_tensor_name_map, quants
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import LlamaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
-from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
-from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, byte_tokenizer, examples, random_model
+from specbeam.checkpoints.folder_config import config_from_hugging_face
+from specbeam.checkpoints.gguf_tokenizer import PRE, tokenizer_from_gguf
+from specbeam.checkpoints.gguf_transformers import check_transformers
+from specbeam.checkpoints.gguf_vocabulary import vocabulary_from_gguf
+from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, YARN, byte_tokenizer, examples, random_model
 
 CONTROL, NORMAL = 3, 1
+UINT32 = ValueType.UINT32
 AB = byte_tokenizer().convert_tokens_to_ids("ÿ")
 
 
@@ -63,8 +69,21 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         if base["rope_type"] == "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(base["factor"])
-        if base["rope_type"] == "longrope":
+        if base["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(base["factor"])
             writer.add_rope_scaling_orig_ctx_len(base["original_max_position_embeddings"])
+            for theirs, named_there in (
+                ("attention_factor", "attn_factor"),
+                *((x, x) for x in ("beta_fast", "beta_slow")),
+            ):
+                if theirs in base:
+                    writer.add_float32(f"{named}.rope.scaling.yarn_{named_there}", base[theirs])
+        if base["rope_type"] == "longrope":
+            trained = base["original_max_position_embeddings"]
+            writer.add_rope_scaling_orig_ctx_len(trained)
+            stretch = config.max_position_embeddings / trained
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(trained)))
             for length in ("short", "long"):
                 writer.add_tensor(f"rope_factors_{length}.weight", np.array(base[f"{length}_factor"], np.float32))
     if hasattr(config, "use_parallel_residual"):
@@ -89,7 +108,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     for key, value in metadata.items():
         key = key if "." in key else f"general.{key}"
         writer.kv_data[0].pop(key, None)
-        writer.add_key_value(key, value, ValueType.UINT64 if type(value) is int else ValueType.get_type(value))
+        if value is None:  # the file lacks this key
+            continue
+        size = UINT32 if type(value) is int and value < 2**32 else ValueType.UINT64
+        writer.add_key_value(key, value, size if type(value) is int else ValueType.get_type(value))
     names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
@@ -129,6 +151,8 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         ("llama", {"attention_bias": True}),
         ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("llama", {"rope_parameters": YARN}),
+        ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}}),
         ("qwen3", {"tie_word_embeddings": True}),
         ("mistral", {"sliding_window": None}),
         ("gpt_neox", {"use_parallel_residual": False}),
@@ -148,6 +172,130 @@ def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
     for backend in ("torch", "cpu"):
         lm = specbeam.load(path, backend=backend, dtype="float32")
         assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=20).token_ids == out[0, 3:].tolist()
+
+
+TYPE, FACTOR, OLD_FACTOR = "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear"
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({TYPE: "linear", FACTOR: 4.0}, 4.0),
+        ({FACTOR: 4.0}, 4.0),
+        ({OLD_FACTOR: 4.0}, 4.0),
+        ({OLD_FACTOR: 2.0, FACTOR: 4.0}, 4.0),
+        ({TYPE: "none", FACTOR: 4.0}, 1.0),
+        ({FACTOR: 0.0}, 1.0),
+        ({TYPE: "yarn"}, 1.0),
+    ],
+)
+def test_a_factor_without_a_type_is_linear_scaling(tmp_path, keys, factor):
+    rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": factor}
+    model = random_model("llama", rope_parameters=rope)
+    path = write_gguf(tmp_path / "m.gguf", model, **({TYPE: None, FACTOR: None} | keys))
+    rope = open_checkpoint(path).config.layers[0].rope
+    torch.testing.assert_close(torch.tensor(rope.frequencies()), model.model.rotary_emb.inv_freq)
+
+
+def test_yarn_counts_what_a_converter_took_from_the_folder(tmp_path):
+    """llama.cpp's own formula: attn_factor multiplies, and the logarithm has a multiplier."""
+    keys = {"llama.rope.scaling.attn_factor": 1.5, "llama.rope.scaling.yarn_log_multiplier": 0.5}
+    model = random_model("llama", rope_parameters=YARN)
+    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0].rope
+    assert rope.scale == pytest.approx(1.5 * (0.1 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1))
+    keys = {"llama.rope.scaling.yarn_ext_factor": 0.0}
+    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0].rope
+    assert (rope.scale, set(rope.divisors)) == (1.0, {4.0})
+
+
+GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "keys"),
+    [
+        ("gemma2", GEMMA2, {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+        ("gemma2", GEMMA2, {"attention.sliding_window": None}),
+        ("gemma3", {"final_logit_softcapping": 7.0}, {"final_logit_softcapping": 7.0}),
+        ("gemma3", {"sliding_window_pattern": 3}, {"attention.sliding_window_pattern": 3}),
+        ("gemma3", {"layer_types": ["full_attention"] * 7}, {"attention.sliding_window": None}),
+        ("stablelm", {"use_parallel_residual": True}, {"use_parallel_residual": None}),
+        ("phi3", {}, {"rope.freq_base": None}),
+        ("llama", {}, {"attention.head_count_kv": [2, 2, 2], "feed_forward_length": [48, 48, 48]}),
+    ],
+)
+def test_a_key_that_a_file_lacks_has_the_default_of_llama_cpp(tmp_path, architecture, changes, keys):
+    if architecture.startswith("gemma"):
+        changes = GEMMA | {"num_hidden_layers": 7} | changes
+    model = random_model(architecture, **changes)
+    keys = {f"{architecture}.{key}": value for key, value in keys.items()}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys))
+    expected = config_from_hugging_face(model.config.to_dict(), {"model.norm.weight": (), **model.state_dict()})
+    for field in ("layers", "attention_softcap", "logits_softcap", "parallel", "num_kv_heads", "intermediate_size"):
+        assert getattr(checkpoint.config, field) == getattr(expected, field)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "says"),
+    [
+        ("gpt_neox", "use_parallel_residual", None, "has no gptneox.use_parallel_residual"),
+        ("llama", "rope.scaling.type", "dynamic", "rope scaling 'dynamic' is not supported"),
+        ("llama", "rope.dimension_count", 4, "llama.rope.dimension_count = 4 is not supported"),
+        ("llama", "attention.value_length", 16, "llama.attention.value_length = 16 is not supported"),
+        ("llama", "attention.causal", False, "attention is not causal"),
+        ("llama", "expert_count", 8, "with experts"),
+        ("llama", "attention.head_count_kv", [1, 2, 1], "llama.attention.head_count_kv differs between layers"),
+        ("llama", "general.type", "adapter", "is a LoRA adapter, and no model: merge it"),
+        ("llama", "general.type", "imatrix", "is an importance matrix"),
+        ("llama", "general.type", "vocab", "a vocabulary without weights"),
+        ("llama", "general.architecture", "clip", "the part of a model that reads pictures"),
+        ("llama", "general.alignment", 24, "no power of 2"),
+    ],
+)
+def test_what_llama_cpp_refuses_or_specbeam_lacks_is_refused_under_auto_too(tmp_path, architecture, key, value, says):
+    key = key if key.startswith("general.") else f"{NAMED.get(architecture, architecture)}.{key}"
+    path = write_gguf(tmp_path / "m.gguf", random_model(architecture), **{key: value})
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(path)
+    with pytest.raises(SpecbeamError):
+        specbeam.load(path, backend="transformers")
+
+
+def test_keys_without_effect_are_named_and_usual_keys_are_not(tmp_path, caplog):
+    usual = {"llama.vocab_size": 259, "llama.rope.scaling.finetuned": False, "llama.attention.value_length": 8}
+    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model("llama"), **usual)).config
+    assert not caplog.messages
+    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model("llama"), **{"llama.logit_scale": 0.5})).config
+    assert caplog.messages == ["the GGUF file has keys that are not known and have no effect: llama.logit_scale"]
+
+
+def test_transformers_loader_runs_no_other_model_than_the_file_describes(tmp_path):
+    """It drops rotary scaling, for example."""
+    for rope in (YARN, LLAMA3_ROPE):
+        path = write_gguf(tmp_path / "m.gguf", random_model("llama", rope_parameters=rope))
+        with pytest.raises(SpecbeamError, match="takes another layers than the file says"):
+            specbeam.load(path, backend="transformers")
+        assert specbeam.load(path).backend.name == "cpu"
+    usual = {
+        **{
+            "context_length": 64,
+            "embedding_length": 32,
+            "block_count": 2,
+            "feed_forward_length": 96,
+            "expert_count": 4,
+        },
+        **{"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6},
+        **{"attention.key_length": 8, "attention.value_length": 8, "rope.freq_base": 1e6, "rope.dimension_count": 8},
+        **{"expert_used_count": 2, "expert_feed_forward_length": 24, "rope.scaling.finetuned": False},
+    }
+    tensors = {"token_embd.weight": (259, 32)}
+    for lost in ({}, {"rope.scaling.factor": 4.0}, {"rope.scaling.type": "yarn"}, {"logit_scale": 0.5}):
+        metadata = {"general.architecture": "qwen3moe"} | {f"qwen3moe.{k}": v for k, v in (usual | lost).items()}
+        expected = (
+            pytest.raises(SpecbeamError, match="drops what this file says in qwen3moe") if lost else nullcontext()
+        )
+        with expected:
+            check_transformers(metadata, tensors, None, pytest.fail)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -195,6 +343,20 @@ def test_tokenizer_special_tokens_template_and_facts_come_from_the_file(tmp_path
     assert facts.parameters == model.num_parameters()
     assert (facts.architecture, facts.context, facts.quantization, facts.license) == ("llama", 256, "float32", "mit")
     assert specbeam.load(write_gguf(tmp_path / "bare.gguf", model, tokenizer=False)).tokenizer is None
+
+
+def test_a_file_recommends_sampling_options_and_suppresses_tokens(tmp_path, caplog):
+    model = random_model("llama")
+    keys = {"sampling.top_k": 1, "sampling.temp": 0.5, "sampling.top_p": 1.0, "sampling.mirostat": 2}
+    path = write_gguf(tmp_path / "m.gguf", model, **{f"general.{key}": value for key, value in keys.items()})
+    lm = specbeam.load(path, dtype="float32")
+    assert lm.generation_defaults == {"top_k": 1, "temperature": 0.5}
+    assert "recommends options that specbeam lacks: general.sampling.mirostat" in caplog.text
+    greedy = specbeam.generate(lm, [1, 2, 3], max_new_tokens=9).token_ids
+    assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=9, do_sample=True, seed=1).token_ids == greedy
+    path = write_gguf(tmp_path / "m.gguf", model, **{"tokenizer.ggml.suppress_tokens": [greedy[0], greedy[1]]})
+    lm = specbeam.load(path, dtype="float32")
+    assert not {*greedy[:2]} & {*specbeam.generate(lm, [1, 2, 3], max_new_tokens=9).token_ids}
 
 
 @pytest.fixture(scope="module")
@@ -261,30 +423,133 @@ def test_a_type_that_cannot_be_dequantized_is_named(tmp_path):
         specbeam.load(path)
 
 
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (31, r" \(Q4_0_4_4\)"),
+        (36, r" \(IQ4_NL_4_4, or I2_S of BitNet\)"),
+        (138, r" \(IQ3_K of ik_llama.cpp\)"),
+        (99, ""),
+    ],
+)
+def test_a_type_of_tensors_that_is_not_known_is_no_damage(tmp_path, number, name):
+    path = write_gguf(tmp_path / "m.gguf", random_model("llama"))
+    content = bytearray(path.read_bytes())
+    at = content.index(b"blk.0.ffn_down.weight") + 21 + 4 + 16
+    content[at : at + 4] = number.to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(
+        SpecbeamError, match=rf"blk.0.ffn_down.weight is of type {number}{name}, which is not supported"
+    ):
+        specbeam.load(path)
+
+
 def made(model, tokens, **more):
     """The tokenizer of a file with this metadata."""
     metadata = {"model": model, "tokens": tokens, **more}
-    return tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, "a file")
+    metadata = {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    return tokenizer_from_gguf(metadata, vocabulary_from_gguf(metadata, "a file"))
 
 
 def byte_level(tokens, merges, pre, **more):
     return made("gpt2", tokens, merges=merges, pre=pre, bos_token_id=0, **more)
 
 
-def test_llama_3_takes_whole_words_and_begins_texts_and_an_unknown_way_to_split_is_refused():
-    tokens = ["<bos>", "a", "b", "c", "ab", "abc"]
-    assert byte_level(tokens, ["a b"], "llama-bpe")("abc").input_ids == [0, 5]
-    assert byte_level(tokens, ["a b"], "llama-bpe", add_bos_token=False)("abc").input_ids == [5]
-    assert byte_level(tokens, ["a b"], "gpt-2")("abc").input_ids == [4, 3]
-    with pytest.raises(SpecbeamError, match="'brand-new' splits text is not known"):
-        byte_level(tokens, ["a b"], "brand-new")
+LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
+SPLITS = {
+    f"{LIKE_LLAMA3} dbrx smaug-bpe deepseek-v3": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
+    "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
+    "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
+    "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
+    "tekken": "o W Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
+    "gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum": (
+        "oW Ġ 11 11 ; Ċ a ' S / Ċ !! o 1"
+    ),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2 deepseek-coder seed-coder": (
+        "oW Ġ 1 1 1 1 ; Ċ a ' S / Ċ !! o 1"
+    ),
+}
+"""The tokens that llama.cpp v0.4.0 makes of a text, by the names of pre-tokenizers."""
 
 
-@pytest.mark.parametrize(("pre", "pieces"), [("llama-bpe", [3, 1]), ("qwen2", [1] * 4), ("smollm", [1] * 4)])
-def test_digits_are_cut_as_the_model_learned_them(pre, pieces):
+def test_every_pre_tokenizer_splits_begins_and_takes_whole_words_as_in_llama_cpp():
+    whole = {*LIKE_LLAMA3.split(), "tekken"}  # these begin texts, too
+    letters = ["<bos>", *"oW1;'Sa/ĠĊ!", "oW", "11", "111", ";Ċ", "a'", "a'S", "/Ċ", "!!", "1;o"]
+    merges = ["o W", "1 1", "11 1", "; Ċ", "a '", "a' S", "/ Ċ", "! !"]
+    expected = {name: pieces for names, pieces in SPLITS.items() for name in names.split()}
+    assert expected.keys() == PRE.keys()
+    for name, pieces in expected.items():
+        tokenizer = byte_level(letters, merges, name)
+        begin = ["<bos>"] if name in whole else []
+        got = tokenizer("oW 1111;\na'S/\n!!o1").input_ids
+        assert tokenizer.convert_ids_to_tokens(got) == [*begin, *pieces.split()], name
+        tokenizer = byte_level(["<bos>", "a", "b", "c", "ab", "abc"], ["a b"], name, add_bos_token=False)
+        assert tokenizer("abc").input_ids == ([5] if name in whole else [4, 3])
+
+
+def test_a_missing_pre_tokenizer_is_the_default_with_a_warning_and_an_unknown_one_is_refused(caplog):
     tokens = ["<bos>", "1", "11", "111"]
-    got = byte_level(tokens, ["1 1", "11 1"], pre, add_bos_token=False)("1111").input_ids
-    assert [len(tokens[i]) for i in got] == pieces
+    assert made("gpt2", tokens, merges=["1 1", "11 1"], bos_token_id=0)("11111").input_ids == [3, 2]
+    assert "does not say how its tokenizer splits text" in caplog.text
+    with pytest.raises(SpecbeamError, match="'brand-new' splits text is not known"):
+        byte_level(tokens, [], "brand-new")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"merges": None}, "has no merges"),
+        ({"add_eos_token": True}, r"have a token eos \(add_eos_token\), but it names none"),
+        ({"pre": "llama-bpe", "bos_token_id": None}, r"have a token bos \(add_bos_token\), but it names none"),
+        ({"tokens": ["<bos>", "a", "a"]}, "has the token 'a' twice"),
+        ({"token_type": [3]}, "2 tokens and 1 types"),
+        ({"model": "llama", "scores": [0.0]}, "2 tokens and 1 scores"),
+        ({"model": "bert"}, "of kind 'bert'"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_refuses_is_refused(more, says):
+    metadata = {"model": "gpt2", "tokens": ["<bos>", "a"], "merges": [], "pre": "gpt-2", "bos_token_id": 0} | more
+    with pytest.raises(SpecbeamError, match=says):
+        made(**{key: value for key, value in metadata.items() if value is not None})
+
+
+def test_eos_ends_a_prompt_if_the_file_says_so_and_empty_tokens_have_names(caplog):
+    tokens = ["<bos>", "a", "", "b"]
+    tokenizer = byte_level(tokens, [], "gpt-2", eos_token_id=3, add_bos_token=True, add_eos_token=True)
+    assert tokenizer("a").input_ids == [0, 1, 3]
+    assert tokenizer.convert_ids_to_tokens(2) == "[EMPTY_2]"
+    assert "has 1 empty tokens, the first of them 2" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Phi-3-mini-4k-instruct", "Phi3 medium", "Phi-4-mini", None])
+def test_special_tokens_of_phi_3_take_the_space_after_them(name):
+    """As in its tokenizer.json. llama.cpp knows such models by their name."""
+    plain, stripping = ["<s>", "<|endoftext|>"], ["</s>", "<|user|>", "<|end|>"]
+    tokens = ["<unk>", *plain, *stripping, *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a"]
+    types = [2, *[3] * 5, *[6] * 256, 1, 1, 1]
+    scores = [*[0.0] * 262, -1.0, -2.0, -3.0]
+    more = {} if name is None else {"general.name": name}
+    ours = made("llama", tokens, scores=scores, token_type=types, **more)
+    theirs = made("llama", [t if t not in stripping else f"<{i}>" for i, t in enumerate(tokens)], scores=scores)
+    theirs.add_tokens([AddedToken(t, rstrip="3" in str(name), normalized=False, special=True) for t in stripping])
+    for text in ("<|user|>\na <|end|>\n<|user|> a</s>  <|end|>a", "<s> a<|endoftext|>\n a"):
+        expected = theirs.convert_ids_to_tokens(theirs(text).input_ids)
+        assert ours.convert_ids_to_tokens(ours(text).input_ids) == expected
+    if "3" in str(name):
+        assert ours("<|end|>\n<|user|>\na", add_special_tokens=False).input_ids == [5, 4, 264]
+
+
+def test_equal_scores_say_no_order_of_merges(caplog):
+    """llama.cpp then merges from the left, and made up that order. The merges of the file are the model's."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "ab", "bc", "bca"]
+    merges = ["b c", "a b", "bc a"]
+    for scores in ([-1000.0] * len(tokens), []):
+        tokenizer = made("llama", tokens, scores=scores, merges=merges, add_space_prefix=False, add_bos_token=False)
+        assert tokenizer("abca").input_ids == [4, 9]
+        assert "has equal scores for all tokens" in caplog.text
+        with pytest.raises(SpecbeamError, match="equal scores for all tokens"):
+            made("llama", tokens, scores=scores)
+    assert made("llama", tokens[:8], scores=[0.0] * 8)("ab").input_ids == [1, 3, 7]  # one merge needs no order
 
 
 @pytest.mark.parametrize("prefix", [True, False])

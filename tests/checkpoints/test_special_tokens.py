@@ -8,6 +8,8 @@ from gguf import GGUFValueType
 
 import specbeam
 from specbeam import SpecbeamError, hf
+from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from specbeam.checkpoints.gguf_vocabulary import vocabulary_from_gguf
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import EOS, random_model, rewrite
 
@@ -66,8 +68,59 @@ def test_the_same_holds_for_a_gguf_file(tmp_path):
     key = b"tokenizer.ggml.eos_token_id" + struct.pack("<I", GGUFValueType.UINT32)
     content = path.read_bytes()
     assert key + struct.pack("<I", EOS) in content
-    path.write_bytes(content.replace(key + struct.pack("<I", EOS), key + struct.pack("<i", -1)))
+    content = content.replace(key + struct.pack("<I", EOS), key + struct.pack("<i", -1))
+    path.write_bytes(content)
+    assert specbeam.load(path, dtype="float32").eos_token_ids == {EOS}  # by its name, <eos>
+    path.write_bytes(content.replace(b"<eos>", b"<new>"))
     assert specbeam.load(path, dtype="float32").eos_token_ids == set()
+
+
+STOP, FIM = ["<stop>"], ["<|fim_prefix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+HARMONY = ["<|return|>", "<|call|>", "<|end|>", "<|start|>"]
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "ends", "hidden"),
+    [
+        *((["<|im_end|>"], kind, ["<|im_end|>"], ["<|im_end|>"]) for kind in (NORMAL, CONTROL, USER_DEFINED)),
+        (["</s>", "<end_of_turn>", "<|user|>"], USER_DEFINED, ["</s>", "<end_of_turn>"], ["</s>", "<end_of_turn>"]),
+        (FIM, USER_DEFINED, FIM[1:], FIM),
+        (["<PAD>", "<|fim_pad|>"], USER_DEFINED, ["<PAD>"], ["<PAD>"]),  # one of them, and the first
+        (HARMONY, CONTROL, HARMONY[:2], HARMONY[:2]),
+        (HARMONY[1:], CONTROL, HARMONY[1:3], HARMONY[1:3]),
+        (["<|tool_response>", "</s>"], CONTROL, ["<|tool_response>"], ["<|tool_response>"]),
+    ],
+)
+def test_end_tokens_of_a_gguf_file_are_found_by_their_names(caplog, tokens, kind, ends, hidden):
+    """As in llama.cpp v0.4.0, whose end and control tokens of these vocabularies are written here."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.tokens": [*STOP, "a", *tokens],
+        "tokenizer.ggml.token_type": [CONTROL, NORMAL, *[kind] * len(tokens)],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    vocabulary = vocabulary_from_gguf(metadata, "a file")
+    tokenizer = tokenizer_from_gguf(metadata, vocabulary)
+    assert {vocabulary.tokens[i] for i in vocabulary.eos_token_ids} == {*STOP, *ends}
+    assert tokenizer.decode(range(2, 2 + len(tokens)), skip_special_tokens=True) == "".join(
+        token for token in tokens if token not in hidden
+    )
+    for token in hidden:
+        assert tokenizer(f"a{token}a").input_ids == [1, tokenizer.convert_tokens_to_ids(token), 1]
+    assert ("by their names, as in llama.cpp" in caplog.text) == (kind != CONTROL)
+
+
+def test_the_usual_ids_stand_for_those_that_a_llama_file_does_not_name(caplog):
+    """llama.cpp: 1 begins, and 2 ends. An id beyond the vocabulary counts as none, with a warning."""
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "<end>", "a"]}
+    assert vocabulary_from_gguf(metadata, "a file").special == {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+    assert not caplog.messages
+    metadata["tokenizer.ggml.eos_token_id"] = 4
+    assert vocabulary_from_gguf(metadata, "a file").eos_token_ids == {2}
+    assert "eos_token_id names token 4 of a vocabulary of 4" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ from typing import Any
 
 from specbeam.checkpoints.gguf import read_header
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import LLAMA3_ROPE, LONGROPE, random_model
+from tests.conftest import LLAMA3_ROPE, LONGROPE, YARN, random_model
 from tests.fuzz.json_mutator import mutated
 from tests.fuzz.toys import SIZES, load_and_generate, room
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama", "qwen2", "gpt_neox", "stablelm")),
     ("llama", {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 32}}),
+    ("llama", {"rope_parameters": YARN}),
     ("gpt2", {"n_inner": None}),
     ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [2.0, 4.0]}}),
     ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -301,12 +301,20 @@ class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return self._length
 
 
-def load_model(path: Path, device: str, dtype: str, own: str, adapter: Adapter | None = None) -> Any:
+def load_model(
+    path: Path,
+    device: str,
+    dtype: str,
+    own: str,
+    adapter: Adapter | None = None,
+    check: Callable[[Any], None] | None = None,
+) -> Any:
     """A checkpoint as transformers loads it, folder or GGUF file.
 
     Args:
         own: the dtype of its weights.
         adapter: is merged into them.
+        check: refuses a configuration of transformers that is not the checkpoint's.
 
     Raises:
         SpecbeamError: no such device or dtype, tensors are missing or not finite, transformers cannot load it, or the
@@ -319,6 +327,8 @@ def load_model(path: Path, device: str, dtype: str, own: str, adapter: Adapter |
     how = {"dtype": choose_dtype(dtype, chosen, own), "use_safetensors": True}
     with refusing(f"transformers cannot load {path}"):
         config = AutoConfig.from_pretrained(folder, **where)
+        if check is not None:
+            check(config)
         config._attn_implementation = None  # a checkpoint may name one, which would be fetched from the hub and run
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model, info = kind.from_pretrained(folder, config=config, output_loading_info=True, **where, **how)

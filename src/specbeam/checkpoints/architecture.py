@@ -7,6 +7,37 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from specbeam.checkpoints.config import Config
+from specbeam.errors import SpecbeamError
+
+
+class Metadata(dict[str, Any]):
+    """The keys of a GGUF file that are about its architecture. It knows which of them were read.
+
+    Attributes:
+        architecture: ``general.architecture``, with which these keys begin in the file. Here they are without it.
+        read: the keys that were asked for.
+    """
+
+    def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
+        prefix = f"{architecture}."
+        super().__init__((k.removeprefix(prefix), value) for k, value in metadata.items() if k.startswith(prefix))
+        self.architecture = architecture
+        self.read: set[str] = set()
+
+    def name(self, key: str) -> str:
+        """A key as the file has it."""
+        return f"{self.architecture}.{key}"
+
+    def need(self, key: str, *otherwise: Any) -> Any:
+        """The value of a key, or its default. Raises SpecbeamError if it has neither."""
+        self.read.add(key)
+        if key in self:
+            return self[key]
+        if not otherwise:
+            raise SpecbeamError(
+                f"the GGUF file has no {self.name(key)}: it is not a complete {self.architecture} model"
+            )
+        return otherwise[0]
 
 
 class Architecture:
@@ -70,12 +101,12 @@ class Architecture:
         """
         return config
 
-    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         """Add to a configuration the facts that only this architecture has, or that its GGUF files leave out.
 
         Args:
             config: read by the rules that all architectures share.
-            metadata: the file's keys for this architecture, without ``gguf_name`` and the dot.
+            metadata: the file's keys for this architecture.
         """
         return config
 

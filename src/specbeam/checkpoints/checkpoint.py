@@ -199,6 +199,14 @@ class Checkpoint(ABC):
         """The tensors that make up one of our parameters, stacked along their rows."""
         return tensor_names(name, self.modules)
 
+    @abstractmethod
+    def check_transformers(self, config: Any) -> None:
+        """Raises SpecbeamError if transformers would run another model than the checkpoint describes.
+
+        Args:
+            config: the configuration that transformers makes of it.
+        """
+
     def check_tokenizer(self, vocab_size: int) -> None:
         """Raises SpecbeamError if the tokenizer cannot read, or a text may give it tokens that the model lacks.
 

@@ -70,6 +70,49 @@ def llama3_divisors(
     return tuple(divisors)
 
 
+def yarn_divisors(
+    theta: float,
+    dim: int,
+    factor: float,
+    trained: float,
+    fast: float = 32.0,
+    slow: float = 1.0,
+    whole: bool = True,
+    mix: float = 1.0,
+) -> tuple[float, ...]:
+    """YaRN's rotary scaling: it keeps fast frequencies, stretches slow ones by factor, and blends between (Peng 2023).
+
+    Args:
+        trained: context length before the stretch.
+        fast, slow: frequencies with over fast turns in the trained context are kept. Those under slow are stretched.
+        whole: the blend begins and ends at whole numbers of features.
+        mix: how much of the kept part counts (``extrapolation_factor``).
+    """
+    if not (factor > 0 and trained > 0 and fast > 0 and slow > 0 and theta > 0 and theta != 1):
+        raise SpecbeamError(
+            f"the model's configuration has YaRN scaling with factor {factor}, original context {trained}, beta_fast "
+            f"{fast}, beta_slow {slow} and rope_theta {theta}: all must be over 0"
+        )
+
+    def feature(turns: float) -> float:  # whose frequency makes this number of turns in the trained context
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = feature(fast), feature(slow)
+    if whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    span = last - first or 0.001
+    kept = (mix * (1 - min(max((i - first) / span, 0.0), 1.0)) for i in range(dim // 2))
+    return tuple(1 / ((1 - k) / factor + k) for k in kept)
+
+
+def yarn_scale(factor: float, numerator: float = 1.0, denominator: float = 0.0) -> float:
+    """YaRN's attention factor (Peng 2023, 3.4), as a quotient where a model says so (``mscale / mscale_all_dim``)."""
+    if factor <= 1:
+        return 1.0
+    return (0.1 * numerator * math.log(factor) + 1) / (0.1 * denominator * math.log(factor) + 1)
+
+
 def longrope_scale(factor: float, trained: float) -> float:
     """LongRoPE's attention factor (Ding et al. 2024, 3.2).
 

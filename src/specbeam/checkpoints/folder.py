@@ -115,6 +115,9 @@ class FolderCheckpoint(Checkpoint):
             self._places[stored], self.shapes[stored] = (adapter.weights, new), adapter.shapes[new]
         return replace(config, tied_head=False, vocab_size=vocab_sizes[0]) if vocab_sizes else config
 
+    def check_transformers(self, config: Any) -> None:
+        """Such a folder is transformers' own form."""
+
     @cached_property
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer

@@ -16,6 +16,8 @@ from specbeam.checkpoints.config import (
     longrope_scale,
     make_layers,
     size,
+    yarn_divisors,
+    yarn_scale,
 )
 from specbeam.checkpoints.families import ARCHITECTURES, require_supported
 from specbeam.errors import SpecbeamError, Unsupported
@@ -180,4 +182,13 @@ def rope_from_transformers(given: Mapping[str, Any], dim: int, context: int) -> 
         factor = float(given.get("factor") or context / trained)
         scale = given.get("attention_factor") or longrope_scale(factor, trained)
         return Rope(theta, dim, tuple(map(float, given["short_factor"])), float(scale))
-    raise Unsupported(f"rope scaling {kind!r} is not supported: supported are default, linear, llama3, longrope")
+    if kind == "yarn":
+        trained = float(given["original_max_position_embeddings"])
+        factor = context / trained if given["factor"] is None else float(given["factor"])
+        fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
+        divisors = yarn_divisors(theta, dim, factor, trained, fast, slow, whole=bool(given.get("truncate", True)))
+        mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+        usual = yarn_scale(factor, float(mscale), float(mscale_all)) if mscale and mscale_all else yarn_scale(factor)
+        scale = given.get("attention_factor")
+        return Rope(theta, dim, divisors, usual if scale is None else float(scale))
+    raise Unsupported(f"rope scaling {kind!r} is not supported: supported are default, linear, llama3, longrope, yarn")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -23,33 +24,54 @@ from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.gguf_config import DIVISORS, config_from_gguf
-from specbeam.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
+from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from specbeam.checkpoints.gguf_transformers import check_transformers
+from specbeam.checkpoints.gguf_vocabulary import ID_KEYS, Vocabulary, vocabulary_from_gguf
 from specbeam.errors import SpecbeamError
+from specbeam.generation_defaults import GenerationDefaults
+
+logger = logging.getLogger("specbeam")
 
 SCALAR_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """How struct reads a value, by the number of its type in the file."""
 STRING, ARRAY = 8, 9
-NO_TOKEN = 2**32 - 1
-"""llama.cpp's -1, the id of no token, as a header holds it."""
 MAX_DIMENSIONS = 4
 """Of a tensor, as in llama.cpp. To multiply thousands of sizes takes minutes."""
-END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|end_of_text|>")
-"""Control tokens that end a text, besides the tokens that the file names (the same in llama.cpp)."""
 BLOCKS = {kind for kind in GGMLQuantizationType if kind.name not in DTYPES}
 
-KINDS: dict[type, tuple[str, ...]] = {
-    str: ("general.architecture", "tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"),
-    bool: ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"),
-    int: (
-        "general.alignment",
-        *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")),
-    ),
+OF_IK_LLAMA = {
+    **dict(enumerate(("Q6_0", "IQ1_BN", "IQ2_BN", "Q8_K64", "IQ2_K", "IQ3_K", "IQ4_K", "IQ5_K", "IQ6_K"), 133)),
+    **dict(enumerate(("IQ4_KS", "IQ2_KS", "IQ4_KSS"), 144)),
+    **dict(enumerate(("IQ5_KS", "IQ2_KT", "IQ3_KT", "IQ4_KT", "IQ3_KS", "IQ2_KL", "IQ1_KT"), 152)),
 }
-"""The keys that are read, by the type of their values. gguf_config.py checks the sizes of the model itself."""
-KINDS_OF_ENTRIES: dict[type, tuple[str, ...]] = {
-    str: ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"),
-    int: ("tokenizer.ggml.token_type",),
-    float: ("tokenizer.ggml.scores",),
+OTHER_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+    36: "IQ4_NL_4_4, or I2_S of BitNet",
+    **{number: f"{name} of ik_llama.cpp" for number, name in OF_IK_LLAMA.items()},
+}
+"""Types of tensors that llama.cpp had once, or that forks of it have."""
+
+SAMPLING: dict[str, tuple[str, type, Callable[[float], bool]]] = {
+    "temperature": ("general.sampling.temp", float, lambda x: x > 0),
+    "top_k": ("general.sampling.top_k", int, lambda x: x > 0),
+    "top_p": ("general.sampling.top_p", float, lambda x: 0 < x < 1),
+    "min_p": ("general.sampling.min_p", float, lambda x: 0 < x < 1),
+}
+"""The keys with sampling options that a file recommends, their types, and which of their values change anything."""
+
+KINDS: dict[str, tuple[type, ...]] = {
+    **{key: (kind,) for key, kind, _ in SAMPLING.values()},
+    **dict.fromkeys(("general.architecture", "general.name", "general.type"), (str,)),
+    **dict.fromkeys(("tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"), (str,)),
+    **dict.fromkeys((f"tokenizer.ggml.add_{x}" for x in ("bos_token", "eos_token", "space_prefix")), (bool,)),
+    **dict.fromkeys(("general.alignment", *ID_KEYS), (int,)),
+}
+"""The keys that are read, with the types of their values. gguf_config.py checks the sizes of the model itself."""
+KINDS_OF_ENTRIES: dict[str, tuple[type, ...]] = {
+    "tokenizer.ggml.tokens": (str,),
+    "tokenizer.ggml.merges": (str,),
+    **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.suppress_tokens"), (int,)),
+    "tokenizer.ggml.scores": (float, int),
 }
 """The keys that are arrays. All entries of an array have one type in the file."""
 
@@ -121,24 +143,37 @@ class GGUFCheckpoint(Checkpoint):
         }
         return config_from_gguf(self.metadata, self.shapes, divisors)
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        if not self.metadata.get("tokenizer.ggml.tokens"):
-            return None
-        with refusing(f"{self.path}: its tokenizer is damaged"):
-            return tokenizer_from_gguf(self.metadata, self.path)
+    def check_transformers(self, config: Any) -> None:
+        check_transformers(self.metadata, self.shapes, config, lambda: self.config)
 
     @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the file. Raises SpecbeamError if they contradict each other."""
+        with refusing(f"{self.path}: its tokenizer is damaged"):
+            return vocabulary_from_gguf(self.metadata, self.path)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        if not self.vocabulary.tokens:
+            if self.vocabulary.kind in (None, "none", "no_vocab"):
+                return None
+            raise SpecbeamError(f"{self.path} has a tokenizer without tokens (tokenizer.ggml.tokens). Fetch it again")
+        with refusing(f"{self.path}: its tokenizer is damaged"):
+            return tokenizer_from_gguf(self.metadata, self.vocabulary)
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
-        named = {self.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
-        tokens = self.metadata.get("tokenizer.ggml.tokens", [])
-        types = self.metadata.get("tokenizer.ggml.token_type", [])
-        known = {
-            i
-            for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
-            if kind == CONTROL and token in END_TOKENS
-        }
-        return frozenset({i for i in named if i is not None and 0 <= i < NO_TOKEN} | known)
+        return self.vocabulary.eos_token_ids
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        taken = {key: name for name, (key, _, changes) in SAMPLING.items() if changes(self.metadata.get(key, 0))}
+        found = {name: self.metadata[key] for key, name in taken.items()}
+        known = {key for key, *_ in SAMPLING.values()}
+        if others := sorted(key for key in self.metadata if key.startswith("general.sampling.") and key not in known):
+            logger.warning("%s recommends options that specbeam lacks: %s", self.path, ", ".join(others))
+        suppressed = [i for i in self.metadata.get("tokenizer.ggml.suppress_tokens", []) if i >= 0]
+        return GenerationDefaults(found | {"suppress_tokens": suppressed or None}, self.path.name)
 
     @property
     def modules(self) -> Mapping[str, str]:
@@ -223,6 +258,8 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
     metadata = {}
     for _ in range(key_count):
         key = string()
+        if key in metadata:
+            raise SpecbeamError(f"{path} is damaged: it has the key {key} twice")
         metadata[key] = value(scalar("<I"))
     _check_kinds(path, metadata)
     described = []
@@ -231,11 +268,15 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
         if (dimensions := scalar("<I")) > MAX_DIMENSIONS:
             raise ValueError(f"tensor {name} has {dimensions} dimensions")
         shape = tuple(scalar("<Q") for _ in range(dimensions))[::-1]
-        described.append((name, shape, GGMLQuantizationType(scalar("<I")), scalar("<Q")))
-    alignment = max(1, metadata.get("general.alignment", 32))
+        described.append((name, shape, _type(path, name, scalar("<I")), scalar("<Q")))
+    alignment = metadata.get("general.alignment", 32)
+    if alignment < 1 or alignment & (alignment - 1):
+        raise SpecbeamError(f"{path} is damaged: its tensors are aligned to {alignment} bytes, which is no power of 2")
     start = -(-data.tell() // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in described:
+        if name in tensors:
+            raise SpecbeamError(f"{path} is damaged: it has the tensor {name} twice")
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if not shape or shape[-1] % block:
             raise SpecbeamError(f"{path} is damaged: tensor {name} of type {kind.name} has shape {list(shape)}")
@@ -245,9 +286,19 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
 
 def _check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
     for key, value in metadata.items():
-        wrong = any(key in keys and type(value) is not kind for kind, keys in KINDS.items())
-        for kind, keys in KINDS_OF_ENTRIES.items():
-            if key in keys:
-                wrong = not isinstance(value, list) or type(value[0] if value else kind()) is not kind
+        wrong = key in KINDS and type(value) not in KINDS[key]
+        if kinds := KINDS_OF_ENTRIES.get(key):
+            wrong = not isinstance(value, list) or (bool(value) and type(value[0]) not in kinds)
         if wrong:
             raise SpecbeamError(f"{path} is damaged: its key {key} has a value of a wrong type. Fetch it again")
+
+
+def _type(path: Path, tensor: str, number: int) -> GGMLQuantizationType:
+    try:
+        return GGMLQuantizationType(number)
+    except ValueError:
+        name = f" ({OTHER_TYPES[number]})" if number in OTHER_TYPES else ""
+        raise SpecbeamError(
+            f"{path}: tensor {tensor} is of type {number}{name}, which is not supported: quantize the model again to a "
+            "type that llama.cpp has"
+        ) from None

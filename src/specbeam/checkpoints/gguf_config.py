@@ -1,19 +1,53 @@
-"""The metadata of a GGUF file as a :class:`Config`, by the rules that all architectures share."""
+"""The metadata of a GGUF file as a :class:`Config`, by the rules that all architectures share.
+
+A key that a file lacks has llama.cpp's default here, and is refused where llama.cpp needs it.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.architecture import Architecture, Metadata
 from specbeam.checkpoints.code import refusing
-from specbeam.checkpoints.config import MAX_HEAD_DIM, Config, Layer, Rope, longrope_scale, make_layers, size
+from specbeam.checkpoints.config import (
+    MAX_HEAD_DIM,
+    Config,
+    Layer,
+    Rope,
+    make_layers,
+    size,
+    yarn_divisors,
+    yarn_scale,
+)
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES, require_supported
-from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.errors import SpecbeamError
+
+logger = logging.getLogger("specbeam")
 
 LLAMA3_DIVISORS, LONGROPE_DIVISORS = "rope_freqs.weight", "rope_factors_short.weight"
 DIVISORS = (LLAMA3_DIVISORS, LONGROPE_DIVISORS, "rope_factors_long.weight")
 """Tensors of rotary divisors. They are part of the configuration, and no parameters of the model."""
+NO_EFFECT = frozenset(
+    (
+        "vocab_size",  # the embedding has as many rows
+        "use_parallel_residual",  # tensors tell, except in GPT-NeoX, which reads the key
+        "tensor_data_layout",
+        "rope.scaling.finetuned",
+        "expert_used_count",  # of no experts
+        "pooling_type",  # of embeddings
+    )
+)
+"""Keys that change no text, and that nothing reads."""
+OTHER_FILES = {
+    "adapter": "a LoRA adapter, and no model: merge it into its base model with llama-export-lora and give the merged "
+    "file, or give the adapter as the folder that PEFT saves, with a base model that is a folder",
+    "mmproj": "the part of a model that reads pictures or sound: give the file of its language model",
+    "vocab": "a vocabulary without weights: give the file of the model",
+    "imatrix": "an importance matrix for llama-quantize: give the file of the model",
+}
+"""What a file is that is no model, by ``general.type``."""
 
 
 def config_from_gguf(
@@ -29,71 +63,122 @@ def config_from_gguf(
         divisors: the content of the tensors in ``DIVISORS`` that the file has, by name.
 
     Raises:
-        Unsupported: an architecture or a feature that specbeam lacks.
-        SpecbeamError: a key is missing, or its value is wrong.
+        Unsupported: an architecture that specbeam lacks.
+        SpecbeamError: a key is missing, its value is wrong, or it asks for a feature that specbeam lacks. transformers'
+            loader of GGUF files drops such features in silence.
     """
     name = str(metadata.get("general.architecture"))
+    check_model_file(metadata, tensors)
     require_supported(name, GGUF_ARCHITECTURES)
+    own = Metadata(name, metadata)
+    with refusing(f"the GGUF file's metadata do not describe a {name} model"):
+        config = _read(GGUF_ARCHITECTURES[name], own, tensors, divisors or {})
+    if unknown := sorted(own.keys() - own.read - NO_EFFECT):
+        logger.warning(
+            "the GGUF file has keys that are not known and have no effect: %s", ", ".join(map(own.name, unknown))
+        )
+    return config
+
+
+def check_model_file(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises SpecbeamError for a GGUF file that is something else than a language model."""
+    kind = metadata.get("general.type", "model")
+    if metadata.get("general.architecture") == "clip":
+        kind = "mmproj"
+    if kind in OTHER_FILES:
+        raise SpecbeamError(f"the GGUF file is {OTHER_FILES[kind]}")
     if "token_embd.weight" not in tensors:
         raise SpecbeamError("the GGUF file has no tensor token_embd.weight: it is not a language model")
-    own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
-    with refusing(f"the GGUF file's metadata do not describe a {name} model"):
-        return _read(GGUF_ARCHITECTURES[name], own, tensors, divisors or {})
 
 
 def _read(
     architecture: Architecture,
-    metadata: Mapping[str, Any],
+    metadata: Metadata,
     tensors: Mapping[str, tuple[int, ...]],
     divisors: Mapping[str, tuple[float, ...]],
 ) -> Config:
-    def get(key: str, *otherwise: Any) -> Any:
-        value = metadata.get(key, *otherwise)
-        if value is None:
-            name = architecture.gguf_name
-            raise SpecbeamError(f"the GGUF file has no {name}.{key}: it is not a complete {name} model")
-        return value
+    get = metadata.need
+    if get("expert_count", 0):
+        raise SpecbeamError(f"{metadata.architecture} models with experts are not supported")
+    if not get("attention.causal", True):
+        raise SpecbeamError(f"{metadata.architecture} models whose attention is not causal are not supported")
 
     features: dict[str, Any] = dict(architecture.features)
     features["qkv_bias"] = any(f"blk.0.attn_{x}.bias" in tensors for x in ("q", "qkv"))
     features["output_bias"] = "blk.0.attn_output.bias" in tensors
     features["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
 
-    heads, hidden, depth = size("num_heads", get("attention.head_count")), get("embedding_length"), get("block_count")
-    head_dim = size("head_dim", metadata.get("attention.key_length") or hidden // heads, MAX_HEAD_DIM)
-    context, window = get("context_length"), metadata.get("attention.sliding_window") or None
+    hidden, depth = get("embedding_length"), get("block_count")
+    heads = size("num_heads", _one(metadata, "attention.head_count"))
+    head_dim = size("head_dim", get("attention.key_length", hidden // heads), MAX_HEAD_DIM)
+    rotated = size("rope.dimension_count", get("rope.dimension_count", head_dim), MAX_HEAD_DIM)
+    for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+        _require_equal(metadata, key, head_dim)
+    _require_equal(metadata, "rope.dimension_count_swa", rotated)
+    if architecture.gguf_interleaves_rope:
+        _require_equal(metadata, "rope.dimension_count", head_dim)
 
-    theta = float(get("rope.freq_base", 10000.0))
-    dim = size("rope.dimension_count", get("rope.dimension_count", head_dim), MAX_HEAD_DIM)
-    scaling, scale = metadata.get("rope.scaling.type", "none"), 1.0
-    rope_divisors = divisors.get(LLAMA3_DIVISORS)
-    if LONGROPE_DIVISORS in divisors:
-        rope_divisors = divisors[LONGROPE_DIVISORS]
-        trained = get("rope.scaling.original_context_length")
-        scale = float(get("rope.scaling.attn_factor", longrope_scale(context / trained, trained)))
-        context = min(context, trained)  # a longer text would change the rotation of all of its tokens
-    elif scaling == "linear":
-        rope_divisors = (float(get("rope.scaling.factor")),) * (dim // 2)
-    elif scaling not in ("none", "longrope"):
-        raise Unsupported(f"rope scaling {scaling!r} is not supported: supported are none, linear, longrope, llama3's")
-    rope = None if features.get("learned_positions") else Rope(theta, dim, rope_divisors, scale)
+    context, window = get("context_length"), get("attention.sliding_window", 0) or None
+    rope = None if features.get("learned_positions") else _rope(metadata, rotated, divisors, context)
+    if LONGROPE_DIVISORS in divisors:  # a longer text would change the rotation of all of its tokens
+        context = min(context, get("rope.scaling.original_context_length", context))
 
     epsilon = "layer_norm_epsilon" if features.get("norm") == "layer" else "layer_norm_rms_epsilon"
     config = Config(
         architecture=architecture.name,
         vocab_size=tensors["token_embd.weight"][0],
         hidden_size=hidden,
-        intermediate_size=get("feed_forward_length"),
+        intermediate_size=_one(metadata, "feed_forward_length"),
         layers=make_layers(depth, tensors, lambda _: Layer(rope, window)),
         num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
+        num_kv_heads=_one(metadata, "attention.head_count_kv", heads),
         head_dim=head_dim,
         context_length=context,
         norm_eps=float(get(f"attention.{epsilon}")),
         attention_scale=head_dim**-0.5,
-        parallel=bool(get("use_parallel_residual", False)),
         mlp_norm="blk.0.ffn_norm.weight" in tensors,
         tied_head="output.weight" not in tensors,
         **features,
     )
     return architecture.refine_gguf_config(config, metadata)
+
+
+def _one(metadata: Metadata, key: str, *otherwise: Any) -> Any:
+    """A number that all layers share. A file may give it once for each layer."""
+    value = metadata.need(key, *otherwise)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise SpecbeamError(f"{metadata.name(key)} differs between layers, which is not supported")
+    return value[0]
+
+
+def _require_equal(metadata: Metadata, key: str, expected: int) -> None:
+    if (value := metadata.need(key, expected)) != expected:
+        raise SpecbeamError(f"{metadata.name(key)} = {value} is not supported: it must be {expected} here")
+
+
+def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]], context: int) -> Rope:
+    """The rotation of a file's layers, as llama.cpp makes it: the factor of a scaling divides all frequencies."""
+    get = metadata.need
+    theta, kind = float(get("rope.freq_base", 10000.0)), get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "longrope", "yarn"):
+        raise SpecbeamError(f"rope scaling {kind!r} is not supported: supported are none, linear, longrope, yarn")
+    factor = float(get("rope.scaling.factor", get("rope.scale_linear", 0.0))) or 1.0  # 0 stands for no scaling
+    scale = float(get("rope.scaling.attn_factor", 1.0))
+    trained = get("rope.scaling.original_context_length", context)
+    stretched: tuple[float, ...] | None = None
+    if kind == "yarn":
+        # llama.cpp computes with the defaults of these five. Its converter takes them from config.json, so they count.
+        mix = float(get("rope.scaling.yarn_ext_factor", -1.0))
+        mix = 1.0 if mix < 0 else mix
+        fast, slow = get("rope.scaling.yarn_beta_fast", 32.0), get("rope.scaling.yarn_beta_slow", 1.0)
+        usual = yarn_scale(factor, 1.0, float(get("rope.scaling.yarn_log_multiplier", 0.0))) if mix else 1.0
+        scale *= float(get("rope.scaling.yarn_attn_factor", usual))
+        stretched = yarn_divisors(theta, dim, factor, trained, float(fast), float(slow), mix=mix)
+    elif kind != "none" and factor != 1:
+        stretched = (factor,) * (dim // 2)
+    own = divisors.get(LONGROPE_DIVISORS, divisors.get(LLAMA3_DIVISORS))
+    if own is not None and stretched is not None and len(own) == len(stretched):
+        own = tuple(a * b for a, b in zip(own, stretched, strict=True))
+    return Rope(theta, dim, stretched if own is None else own, scale)

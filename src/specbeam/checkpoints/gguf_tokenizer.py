@@ -2,132 +2,229 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from specbeam.checkpoints.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 from specbeam.errors import SpecbeamError
 
-CONTROL, USER_DEFINED = 3, 4
+logger = logging.getLogger("specbeam")
+
 MAX_TOKEN_LENGTH = 1024
 """Characters. All ways to cut a token in two are tried, so the time goes with the square of its length."""
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BREAKS_AND_SPACE = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+PUNCTUATION_AND_SPACE = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + BREAKS_AND_SPACE
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-LLAMA3 = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{PUNCTUATION_AND_SPACE}"
-QWEN2 = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{PUNCTUATION_AND_SPACE}"
-GPT2, DIGITS_APART = "as GPT-2 does", "as GPT-2 does, but each digit apart"
-SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3"), LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
-    **dict.fromkeys(("gpt-2", "default", "gpt2", "mpt", "olmo", "jais", "phi-2"), GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS_APART),
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+PUNCTUATION_AND_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + BREAKS_AND_SPACE
+CODE_PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+
+GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+DIGITS_APART = (r"\p{N}", *GPT2)
+LLAMA3 = (rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}{PUNCTUATION_AND_SPACE}",)
+QWEN2 = (rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{PUNCTUATION_AND_SPACE}",)
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    rf"{CODE_PUNCTUATION}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*{BREAKS_AND_SPACE}",
+)
+
+
+@dataclass(frozen=True)
+class Pre:
+    """How a byte-level tokenizer begins, by the name of it in a file.
+
+    Attributes:
+        splits: patterns that cut the text before merging, one after the other. The ways differ in how many digits stay
+            together, for example. These are the patterns of the models, which llama.cpp copies for the most part.
+        adds_bos: texts begin with BOS unless the file says otherwise.
+        ignores_merges: a whole piece that is a token is taken as it is, though no merges lead to it.
+        composes: characters are composed first (NFC).
+    """
+
+    splits: tuple[str, ...]
+    adds_bos: bool = False
+    ignores_merges: bool = False
+    composes: bool = False
+
+
+DEFAULT = Pre((r"[\p{P}\$\+<=>\^~\|]+", *GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+"""llama.cpp's way for files that do not name one."""
+PRE = {
+    "default": DEFAULT,
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        Pre(LLAMA3, adds_bos=True, ignores_merges=True),
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Pre(LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), Pre(QWEN2, composes=True)),
+    **dict.fromkeys(("kormo", "f2llmv2", "hunyuan", "solar-open"), Pre(QWEN2)),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "a.x-4.0"),
+        Pre(GPT2),
+    ),
+    "mellum": Pre(GPT2),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        Pre(DIGITS_APART),
+    ),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "kanana2", "talkie"),
+        Pre((CASED % ((f"{CONTRACTIONS}?",) * 2) + r"|\p{N}{1,3}" + PUNCTUATION_AND_SLASHES,)),
+    ),
+    "tekken": Pre((CASED % ("", "") + r"|\p{N}" + PUNCTUATION_AND_SLASHES,), adds_bos=True, ignores_merges=True),
+    "falcon": Pre((r"[\p{P}\$\+<=>\^~\|`]+", *GPT2, r"[0-9][0-9][0-9]")),
+    "deepseek-coder": Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "deepseek-v3": Pre(DEEPSEEK3),
+    "seed-coder": Pre((rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{BREAKS_AND_SPACE}",)),
 }
-"""How text is cut before merging, by the name in the file. The ways differ in how many digits stay together."""
+STRIPPING = ("phi-3", "phi3")
+"""In models with one of these in their names, special tokens take the space that follows them, except these:"""
+NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
+def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Any:
     """A transformers tokenizer with the vocabulary, special tokens and chat template of a GGUF file's metadata.
 
     Args:
         metadata: all keys of a file that has a vocabulary.
 
     Raises:
-        SpecbeamError: it is of a kind that is not supported.
+        SpecbeamError: it is of a kind that is not supported, or lacks a part.
     """
     from transformers import PreTrainedTokenizerFast
 
     def get(key: str, otherwise: Any = None) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}", otherwise)
 
-    tokens: list[str] = get("tokens")
-    kind, way = get("model"), get("pre", "default")
+    kind, path = vocabulary.kind, vocabulary.path
     if kind == "gpt2":
-        tokenizer = _byte_level(tokens, get("merges", []), way, path)
+        pre = _pre(get("pre"), vocabulary)
+        tokenizer, begins = _byte_level(vocabulary, get("merges"), pre), pre.adds_bos
     elif kind == "llama":
-        tokenizer = _sentencepiece(tokens, get("scores", []), get("add_space_prefix", True), path)
+        tokenizer, begins = _sentencepiece(vocabulary, get), True
     else:
         raise SpecbeamError(f"{path} carries a tokenizer of kind {kind!r}: supported are gpt2 and llama")
 
-    types = get("token_type") or [1] * len(tokens)
-    special = {name: get(f"{key}_token_id") for name, key in SPECIAL_TOKENS.items()}
-    special = {name: i for name, i in special.items() if i is not None and 0 <= i < len(tokens)}
-    control = {i for i, t in enumerate(types) if t == CONTROL} | set(special.values())
-    added = [
-        AddedToken(tokens[i], normalized=False, special=i in control)
-        for i, t in enumerate(types)
-        if i in control or t == USER_DEFINED
-    ]
-    tokenizer.add_tokens(added)
-    # Older converters left the flag out for the two kinds that always begin a text with it.
-    begins = kind == "llama" or SPLITS.get(way) == LLAMA3
-    if get("add_bos_token", begins) and "bos_token" in special:
-        bos = special["bos_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[tokens[bos], "$A"],
-            pair=[tokens[bos], "$A", tokens[bos], "$B"],
-            special_tokens=[(tokens[bos], bos)],
-        )
+    name = str(metadata.get("general.name")).lower()
+    _add_special(tokenizer, vocabulary, strips=any(part in name for part in STRIPPING))
+    _surround(tokenizer, vocabulary, {"bos": get("add_bos_token", begins), "eos": get("add_eos_token", False)})
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        **{name: tokens[i] for name, i in special.items()},
+        **{name: vocabulary.tokens[i] for name, i in vocabulary.special.items()},
     )
 
 
-SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+def _add_special(tokenizer: Tokenizer, vocabulary: Vocabulary, strips: bool) -> None:
+    """Add the tokens that are read as a whole. Special ones are not shown."""
+    named = set(vocabulary.special.values())
+    added = []
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        special = kind in (CONTROL, UNKNOWN) or i in named
+        if special or kind == USER_DEFINED:
+            rstrip = strips and token not in NOT_STRIPPING
+            added.append(AddedToken(token, normalized=False, special=special, rstrip=rstrip))
+    tokenizer.add_tokens(added)
 
 
-def _byte_level(tokens: list[str], merges: list[str], way: str, path: Path) -> Tokenizer:
-    """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
-    split = SPLITS.get(way)
-    if split is None:
-        raise SpecbeamError(
-            f"{path}: how its tokenizer {way!r} splits text is not known here: known are {', '.join(sorted(SPLITS))}"
+def _surround(tokenizer: Tokenizer, vocabulary: Vocabulary, has: Mapping[str, bool]) -> None:
+    """Let each text begin with BOS and end with EOS, as far as it has them."""
+    ids: dict[str, int] = {}
+    for name in (name for name in has if has[name]):
+        if f"{name}_token" not in vocabulary.special:
+            raise SpecbeamError(
+                f"{vocabulary.path}: its texts have a token {name} (add_{name}_token), but it names none "
+                f"({name}_token_id): convert the model again"
+            )
+        ids[name] = vocabulary.special[f"{name}_token"]
+    if not ids:
+        return
+    before, after = ([vocabulary.tokens[ids[name]]] if name in ids else [] for name in ("bos", "eos"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B", *after],
+        special_tokens=[(vocabulary.tokens[i], i) for i in {*ids.values()}],
+    )
+
+
+def _pre(name: str | None, vocabulary: Vocabulary) -> Pre:
+    if not name:
+        logger.warning(
+            "%s does not say how its tokenizer splits text (tokenizer.ggml.pre): llama.cpp's default is used, and "
+            "texts may be worse. Convert the model again",
+            vocabulary.path,
         )
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    # Llama 3 takes a whole word that is a token as it is, though no merges lead to it.
-    tokenizer = Tokenizer(models.BPE(vocabulary, [_pair(merge) for merge in merges], ignore_merges=split == LLAMA3))
-    if split == QWEN2:
+        return DEFAULT
+    if name not in PRE:
+        raise SpecbeamError(
+            f"{vocabulary.path}: how its tokenizer {name!r} splits text is not known here: known are "
+            f"{', '.join(sorted(PRE))}"
+        )
+    return PRE[name]
+
+
+def _byte_level(vocabulary: Vocabulary, merges: list[str] | None, pre: Pre) -> Tokenizer:
+    """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
+    if merges is None:
+        raise SpecbeamError(
+            f"{vocabulary.path}: its tokenizer has no merges (tokenizer.ggml.merges), without which each byte would be "
+            "a token: convert the model again"
+        )
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, _pairs(merges), ignore_merges=pre.ignores_merges))
+    if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[Any] = []
-    if split == DIGITS_APART:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    elif split != GPT2:
-        steps.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (GPT2, DIGITS_APART)))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(split), behavior="isolated") for split in pre.splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
+def _pairs(merges: list[str]) -> list[tuple[str, str]]:
+    """The two parts of each merge, in the order in which they are preferred. The first of equal ones counts."""
+    cuts = ((merge, merge.find(" ", 1)) for merge in merges)
+    return list(dict.fromkeys((merge[:i], merge[i + 1 :]) for merge, i in cuts if i > 0))
 
 
-def _sentencepiece(tokens: list[str], scores: list[float], space_prefix: bool, path: Path) -> Tokenizer:
+def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Tokenizer:
     """SentencePiece's byte-pair encoding, whose merges are implied: the pair that makes the best-scored token first."""
+    tokens, path = vocabulary.tokens, vocabulary.path
+    scores: list[float] = get("scores") or [0.0] * len(tokens)
     if len(scores) != len(tokens):
         raise SpecbeamError(f"{path}: its tokenizer has {len(tokens)} tokens and {len(scores)} scores")
     if (longest := max(map(len, tokens))) > MAX_TOKEN_LENGTH:
         raise SpecbeamError(
             f"{path}: its tokenizer has a token of {longest} characters, at most {MAX_TOKEN_LENGTH} fit"
         )
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = []
+    ids = {token: i for i, token in enumerate(tokens)}
+    implied = []
     for token, score in zip(tokens, scores, strict=True):
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        pairs = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
-        merges += [(-score, vocabulary[left], vocabulary[right], left, right) for left, right in pairs]
-    merges.sort(key=lambda merge: merge[:3])
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, [merge[3:] for merge in merges], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+        pairs = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
+        implied += [(-score, ids[left], ids[right], left, right) for left, right in pairs]
+    if len({merge[0] for merge in implied}) == 1 and len({left + right for *_, left, right in implied}) > 1:
+        merges = _pairs(_given_merges(get("merges"), path))
+    else:
+        implied.sort(key=lambda merge: merge[:3])
+        merges = [merge[3:] for merge in implied]
+    unknown = tokens[vocabulary.special["unk_token"]] if "unk_token" in vocabulary.special else "<unk>"
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    space_prefix = get("add_space_prefix", True)
     spaces = [normalizers.Prepend("▁")] if space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
@@ -135,3 +232,18 @@ def _sentencepiece(tokens: list[str], scores: list[float], space_prefix: bool, p
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
+
+
+def _given_merges(merges: list[str] | None, path: Any) -> list[str]:
+    """The merges of a file whose scores are all equal, and therefore say no order."""
+    if not merges:
+        raise SpecbeamError(
+            f"{path}: its tokenizer has equal scores for all tokens (tokenizer.ggml.scores), so it does not say which "
+            "pairs to merge first: convert the model again from its tokenizer.model"
+        )
+    logger.warning(
+        "%s: its tokenizer has equal scores for all tokens, so its list of merges says which pairs to merge first. "
+        "llama.cpp does not use that list, and merges other pairs",
+        path,
+    )
+    return merges

@@ -6,12 +6,12 @@ the largest model. Both follow llama.cpp here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture
-from specbeam.checkpoints.config import Config, Layer, Rope
+from specbeam.checkpoints.architecture import Architecture, Metadata
+from specbeam.checkpoints.config import Config, Layer, Rope, size
+from specbeam.errors import SpecbeamError
 
 
 class Gemma(Architecture):
@@ -42,25 +42,28 @@ class Gemma(Architecture):
             logits_softcap=given.final_logit_softcapping,
         )
 
-    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         if config.num_layers == self.largest_depth:
             config = replace(config, attention_scale=(config.hidden_size // config.num_heads) ** -0.5)
+        period = metadata.need("attention.sliding_window_pattern", self.global_layer_period)
+        if isinstance(period, list):  # one entry for each layer, true where it slides
+            if period != [i % self.global_layer_period != self.global_layer_period - 1 for i in range(len(period))]:
+                name = metadata.name("attention.sliding_window_pattern")
+                raise SpecbeamError(f"{name} lists other layers than {self.name} has, which is not supported")
+            period = self.global_layer_period
+        period = size("attention.sliding_window_pattern", period)
         return replace(
             config,
             embedding_scale=config.hidden_size**0.5,
-            attention_softcap=metadata.get("attn_logit_softcapping"),
-            logits_softcap=metadata.get("final_logit_softcapping"),
             layers=tuple(
-                replace(layer, window=None)
-                if i % self.global_layer_period == self.global_layer_period - 1
-                else self.sliding_layer(layer, metadata)
+                replace(layer, window=None) if i % period == period - 1 else self.sliding_layer(layer, metadata)
                 for i, layer in enumerate(config.layers)
             ),
         )
 
-    def sliding_layer(self, layer: Layer, metadata: Mapping[str, Any]) -> Layer:
-        """A sliding layer of a GGUF file, by the layer that its metadata describe."""
-        return layer
+    def sliding_layer(self, layer: Layer, metadata: Metadata) -> Layer:
+        """A sliding layer of a GGUF file, by the layer that the keys of all architectures describe."""
+        raise NotImplementedError
 
 
 class Gemma2(Gemma):
@@ -70,6 +73,19 @@ class Gemma2(Gemma):
     gguf_name = "gemma2"
     global_layer_period = 2
     largest_depth = 46
+
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
+        return replace(
+            super().refine_gguf_config(config, metadata),
+            attention_softcap=float(metadata.need("attn_logit_softcapping", 50.0)),
+            logits_softcap=float(metadata.need("final_logit_softcapping", 30.0)),
+        )
+
+    def sliding_layer(self, layer: Layer, metadata: Metadata) -> Layer:
+        window, rope = metadata.need("attention.sliding_window", 4096), layer.rope
+        if rope is not None and (theta := metadata.need("rope.freq_base_swa", None)) is not None:
+            rope = replace(rope, theta=float(theta))
+        return Layer(rope, window)
 
 
 class Gemma3(Gemma):
@@ -81,9 +97,15 @@ class Gemma3(Gemma):
     global_layer_period = 6
     largest_depth = 62
 
-    def sliding_layer(self, layer: Layer, metadata: Mapping[str, Any]) -> Layer:
-        theta = float(metadata.get("rope.freq_base_swa", 10000.0))
-        return layer if layer.rope is None else replace(layer, rope=Rope(theta, layer.rope.dim))
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
+        cap = float(metadata.need("final_logit_softcapping", 0.0))
+        return replace(super().refine_gguf_config(config, metadata), logits_softcap=cap or None)
+
+    def sliding_layer(self, layer: Layer, metadata: Metadata) -> Layer:
+        theta = float(metadata.need("rope.freq_base_swa", 10000.0))
+        if layer.rope is None or layer.window is None:  # a file without a window has layers of one kind
+            return layer
+        return replace(layer, rope=Rope(theta, layer.rope.dim))
 
 
 ARCHITECTURES = (Gemma2(), Gemma3())

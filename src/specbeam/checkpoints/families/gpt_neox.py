@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.architecture import Architecture, Metadata
 from specbeam.checkpoints.config import Config
 
 
@@ -41,6 +41,9 @@ class GPTNeoX(Architecture):
 
     def refine_folder_config(self, config: Config, given: Any) -> Config:
         return replace(config, parallel=bool(given.use_parallel_residual), num_kv_heads=config.num_heads)
+
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
+        return replace(config, parallel=bool(metadata.need("use_parallel_residual")))
 
     def stores_qkv_by_head(self, source: str) -> bool:
         return ".query_key_value." in source

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.architecture import Architecture, Metadata
 from specbeam.checkpoints.config import Config
 
 
@@ -36,7 +36,7 @@ class SmolLM3(Architecture):
         rotated = given.no_rope_layers  # despite the name, 1 where there is a rotation
         return config if rotated is None else _rotate_only(config, lambda layer: bool(rotated[layer]))
 
-    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         return _rotate_only(config, lambda layer: layer % 4 != 3)  # the files do not list the layers
 
 

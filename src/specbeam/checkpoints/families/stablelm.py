@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.architecture import Architecture, Metadata
 from specbeam.checkpoints.config import Config
 
 
@@ -19,6 +19,9 @@ class StableLM(Architecture):
     def refine_folder_config(self, config: Config, given: Any) -> Config:
         parallel = bool(given.use_parallel_residual)
         return replace(config, parallel=parallel, mlp_norm=not parallel, qkv_bias=bool(given.use_qkv_bias))
+
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
+        return replace(config, parallel=not config.mlp_norm)
 
 
 ARCHITECTURES = (StableLM(),)
