@@ -21,6 +21,10 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 
+Change = tuple[Any, str, Callable[..., Tensor]]
+"""A module, the name of a method, and another method."""
+
+
 def argument_of_generate(name: str) -> Any:
     """An argument that the caller gave to ``model.generate``, for the function given to it as ``custom_generate``.
 
@@ -80,7 +84,9 @@ class DecoderPositions:
             nodes: positions of the evaluated nodes, int64 [n].
             slots: positions of all slots of the cache, int64 [length].
         """
-        changes = [(m, "compute_bias", partial(_bias, m.compute_bias, nodes[:, None] - slots)) for m in self._relative]
+        changes: list[Change] = [
+            (m, "compute_bias", partial(_bias, m.compute_bias, nodes[:, None] - slots)) for m in self._relative
+        ]
         if self._embed is not None:
             changes.append((self._embed, "forward", partial(_embed, self._embed, self._embed.forward, nodes)))
         return GivenPositions(changes)
@@ -92,10 +98,10 @@ class GivenPositions:
     A class, because a generator would be closed late if an interrupt came before the block.
 
     Args:
-        changes: modules, names of their methods, and what takes the place of these.
+        changes: modules, names of their methods, and the methods that take the place of these.
     """
 
-    def __init__(self, changes: list[tuple[Any, str, Callable[..., Tensor]]]) -> None:
+    def __init__(self, changes: list[Change]) -> None:
         self._changes = changes
         self._own = [vars(module).get(name) for module, name, _ in changes]  # not None where a caller has changed it
 
@@ -103,7 +109,7 @@ class GivenPositions:
         for module, name, method in self._changes:
             setattr(module, name, method)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for (module, name, _), own in zip(self._changes, self._own, strict=True):
             delattr(module, name)
             if own is not None:
