@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-
 Change = tuple[Any, str, Callable[..., Tensor]]
 """A module, the name of a method, and another method."""
 
