@@ -12,8 +12,8 @@ from tests.conftest import byte_tokenizer
 TOKENIZER = byte_tokenizer()
 
 
-def decode(ids):
-    return TOKENIZER.decode(ids, skip_special_tokens=True)
+def decode(ids, skip_special_tokens=True):
+    return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 def ids_of(text):

@@ -38,6 +38,10 @@ class Progress(NamedTuple):
     stopped: str | None = None
 
 
+OWN_TEXT = Progress()
+"""The beginning of a text with nothing before it."""
+
+
 class NewText:
     """Makes the text of new tokens after a prompt. It holds no text itself, so sequences may branch.
 
@@ -51,7 +55,6 @@ class NewText:
     """
 
     def __init__(self, decode: Callable[..., str], stop_strings: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._decode = decode
         self._detokenizer = Detokenizer(decode)
         self._stop_strings = stop_strings
         self._min_tokens = min_tokens
@@ -70,9 +73,7 @@ class NewText:
         end, tokens = self._detokenizer.push(before.end, token), before.tokens + 1
         if not self._stop_strings:
             return Progress(end, tokens, end.added)
-        is_shown = end.ids is not before.end.ids
-        new = Part(end.added) if is_shown else Part(self._decode([token], skip_special_tokens=False), False)
-        parts = (*before.held, new)
+        parts = (*before.held, Part(end.special, False) if end.special else Part(end.added))
         if tokens > self._min_tokens:
             with_unsettled = (*parts, Part(end.unsettled))
             text = written(with_unsettled)
@@ -118,7 +119,7 @@ class TextStream:
         stopped: a stop string has come. Later tokens are ignored.
     """
 
-    def __init__(self, new_text: NewText, begin: Progress = Progress()) -> None:
+    def __init__(self, new_text: NewText, begin: Progress = OWN_TEXT) -> None:
         self._new_text = new_text
         self._progress = begin
         self._pieces: list[str] = []
