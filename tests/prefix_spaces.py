@@ -28,7 +28,8 @@ def prefix_space_tokenizer(kind, chat_template=None):
     """A tokenizer as transformers converts it, by a normalizer or a pre-tokenizer, or as a GGUF file describes it."""
     pieces, merges = pieces_and_merges()
     if kind == "gguf":
-        metadata = {"model": "llama", "tokens": pieces, "token_type": [2, 3, 3, 3, *[6] * 256, *[1] * (len(pieces) - 260)]}
+        types = [2, 3, 3, 3, *[6] * 256, *[1] * (len(pieces) - 260)]  # unknown, control, bytes, normal
+        metadata = {"model": "llama", "tokens": pieces, "token_type": types}
         metadata |= {"scores": [-float(n) for n in range(len(pieces))], "add_space_prefix": True, "add_bos_token": True}
         metadata |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
         metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}

@@ -77,7 +77,7 @@ class NewText:
         if tokens > self._min_tokens:
             with_unsettled = (*parts, Part(end.unsettled))
             text = written(with_unsettled)
-            begin = len(written(before.held)) + 1  # a stop string ends in what this token adds
+            begin = len(written(before.held)) + 1  # a stop string ends after the text before this token
             found = (text.find(stop, max(0, begin - len(stop))) for stop in self._stop_strings)
             if (at := min((at for at in found if at >= 0), default=-1)) >= 0:
                 certain, _ = split(with_unsettled, at)

@@ -1,4 +1,4 @@
-"""Stop strings: looked for in the new text with special tokens written out, after the first ``min_new_tokens`` tokens."""
+"""Stop strings: looked for in the new text with special tokens written out, after ``min_new_tokens`` tokens."""
 
 import pytest
 import torch
@@ -62,17 +62,17 @@ def talks(tiny):
     }
 
 
-@pytest.mark.parametrize(("num_beams", "min_new_tokens"), [(1, 0), (1, 5), (3, 5)])
-def test_hf_generate_ends_where_transformers_does(talks, num_beams, min_new_tokens):
+@pytest.mark.parametrize("min_new_tokens", [0, 5])
+def test_hf_generate_ends_where_transformers_does(talks, min_new_tokens):
     """At a special token, where a stop string begins in the prompt, and before ``min_new_tokens``."""
     model, few = talks
     prompt = torch.tensor([TOKENIZER("ba").input_ids])
-    how = {"max_new_tokens": 6, "num_beams": num_beams, "min_new_tokens": min_new_tokens, "tokenizer": TOKENIZER}
+    how = {"max_new_tokens": 6, "min_new_tokens": min_new_tokens, "tokenizer": TOKENIZER}
     how |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "input_ids": prompt, **few}
     plain = model.generate(**how)[0].tolist()
     for stop, length in (("<unused>", None), ("a" + TOKENIZER.decode(plain[2]), 3)):
         expected = model.generate(stop_strings=[stop], **how)
-        assert num_beams > 1 or expected.shape[1] == (length or plain.index(UNUSED) + 1)
+        assert expected.shape[1] == (length or plain.index(UNUSED) + 1)
         got = model.generate(stop_strings=[stop], custom_generate=hf.generate, **how)
         assert got.tolist() == expected.tolist()
 
