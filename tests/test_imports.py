@@ -76,7 +76,8 @@ def test_the_lowest_layers_stay_low():
     assert graph["constraints"] == {"errors"}
     assert graph["options"] <= {"constraints", "errors", "option_names"}
     assert graph["cache"] == {"backends", "errors", "tree"}
-    assert graph["decoding"] <= {"constraints", "detokenizing", "errors", "options", "selection", "tree"}
+    assert graph["streaming"] == {"detokenizing"}
+    assert graph["decoding"] <= {"constraints", "detokenizing", "errors", "options", "selection", "streaming", "tree"}
 
 
 def test_the_checks_without_torch_import_no_torch():

@@ -73,16 +73,17 @@ class NewText:
         end, tokens = self._detokenizer.push(before.end, token), before.tokens + 1
         if not self._stop_strings:
             return Progress(end, tokens, end.added)
+        held = written(before.held) if before.held else ""
+        text, unsettled = held + (end.special or end.added), end.unsettled
+        found = self._find(text + unsettled, len(held)) if tokens > self._min_tokens else None
+        certain_length = self._certain_length(text)
+        if found is None and not held and not end.special and certain_length == len(text):
+            return Progress(end, tokens, text)
         parts = (*before.held, Part(end.special, False) if end.special else Part(end.added))
-        if tokens > self._min_tokens:
-            with_unsettled = (*parts, Part(end.unsettled))
-            text = written(with_unsettled)
-            begin = len(written(before.held)) + 1  # a stop string ends after the text before this token
-            found = (text.find(stop, max(0, begin - len(stop))) for stop in self._stop_strings)
-            if (at := min((at for at in found if at >= 0), default=-1)) >= 0:
-                certain, _ = split(with_unsettled, at)
-                return Progress(end, tokens, certain, stopped=text[at:])
-        return Progress(end, tokens, *split(parts, self._certain_length(written(parts))))
+        if found is None:
+            return Progress(end, tokens, *split(parts, certain_length))
+        certain, _ = split((*parts, Part(unsettled)), found)
+        return Progress(end, tokens, certain, stopped=(text + unsettled)[found:])
 
     def rest(self, last: Progress, cancelled: bool = False) -> str:
         """The text that is not certain before it is known that no more tokens come.
@@ -95,6 +96,11 @@ class NewText:
             return ""
         unsettled = last.end.unsettled.rstrip(INCOMPLETE) if cancelled else last.end.unsettled
         return shown(last.held) + unsettled
+
+    def _find(self, text: str, old: int) -> int | None:
+        """Where the first stop string begins that ends after the old characters of a text."""
+        found = [at for stop in self._stop_strings if (at := text.find(stop, max(0, old + 1 - len(stop)))) >= 0]
+        return min(found) if found else None
 
     def _certain_length(self, text: str) -> int:
         """The length of a text before the longest end that begins a stop string."""
