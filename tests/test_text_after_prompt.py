@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 import specbeam
-from specbeam import TokenTrie
+from specbeam import Options, TokenTrie, recording
 from specbeam.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, shared_length
 from specbeam.server.tokens import CompletionLogProbs, Part, TokenTexts
 from specbeam.streaming import NewText, TextStream
@@ -104,6 +104,13 @@ def test_texts_go_on_from_their_prompts(models, kind):
         assert (stopped.text, stopped.finish_reason) == (expected.removesuffix(" in."), "stop")
         first = specbeam.generate(lm, prompt, **options, stop_strings=" Paris")
         assert first.text == (expected if name == "only BOS" else "")
+
+
+def test_tokens_of_recordings_have_their_spaces(models):
+    for lm in models.values():
+        ids = lm.tokenizer("The is\nParis<turn>").input_ids
+        prompt = recording.begin(lm, ids, Options(), None)["prompt"]
+        assert "".join(token["text"] for token in prompt) == "<s> The is\nParis<turn>"
 
 
 def test_distinct_texts_differ_in_the_space_after_the_prompt(models):

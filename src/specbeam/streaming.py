@@ -75,15 +75,18 @@ class NewText:
             return Progress(end, tokens, end.added)
         held = written(before.held) if before.held else ""
         text, unsettled = held + (end.special or end.added), end.unsettled
-        found = self._find(text + unsettled, len(held)) if tokens > self._min_tokens else None
+        # If the text ends with a special token, a character is incomplete before it.
+        whole = held + unsettled + end.special if end.special else text + unsettled
+        found = self._find(whole, len(held)) if tokens > self._min_tokens else None
         certain_length = self._certain_length(text)
         if found is None and not held and not end.special and certain_length == len(text):
             return Progress(end, tokens, text)
-        parts = (*before.held, Part(end.special, False) if end.special else Part(end.added))
+        new = Part(end.special, False) if end.special else Part(end.added)
         if found is None:
-            return Progress(end, tokens, *split(parts, certain_length))
-        certain, _ = split((*parts, Part(unsettled)), found)
-        return Progress(end, tokens, certain, stopped=(text + unsettled)[found:])
+            return Progress(end, tokens, *split((*before.held, new), certain_length))
+        last = (Part(unsettled), new) if end.special else (new, Part(unsettled))
+        certain, _ = split((*before.held, *last), found)
+        return Progress(end, tokens, certain, stopped=whole[found:])
 
     def rest(self, last: Progress, cancelled: bool = False) -> str:
         """The text that is not certain before it is known that no more tokens come.

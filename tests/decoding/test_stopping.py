@@ -52,6 +52,12 @@ def test_texts_end_before_the_first_stop_string_written_out(tokens, stops, min_t
     assert streamed + stream.finish() == stream.text == expected
 
 
+def test_a_special_token_that_ends_a_text_comes_after_an_incomplete_character():
+    incomplete, *_ = TOKENIZER("é").input_ids
+    new_text = NewText(decode, ["<unused>"])
+    assert new_text.of(new_text.after([]), [PIECE_IDS["a"], incomplete, UNUSED]) == "a\ufffd"
+
+
 @pytest.fixture(scope="module")
 def talks(tiny):
     """A model of transformers, and options under which it says two letters and a special token."""
