@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import specbeam
-from specbeam.streaming import TextStream
+from specbeam.streaming import NewText, TextStream
 
 STEPS_PER_FIGURE = 21
 WORDS = "the little keeper of a lighthouse walked down to sea and saw that it was good said nothing about them"
@@ -91,7 +91,7 @@ def steps(lm: specbeam.LanguageModel, length: int, **options: Any) -> Iterator[t
 
 
 def pushes(length: int) -> Iterator[tuple[int, float]]:
-    stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"))
+    stream = TextStream(NewText(lambda ids: bytes(ids).decode(errors="replace")))
     for n in range(length):
         start = time.process_time()
         stream.push([255])

@@ -2,6 +2,7 @@
 
 import operator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specbeam.decoding.stopping import Stopping
 from specbeam.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, TextEnd
-from specbeam.streaming import TextStream
+from specbeam.streaming import NewText, TextStream
 from specbeam.tree import Tree
 from tests.conftest import EOS, examples
 
@@ -25,7 +26,11 @@ def whole_text(decoder, tokens):
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens(["<special>"])
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tokenizer.get_vocab_size()
+
+    def decode(ids, skip_special_tokens=True):
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    return decode, tokenizer.get_vocab_size()
 
 
 def llama():
@@ -77,7 +82,7 @@ def test_pieces_add_up_to_the_whole_text(name, data):
         text += end.added
         assert text + end.unsettled == decode(tokens[:n])
         assert decode(tokens[:n]).endswith(end.text)
-    stream = TextStream(decode)
+    stream = TextStream(NewText(decode))
     assert "".join([stream.push([token]) for token in tokens]) + stream.finish() == decode(tokens) == stream.text
 
 
@@ -86,23 +91,41 @@ def test_characters_of_single_bytes_add_up_to_the_whole_text(text):
     """With byte fallback a character that is no token comes as its bytes."""
     decode, _ = whole_text(llama(), ["▁", "a", "b", *(f"<0x{b:02X}>" for b in range(256))])
     tokens = [t for c in text for t in ([" ab".index(c)] if c in " ab" else [3 + b for b in c.encode()])]
-    stream = TextStream(decode)
+    stream = TextStream(NewText(decode))
     assert "".join([stream.push([token]) for token in tokens]) + stream.finish() == decode(tokens)
+
+
+def after_prompt(decode, prompt, tokens):
+    """The text of tokens after a prompt, as vLLM and llama.cpp have it."""
+    return decode([*prompt, *tokens])[len(decode(prompt)) :]
+
+
+def written_out(decode, prompt, tokens, special):
+    """The same with each special token written where the text has come to."""
+    text = after_prompt(decode, prompt, tokens)
+    before = [after_prompt(decode, prompt, tokens[:n]) for n, token in enumerate(tokens) if token == special]
+    for at in (len(beginning.rstrip("\ufffd")) for beginning in reversed(before)):
+        text = f"{text[:at]}<special>{text[at:]}"
+    return text
 
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(st.data())
-def test_a_stop_string_is_found_where_the_whole_text_first_has_it(name, data):
-    decode, _ = whole_text(*DECODERS[name])
-    tokens = data.draw(ids(name))
-    stops = tuple(data.draw(st.lists(st.text(alphabet="ab .s你", min_size=1, max_size=30), min_size=1, max_size=2)))
-    text = decode(tokens).replace("\ufffd", "")
+def test_a_stop_string_is_found_where_the_text_with_special_tokens_first_has_it(name, data):
+    decode, size = whole_text(*DECODERS[name])
+    whole = partial(written_out, decode, [0], special=size - 1)
+    tokens = []
+    for token in data.draw(ids(name)):
+        if token != size - 1 or not decode(tokens).endswith("\ufffd"):  # special tokens come after whole characters
+            tokens.append(token)
+    stops = tuple(data.draw(st.lists(st.text(alphabet="ab .s你<", min_size=1, max_size=30), min_size=1, max_size=2)))
+    text = whole(tokens).replace("\ufffd", "")
     if text and data.draw(st.booleans()):
         start = data.draw(st.integers(0, len(text) - 1))
         stops = (*stops, text[start : start + data.draw(st.integers(1, 40))])
     tree, stop = Tree([0]), Stopping(frozenset(), 10_000, stops, decode)
     for n, token in enumerate(tokens, start=1):
-        expected = "stop" if any(s in decode(tokens[:n]) for s in stops) else None
+        expected = "stop" if any(s in whole(tokens[:n]) for s in stops) else None
         assert stop(tree, grow(tree, token)) == expected
         if expected:
             break
@@ -148,16 +171,16 @@ def test_work_does_not_grow_with_the_text(name):
     whole, size = whole_text(*DECODERS[name])
     handed = 0
 
-    def decode(ids):
+    def decode(ids, **options):
         nonlocal handed
         handed += len(ids)
-        return whole(ids)
+        return whole(ids, **options)
 
     _, vocabulary = DECODERS[name]
     invalid = next(i for i, token in enumerate(vocabulary) if "ÿ" in token or "FF" in token or token == ".")
     for pattern in ([*range(size)], [0, 3], [invalid]):
         tree, stop = Tree([0]), Stopping(frozenset(), 10_000, ("never said",), decode)
-        stream, work = TextStream(decode), []
+        stream, work = TextStream(NewText(decode)), []
         for token in (pattern * 400)[:400]:
             handed = 0
             stop(tree, grow(tree, token))

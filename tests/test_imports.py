@@ -77,7 +77,17 @@ def test_the_lowest_layers_stay_low():
     assert graph["constraints"] == {"errors"}
     assert graph["options"] <= {"constraints", "errors", "generation_defaults", "option_names"}
     assert graph["cache"] == {"backends", "errors", "tree"}
-    below = {"constraints", "detokenizing", "errors", "generation_defaults", "options", "selection", "tree"}
+    assert graph["streaming"] == {"detokenizing"}
+    below = {
+        "constraints",
+        "detokenizing",
+        "errors",
+        "generation_defaults",
+        "options",
+        "selection",
+        "streaming",
+        "tree",
+    }
     assert graph["decoding"] <= below
 
 

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam.errors import SpecbeamError
-from specbeam.streaming import TextStream
+from specbeam.streaming import NewText, TextStream
 from tests.conftest import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
 
-def decode(ids):
-    return TOKENIZER.decode(ids, skip_special_tokens=True)
+def decode(ids, skip_special_tokens=True):
+    return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 def ids_of(text):
@@ -24,7 +24,7 @@ def ids_of(text):
 def test_pieces_of_a_text(text, stops, data):
     ids = ids_of(text)
     expected = text[: min((text.index(s) for s in stops if s in text), default=len(text))]
-    stream = TextStream(decode, stops)
+    stream = TextStream(NewText(decode, stops))
     shown = ""
     while ids:
         n = data.draw(st.integers(1, 3))

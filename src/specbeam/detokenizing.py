@@ -2,7 +2,8 @@
 
 The text of some tokens is not the sum of the tokens' texts. A character may take several tokens, and a decoder may drop
 the space before the first word. So the last tokens of a text are decoded again with each new one, as vLLM and TGI do.
-How many are decoded again is not assumed: fewer are taken only where they were seen to decode to the same end.
+The first tokens of a text are decoded after the prompt's last ones. How many are decoded again is not assumed: fewer
+are taken only where they were seen to decode to the same end.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ class TextEnd(NamedTuple):
         texts: the text of the window, last; before it the texts without the window's last token, its last two, ...
         settled: this many of the last text's characters can no longer change.
         added: the characters that the last token settled.
+        special: the last token written out, if it is one that no text shows.
+        given: the prompt's characters after the settled ones. A token may complete or change them.
     """
 
     ids: tuple[int, ...] = ()
     texts: tuple[str, ...] = ("",)
     settled: int = 0
     added: str = ""
+    special: str = ""
+    given: str = ""
 
     @property
     def text(self) -> str:
@@ -41,28 +46,30 @@ class TextEnd(NamedTuple):
 
     @property
     def unsettled(self) -> str:
-        """The characters at the end that a later token may change."""
-        return self.text[self.settled :]
+        """The characters at the end that a later token may change, without the prompt's."""
+        rest = self.text[self.settled :]
+        return rest[shared_length((self.given, rest)) :] if self.given else rest
 
 
 class Detokenizer:
     """Decodes sequences token by token. It holds no text itself, so sequences may branch.
 
     Args:
-        decode: makes text of token ids.
-        reach: before the last token's text, the window has at least this many settled characters, or all there are.
+        decode: makes text of token ids. It writes special tokens out with ``skip_special_tokens=False``.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], reach: int = 1) -> None:
+    def __init__(self, decode: Callable[..., str]) -> None:
         self._decode = decode
-        self._reach = max(1, reach)
 
     def push(self, end: TextEnd, token: int) -> TextEnd:
         """The end of the text after one more token."""
         ids = (*end.ids, token)
         text = self._decode([*ids])
-        if text == end.text and not self._decode([token, token]):
-            return end._replace(added="")  # a special token, which no text shows (once: a leading space may be dropped)
+        if text == end.text and not self._decode([token, token]):  # twice: one leading space may be dropped
+            if special := self._decode([token], skip_special_tokens=False):
+                return end._replace(added="", special=special)
+            if len(end.texts) > MAX_INCOMPLETE_TOKENS and {*end.texts} == {text}:  # more than one character's bytes
+                ids = (*ids[: -MAX_INCOMPLETE_TOKENS - 1], *ids[-MAX_INCOMPLETE_TOKENS:])
         texts = (*end.texts[-MAX_INCOMPLETE_TOKENS:], text)
         if not text.endswith(INCOMPLETE):
             settled = len(text)
@@ -71,20 +78,34 @@ class Detokenizer:
         else:
             settled = 0
         settled = max(settled, end.settled)
-        after = TextEnd(ids, texts, settled, text[end.settled : settled])
+        new, given = text[end.settled : settled], ""
+        if end.given:
+            new = new[shared_length((end.given, new)) :]
+            given = end.given[settled - end.settled :] if settled < len(text) else ""
+        after = TextEnd(ids, texts, settled, new, given=given)
         return self._shorten(after) if len(ids) % (2 * MIN_WINDOW_TOKENS) == 0 else after
 
     def end_of(self, tokens: list[int]) -> TextEnd:
-        """The end of the text of these tokens. It decodes all of them once, and then the last ones."""
-        text = self._decode(tokens)
+        """The end of the text of these tokens. It decodes the last ones, or all if these do not settle the end."""
         length = 2 * MIN_WINDOW_TOKENS
-        while True:
-            end = TextEnd()
-            for token in tokens[-length:]:
-                end = self.push(end, token)
-            if text.endswith(end.text) or length >= len(tokens):
-                return end
+        while length < len(tokens):
+            text, longer = self._decode(tokens[-length:]), self._decode(tokens[-2 * length :])
+            sure = text.lstrip(INCOMPLETE)  # a window may begin within a character
+            if sure and not sure.endswith(INCOMPLETE) and longer.endswith(sure):
+                return TextEnd((*tokens[-length:],), (text,), len(text))
             length *= 2
+        text = self._decode(tokens)
+        return TextEnd((*tokens,), (text,), len(text.rstrip(INCOMPLETE)))
+
+    def after(self, prompt: list[int]) -> TextEnd:
+        """The end of a text that has no token yet, and goes on from a prompt.
+
+        The text is what decoding both together gives beyond the prompt's own text. A decoder that drops the space
+        before the first word of a text keeps it there. Where the first tokens complete the prompt's last character, or
+        change the prompt's last characters, the text begins with these.
+        """
+        end = self.end_of(prompt)
+        return end._replace(settled=0, given=end.text)
 
     def _shorten(self, end: TextEnd) -> TextEnd:
         """Let the window begin later, if the decoder's state at its end is surely the same then.
@@ -92,13 +113,15 @@ class Detokenizer:
         The texts of the last tokens must be equal. A single text could agree by chance. A byte fallback replaces each
         byte of an invalid run. It replaces each byte of an incomplete run, too.
         """
+        # The last complete text has all settled characters. In an incomplete one bytes may stand for some of them.
+        complete = max((i for i, text in enumerate(end.texts) if not text.endswith(INCOMPLETE)), default=-1)
         length = MIN_WINDOW_TOKENS
         while 2 * length <= len(end.ids):
             for start in range(len(end.ids) - length, len(end.ids) - length - 1 - MAX_INCOMPLETE_TOKENS, -1):
                 ids = end.ids[max(0, start) :]
                 texts = tuple(self._decode([*ids[: len(ids) - k]]) for k in reversed(range(len(end.texts))))
-                settled = end.settled - (len(end.text) - len(texts[-1]))
-                if settled - len(end.added) < self._reach:  # a stop string may end inside the text that was added
+                settled = end.settled - (len(end.texts[complete]) - len(texts[complete]))
+                if settled - len(end.added) < 1:  # a decoder may drop the first space of its text
                     break
                 if all(whole.endswith(text) for whole, text in zip(end.texts, texts, strict=True)):
                     return end._replace(ids=ids, texts=texts, settled=settled)

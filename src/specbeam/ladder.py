@@ -39,6 +39,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.model import LanguageModel
+from specbeam.streaming import NewText
 from specbeam.tree import Tree
 
 RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, compiled", 5: "engine"}
@@ -342,13 +343,14 @@ def measure(
         took, tokens, passes = timed(run)
         seconds.append(took)
         texts.append(tuple(tokens))
+    new_text = NewText(lm.decode)
     others = [text for text in texts if text != expected] if expected else []
     return Rung(
         number,
         *ground(lm),
         prompt_tokens=len(prompt),
         token_ids=texts[0],
-        text=lm.decode([*texts[0]]),
+        text=new_text.of(new_text.after(prompt), texts[0]),
         seconds=tuple(seconds),
         passes=passes,
         compile_seconds=max(0.0, first - statistics.median(seconds)) if compiled else None,

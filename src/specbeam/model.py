@@ -109,6 +109,14 @@ class LanguageModel:
         """The text of token ids, special tokens written out."""
         return self.decode(token_ids, skip_special_tokens=False)
 
+    def token_text(self, token: int) -> str:
+        """The text of a token as a part of a text, special tokens written out.
+
+        Decoders that drop the space before the first word of a text keep it before the second.
+        """
+        alone, twice = self.decode_token([token]), self.decode_token([token, token])
+        return f" {alone}" if twice == f"{alone} {alone}" else alone
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; empty without a tokenizer."""
         if self.tokenizer is None:

@@ -97,8 +97,8 @@ class Options:
 
     Attributes:
         max_new_tokens: the largest number of tokens to generate. The model's context may end a sequence earlier.
-        min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen [the checkpoint's, or
-            what its min_length leaves after the prompt; else 0].
+        min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen, and no stop string
+            ends the text [the checkpoint's, or what its min_length leaves after the prompt; else 0].
         do_sample: draw tokens instead of taking the likeliest. If not given: sample when a temperature other than 0 is
             given, or one of top_k, top_p, min_p and typical_p that is not off.
         temperature: logits are divided by it [1.0]; 0 is greedy.
@@ -144,7 +144,8 @@ class Options:
         seed: the seed of this request's random draws. It gives the same sequence whatever else runs in the batch.
             Without sampling it is refused.
         eos_token_id: one id or several (kept as a tuple) that end the sequence [the checkpoint's].
-        stop_strings: one string or several (kept as a tuple). The text ends before the first that appears.
+        stop_strings: one string or several (kept as a tuple). The text ends before the first that appears in the new
+            text. Special tokens count there as they are written, such as "<|im_end|>".
         top_logprobs: also return the log-probabilities of this many of the likeliest tokens at the position of each new
             token (:class:`specbeam.Sequence`). None for none.
         share_prefix: share the KV cache of the prompt's first tokens with other requests of the engine. No result

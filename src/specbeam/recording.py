@@ -36,7 +36,7 @@ def begin(lm: LanguageModel, prompt_ids: Sequence[int], options: Options, draft:
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     default = {field.name: field.default for field in fields(options)}
     shown = {name: value for name, value in given.items() if value != default[name] and isinstance(value, PLAIN)}
-    prompt = [{"token_id": token, "text": lm.decode_token([token])} for token in prompt_ids]
+    prompt = [{"token_id": token, "text": lm.token_text(token)} for token in prompt_ids]
     return {
         "event": "begin",
         "format": FORMAT,

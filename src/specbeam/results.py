@@ -25,8 +25,9 @@ class Sequence:
     truncation and the caller's processors.
 
     Attributes:
-        text: the new text, without special tokens and without the stop string that ended it. A last character that is
-            incomplete is U+FFFD, as the tokenizer decodes it. A cancelled text ends before such a character.
+        text: the new text, without special tokens and without the stop string that ended it. It goes on from the
+            prompt: a space between the two is its first character. A last character that is incomplete is U+FFFD, as
+            the tokenizer decodes it. A cancelled text ends before such a character.
         token_ids: the new tokens, including the one that ended the sequence.
         log_probs: the log-probability of each new token given what precedes it.
         log_prob: the sum of ``log_probs``, so the log-probability of the sequence under the model. It compares

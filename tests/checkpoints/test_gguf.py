@@ -444,7 +444,7 @@ def test_a_type_of_tensors_that_is_not_known_is_no_damage(tmp_path, number, name
         specbeam.load(path)
 
 
-def made(model, tokens, **more):
+def tokenizer_of_file(model, tokens, **more):
     """The tokenizer of a file with this metadata."""
     metadata = {"model": model, "tokens": tokens, **more}
     metadata = {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
@@ -452,7 +452,7 @@ def made(model, tokens, **more):
 
 
 def byte_level(tokens, merges, pre, **more):
-    return made("gpt2", tokens, merges=merges, pre=pre, bos_token_id=0, **more)
+    return tokenizer_of_file("gpt2", tokens, merges=merges, pre=pre, bos_token_id=0, **more)
 
 
 LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
@@ -489,7 +489,7 @@ def test_every_pre_tokenizer_splits_begins_and_takes_whole_words_as_in_llama_cpp
 
 def test_a_missing_pre_tokenizer_is_the_default_with_a_warning_and_an_unknown_one_is_refused(caplog):
     tokens = ["<bos>", "1", "11", "111"]
-    assert made("gpt2", tokens, merges=["1 1", "11 1"], bos_token_id=0)("11111").input_ids == [3, 2]
+    assert tokenizer_of_file("gpt2", tokens, merges=["1 1", "11 1"], bos_token_id=0)("11111").input_ids == [3, 2]
     assert "does not say how its tokenizer splits text" in caplog.text
     with pytest.raises(SpecbeamError, match="'brand-new' splits text is not known"):
         byte_level(tokens, [], "brand-new")
@@ -510,7 +510,7 @@ def test_a_missing_pre_tokenizer_is_the_default_with_a_warning_and_an_unknown_on
 def test_a_tokenizer_that_llama_cpp_refuses_is_refused(more, says):
     metadata = {"model": "gpt2", "tokens": ["<bos>", "a"], "merges": [], "pre": "gpt-2", "bos_token_id": 0} | more
     with pytest.raises(SpecbeamError, match=says):
-        made(**{key: value for key, value in metadata.items() if value is not None})
+        tokenizer_of_file(**{key: value for key, value in metadata.items() if value is not None})
 
 
 def test_eos_ends_a_prompt_if_the_file_says_so_and_empty_tokens_have_names(caplog):
@@ -529,8 +529,10 @@ def test_special_tokens_of_phi_3_take_the_space_after_them(name):
     types = [2, *[3] * 5, *[6] * 256, 1, 1, 1]
     scores = [*[0.0] * 262, -1.0, -2.0, -3.0]
     more = {} if name is None else {"general.name": name}
-    ours = made("llama", tokens, scores=scores, token_type=types, **more)
-    theirs = made("llama", [t if t not in stripping else f"<{i}>" for i, t in enumerate(tokens)], scores=scores)
+    ours = tokenizer_of_file("llama", tokens, scores=scores, token_type=types, **more)
+    theirs = tokenizer_of_file(
+        "llama", [t if t not in stripping else f"<{i}>" for i, t in enumerate(tokens)], scores=scores
+    )
     theirs.add_tokens([AddedToken(t, rstrip="3" in str(name), normalized=False, special=True) for t in stripping])
     for text in ("<|user|>\na <|end|>\n<|user|> a</s>  <|end|>a", "<s> a<|endoftext|>\n a"):
         expected = theirs.convert_ids_to_tokens(theirs(text).input_ids)
@@ -544,12 +546,18 @@ def test_equal_scores_say_no_order_of_merges(caplog):
     tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "ab", "bc", "bca"]
     merges = ["b c", "a b", "bc a"]
     for scores in ([-1000.0] * len(tokens), []):
-        tokenizer = made("llama", tokens, scores=scores, merges=merges, add_space_prefix=False, add_bos_token=False)
+        tokenizer = tokenizer_of_file(
+            "llama", tokens, scores=scores, merges=merges, add_space_prefix=False, add_bos_token=False
+        )
         assert tokenizer("abca").input_ids == [4, 9]
         assert "has equal scores for all tokens" in caplog.text
         with pytest.raises(SpecbeamError, match="equal scores for all tokens"):
-            made("llama", tokens, scores=scores)
-    assert made("llama", tokens[:8], scores=[0.0] * 8)("ab").input_ids == [1, 3, 7]  # one merge needs no order
+            tokenizer_of_file("llama", tokens, scores=scores)
+    assert tokenizer_of_file("llama", tokens[:8], scores=[0.0] * 8)("ab").input_ids == [
+        1,
+        3,
+        7,
+    ]  # one merge needs no order
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -560,7 +568,7 @@ def test_sentencepiece_is_that_of_transformers(prefix):
     order = {"bc": 1, "▁a": 2, "ab": 3, "▁ab": 4, "abc": 5, "▁abc": 6}  # bc is the likeliest pair
     scores = [-float(order.get(token, 9)) for token in tokens]
     special = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_space_prefix": prefix}
-    ours = made("llama", tokens, scores=scores, token_type=[2, 3, 3, *[6] * 256, *[1] * 11], **special)
+    ours = tokenizer_of_file("llama", tokens, scores=scores, token_type=[2, 3, 3, *[6] * 256, *[1] * 11], **special)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
     theirs = LlamaTokenizer(vocab=vocabulary, merges=merges, add_prefix_space=prefix, legacy=False)
@@ -605,7 +613,7 @@ def test_a_value_that_no_file_has_is_refused(tmp_path, key, value, says):
 
 def test_a_token_that_no_vocabulary_has_takes_no_time():
     with pytest.raises(SpecbeamError, match="a token of 1000000 characters"):
-        made("llama", ["<unk>", "x" * 1_000_000], scores=[0.0, 0.0])
+        tokenizer_of_file("llama", ["<unk>", "x" * 1_000_000], scores=[0.0, 0.0])
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):

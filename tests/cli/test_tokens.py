@@ -12,12 +12,11 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import specbeam
 from specbeam.checkpoints.folder import FolderCheckpoint
-from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.cli import main
 from specbeam.cli.tokens import tokens_of
 from specbeam.prompts import encode
 from specbeam.token_texts import BYTES
-from tests.checkpoints.test_gguf import write_gguf
+from tests.checkpoints.test_gguf import tokenizer_of_file, write_gguf
 from tests.conftest import byte_tokenizer, random_model
 
 TEXT = "Hi  wörld, 日本\n\t🙂<bos>!"
@@ -97,9 +96,8 @@ def test_byte_level_vocabularies_write_bytes_as_tokenizers_does():
 
 def test_leading_spaces_and_bytes_of_sentencepiece_are_shown():
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "hi", "▁hi"]
-    metadata = {"model": "llama", "tokens": pieces, "scores": [-float(i) for i in range(len(pieces))]}
-    metadata |= {"token_type": [2, 3, 3, *[6] * 256, *[1] * 5], "bos_token_id": 1, "unknown_token_id": 0}
-    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{k}": v for k, v in metadata.items()}, "a file")
+    metadata = {"scores": [-float(i) for i in range(len(pieces))], "token_type": [2, 3, 3, *[6] * 256, *[1] * 5]}
+    tokenizer = tokenizer_of_file("llama", pieces, bos_token_id=1, unknown_token_id=0, **metadata)
     got = [(token["piece"], token["text"]) for token in tokens_of(tokenizer, "hi hié", True)]
     assert got == [("<s>", "<s>"), ("▁hi", " hi"), ("▁hi", " hi"), ("<0xC3>", b"\xc3"), ("<0xA9>", b"\xa9")]
 

@@ -27,14 +27,15 @@ def test_text_ends_before_a_stop_string_and_as_soon_as_it_is_there(lm, num_beams
         assert sequences[0].text == whole[: whole.index(stop)]
 
 
-def test_a_stop_string_is_seen_across_tokens_that_say_nothing(lm):
+def test_special_tokens_are_part_of_the_text_that_stop_strings_are_looked_for_in(lm):
     tree = Tree([1])
     node = tree.tip
     for token in [*lm.tokenizer("STO").input_ids, *[EOS] * 40, *lm.tokenizer("P").input_ids]:
         (node,) = tree.add(node, token).tolist()
-    stop = Stopping(frozenset(), 1000, ("STOP",), lm.decode)
-    assert stop(tree, node) == "stop"
-    assert stop(tree, tree.parents(node)) is None
+    for text, ends in (("STOP", None), ("<eos>P", "stop"), ("O" + "<eos>" * 40 + "P", "stop")):
+        stop = Stopping(frozenset(), 1000, (text,), lm.decode)
+        assert stop(tree, node) == ends
+        assert stop(tree, tree.parents(node)) is None
 
 
 def test_the_context_ends_a_sequence(tiny):

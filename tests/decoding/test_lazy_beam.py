@@ -62,7 +62,7 @@ class Searched:
         selector = Selector(self.process)
         names = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping")
         self.search = kind(self.tree, selector, self.stop, *(getattr(options, name) for name in names), **more)
-        self.record = Record(self.tree, decode)
+        self.record = Record(self.tree, lambda token: decode([token]))
         self.found, self.yielded, self.sizes = [], [], []  # hypotheses, and the number of nodes in each pass
 
     def run(self, drafter=None, policy=None, copies=None, more=0):

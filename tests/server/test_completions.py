@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import specbeam
-from tests.conftest import beams_of_transformers
+from tests.conftest import UNUSED, beams_of_transformers, random_model
+from tests.prefix_spaces import prefix_space_tokenizer
 
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -223,3 +224,39 @@ def test_trace_has_the_rounds(served):
     given = served.post("/v1/completions", prompt="ab ab ab", **GREEDY, draft="ngram", trace=True).json()
     (trace,) = given["specbeam"]["trace"]
     assert len(trace) == given["specbeam"]["target_passes"]
+
+
+def test_stop_strings_end_a_text_at_special_tokens_and_after_min_tokens(served):
+    """The bias makes each token the special one, which the text does not show."""
+    how = {"prompt": "abc", **GREEDY, "logit_bias": {str(UNUSED): 100}, "return_token_ids": True}
+    for stop, min_tokens, tokens in (("<unused>", 0, 1), (["never", "<unused><unused>"], 0, 2), ("<unused>", 5, 6)):
+        (given,) = served.choices(**how, stop=stop, min_tokens=min_tokens)
+        assert (given["token_ids"], given["text"], given["finish_reason"]) == ([UNUSED] * tokens, "", "stop")
+
+
+@pytest.fixture(scope="module")
+def spaced(start, save):
+    """A server whose tokenizer puts a space before each text, as Llama 2's, and the tokenizer."""
+    tokenizer = prefix_space_tokenizer("prepended")
+    model = random_model("llama", vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with start({"tiny": specbeam.load(save(model, tokenizer), backend="cpu", dtype="float32")}) as server:
+        yield server, tokenizer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["The is", "The<turn>is", [1, 277, 278], [1]])
+def test_texts_and_offsets_after_a_prompt(spaced, prompt, stream):
+    """The choice is " Paris" after the prompt; " Paris" as a first word is shown without its space."""
+    served, tokenizer = spaced
+    how = {"model": "tiny", "prompt": prompt, "temperature": 0, "logprobs": 0, "stream": stream, "max_tokens": 1}
+    how["extra_body"] = {"structured_outputs": {"choice": [" Paris"]}}
+    before = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
+    for echo in (False, True):
+        given = served.client().completions.create(**how, echo=echo)
+        text, _, tokens, _, top, offsets = joined(given)[0][0][0] if stream else whole(given.choices[0])[0]
+        expected = "Paris" if prompt == [1] else " Paris"
+        assert text == (before if echo else "") + expected
+        assert [*top[-1]] == tokens[-1:] == [expected]
+        for token, offset in zip(tokens, offsets, strict=True):
+            assert token == "<s>" or text[offset : offset + len(token)] == token
+        assert offsets[-1] == len(text) - len(expected)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.constraints.texts import ids_after_prompt
 from specbeam.errors import SpecbeamError
 
 
@@ -24,7 +25,8 @@ class TokenTrie:
             which negative numbers fill up the rows of shorter outputs. Or texts, with a tokenizer. A text follows the
             prompt as it is: after a chat template "Paris", but after the raw prompt "The capital is" " Paris".
         tokenizer: makes the token ids of texts: a model that :func:`specbeam.load` returned, or a tokenizer of
-            transformers. Each text is allowed in the tokens that the tokenizer makes of it, and in no others.
+            transformers. Each text is allowed in the tokens that the tokenizer makes of it there, and in no others.
+            For an encoder-decoder model give the model: no prompt comes before its text.
 
     Raises:
         SpecbeamError: there are no outputs, an output is empty, a value is not a token id, or texts come without a
@@ -115,7 +117,7 @@ def _padded(outputs: Iterable[Any], tokenizer: Any) -> NDArray[np.int32]:
 
 
 def _tokenized(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """The token ids of texts, without special tokens around them.
+    """The token ids of texts after a prompt, without special tokens around them.
 
     Raises:
         SpecbeamError: there is no tokenizer, or a text is not valid Unicode.
@@ -127,8 +129,13 @@ def _tokenized(texts: list[str], tokenizer: Any) -> list[list[int]]:
     make = getattr(tokenizer, "tokenizer", tokenizer)
     if not callable(make):
         raise SpecbeamError(f"{tokenizer!r} has no tokenizer: give a TokenTrie lists of token ids")
+
+    def encode(given: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = make([str(text) for text in given], add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    has_encoder = getattr(getattr(tokenizer, "backend", None), "start_token_ids", None) is not None
     try:
-        ids: list[list[int]] = make([str(text) for text in texts], add_special_tokens=False, verbose=False).input_ids
+        return encode(texts) if has_encoder else ids_after_prompt(encode, make.decode, texts)
     except Exception as error:  # tokenizers let any exception pass
         raise SpecbeamError(f"the tokenizer cannot read the texts of a TokenTrie: {error}") from error
-    return ids

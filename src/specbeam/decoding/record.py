@@ -15,7 +15,7 @@ class Record:
     """Always counts. Keeps the rounds only for a trace.
 
     Args:
-        decode: makes the text of token ids, for a trace. None for no trace.
+        token_text: the text of a token, for a trace. None for no trace.
 
     Attributes:
         steps: tokens added to a sequence, or steps of beam search.
@@ -30,14 +30,14 @@ class Record:
         trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not kept.
     """
 
-    def __init__(self, tree: Tree, decode: Callable[[list[int]], str] | None = None) -> None:
+    def __init__(self, tree: Tree, token_text: Callable[[int], str] | None = None) -> None:
         self.steps = self.drafted = self.accepted = self.left_out = self.rounds = self.skipped = 0
         self.checks: list[int] = []
         self.positions: list[list[int]] = []
-        self.trace: list[dict[str, Any]] | None = None if decode is None else []
+        self.trace: list[dict[str, Any]] | None = None if token_text is None else []
         self._tree = tree
         self._draft_tokens: dict[int, int] = {}  # positions of tokens that may still be accepted, by node
-        self._text = cache(lambda token: "" if decode is None else decode([token]))
+        self._text = cache(token_text or (lambda token: ""))
         self._drafted: dict[int, dict[str, Any]] = {}  # all draft tokens in the trace, by node
         self._shown: set[int] = set()  # nodes in the trace that may still be dropped
         self._ended: set[int] = set()

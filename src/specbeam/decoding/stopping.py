@@ -8,21 +8,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding.node_states import NodeStates
-from specbeam.detokenizing import Detokenizer, TextEnd
+from specbeam.detokenizing import shared_length
+from specbeam.streaming import NewText, Progress
 from specbeam.tree import Nodes, Tree
 
 
 class Stopping:
     """Ends a sequence at an end-of-sequence token, after a stop string, or at the maximum length.
 
-    The ends of one tree's texts are kept, so that a stop string costs the same after any text.
+    How far one tree's texts have come is kept, so that a stop string costs the same after any text.
 
     Args:
         eos_token_ids: tokens that end the sequence.
         max_length: the largest number of tokens, prompt and generated tokens together.
-        stop_strings: strings that end the sequence when its text contains one.
+        stop_strings: strings that end the sequence when its new text, special tokens written out, contains one.
         decode: makes text of token ids. It writes special tokens out with ``skip_special_tokens=False``. None without a
-            tokenizer. Then there are no stop strings.
+            tokenizer. Then there are no stop strings, and texts are empty.
+        min_new_tokens: stop strings that end within this many new tokens do not end the sequence. (The processors
+            forbid end tokens there.)
+
+    Attributes:
+        new_text: makes the texts of sequences.
     """
 
     def __init__(
@@ -31,13 +37,14 @@ class Stopping:
         max_length: int,
         stop_strings: tuple[str, ...],
         decode: Callable[..., str] | None,
+        min_new_tokens: int = 0,
     ) -> None:
         self.eos_token_ids = eos_token_ids
         self.max_length = max_length
         self.stop_strings = stop_strings
         self._decode = decode
-        detokenizer = Detokenizer(decode or (lambda _: ""), reach=max(map(len, stop_strings), default=0))
-        self._text_ends = NodeStates(lambda _: TextEnd(), detokenizer.push)  # of the generated text
+        self.new_text = NewText(decode or (lambda *_, **__: ""), stop_strings, min_new_tokens)
+        self._progress = NodeStates(lambda prompt: self.new_text.after(prompt.tolist()), self.new_text.push)
 
     def ended(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
         """Which of the sequences that end at these nodes are finished, bool [n]."""
@@ -51,12 +58,13 @@ class Stopping:
         """Why the sequence that ends at this node is finished: "stop" or "length". None if it is not finished."""
         if int(tree.tokens(node)) in self.eos_token_ids:
             return "stop"
-        if self.stop_strings:
-            # A stop string that began before the window would have ended the sequence at an earlier node.
-            text = self._text_ends.at(tree, node).text
-            if any(s in text for s in self.stop_strings):
-                return "stop"
+        if self.stop_strings and self._progress.at(tree, node).stopped is not None:
+            return "stop"
         return "length" if tree.depths(node) + 1 >= self.max_length else None
+
+    def begin(self, tree: Tree) -> Progress:
+        """The beginning of all texts of the tree: they go on from its prompt."""
+        return self._progress.at(tree, tree.prompt_length - 1)
 
     def unchanged(self, tree: Tree, node: int) -> int:
         """After how many further tokens below this node, at most, only an end token can have ended the sequence."""
@@ -69,10 +77,12 @@ class Stopping:
         Two sequences are the same text if it is equal for both.
         """
         tokens = tree.new_tokens(node)
-        if self._decode is not None and self.stop_strings:
-            shown = self._decode(tokens)  # a stop string is one of the shown text
-            if found := [at for s in self.stop_strings if (at := shown.find(s)) >= 0]:
-                return self._decode(tokens, skip_special_tokens=False).removesuffix(shown[min(found) :])
-        if tokens[-1] in self.eos_token_ids:
+        stopped = self._progress.at(tree, node).stopped if self.stop_strings else None
+        if stopped is None and tokens[-1] in self.eos_token_ids:
             tokens = tokens[:-1]
-        return tuple(tokens) if self._decode is None else self._decode(tokens, skip_special_tokens=False)
+        if self._decode is None:
+            return tuple(tokens)
+        begin = self.begin(tree).end
+        prompt = begin.ids if begin.text else ()  # after a prompt without text it is a text of its own
+        before, text = (self._decode([*ids], skip_special_tokens=False) for ids in (prompt, (*prompt, *tokens)))
+        return text[shared_length((before, text)) :].removesuffix(stopped or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,9 +173,9 @@ class RetokenizingDrafter:
         return whole[len(before) :] if whole[: len(before)] == before else self.encode(new)
 
 
-def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[..., str]]:
     """Encode and decode with special tokens written out, and none added."""
     return (
         lambda text: lm.tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
-        lambda ids: lm.decode(ids, skip_special_tokens=False),
+        partial(lm.decode, skip_special_tokens=False),
     )

@@ -49,7 +49,7 @@ class Output:
         self._setup = setup
         self._request = request
         self._inputs = inputs
-        self._text = TextStream(lm.decode, setup.options.stop_strings)
+        self._text = TextStream(setup.stop.new_text, setup.stop.begin(setup.tree))
         self._streamed = setup.tree.prompt_length  # tokens that were handed out
         k = setup.options.top_logprobs
         self.alternatives = None if k is None else Alternatives(setup.tree, k)
@@ -155,10 +155,7 @@ class Output:
         tree = self._setup.tree
         token_ids, log_probs, top_logprobs = self._tokens(tree.path(hypothesis.node)[tree.prompt_length :])
         if text is None:
-            stream = TextStream(self._lm.decode, self._setup.options.stop_strings)
-            stream.push(token_ids)
-            stream.finish()
-            text = stream.text
+            text = self._setup.stop.new_text.of(self._setup.stop.begin(tree), token_ids)
         log_prob = float(tree.scores(hypothesis.node))
         return Sequence(text, token_ids, log_probs, log_prob, hypothesis.score, hypothesis.finish_reason, top_logprobs)
 

@@ -70,7 +70,8 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
     )
     tree = Tree(begin)
     process = Processors(options, eos, backend.vocab_size, of_checkpoint, backend.device)
-    stop = Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode)
+    decode = None if lm.tokenizer is None else lm.decode
+    stop = Stopping(eos, max_length, options.stop_strings, decode, options.min_new_tokens or 0)
     draws_beams = options.num_beams > 1 and (options.samples or options.num_beam_groups > 1)
     looks_at_each = options.trace or options.top_logprobs is not None or draws_beams
     unchanged = min(process.unchanged(tree, tree.tip), stop.unchanged(tree, tree.tip))
@@ -80,7 +81,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         tree=tree,
         selector=Selector(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
         stop=stop,
-        record=Record(tree, lm.decode_token if options.trace else None),
+        record=Record(tree, lm.token_text if options.trace else None),
         cost=SharedCost(costs(backend)),
         goes_ahead=goes_ahead,
         plain_cost=SharedCost(costs(backend, goes_ahead)),

@@ -102,10 +102,9 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         if not isinstance(self.max_length, int) or not 2 <= self.max_length <= context:
             raise SpecbeamError(f"max_length={max_length!r} is not allowed: give 2 to {context}, the model's context")
         self._greedy = self._options.do_sample is False or self._options.temperature == 0
-        tokens = self.tokenizer.added_tokens_decoder.items()
-        self._special = {str(token): i for i, token in tokens if token.special and i < self.lm.backend.vocab_size}
-        own = self._special.get(self.tokenizer.eos_token)
-        self._eos_token_ids = self.lm.eos_token_ids | ({own} - {None})
+        own = self.tokenizer.eos_token_id
+        has_own = own is not None and own < self.lm.backend.vocab_size
+        self._eos_token_ids = self.lm.eos_token_ids | ({own} if has_own else set())
 
     @classmethod
     def create_from_arg_obj(
@@ -257,9 +256,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         both = {"stop_strings": (*self._options.stop_strings, *stops)}
         options = Options.of({**task, **length, **sampling, **self._given, **both})
 
-        # Texts do not contain special tokens. A stop string that is a special token must end the text as a token.
-        ends = self._eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
-        ends |= {self._special[stop] for stop in stops if stop in self._special}
+        ends = self._eos_token_ids if options.eos_token_id is None else options.eos_token_id
         if options.samples:  # the harness repeats requests for several samples, and seeds torch
             options = replace(options, seed=int(torch.randint(2**63 - 1, ())) if seed is None else seed + number)
         return replace(options, eos_token_id=sorted(ends))

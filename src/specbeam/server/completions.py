@@ -61,8 +61,7 @@ class Completion(Answer):
             part = self._prompt(index) + part
         made = {"index": index, "text": part.text, "logprobs": None, **self.ending(part)}
         if self.fields.logprobs is not None:
-            log_probs = self._log_probs.setdefault(index, CompletionLogProbs(self.call.model.texts))
-            made["logprobs"] = log_probs(part)
+            made["logprobs"] = self._log_probs_of(index)(part)
         if self.fields.return_token_ids:
             made["token_ids"] = token_ids
             if not self.fields.stream:
@@ -82,15 +81,25 @@ class Completion(Answer):
         plan = self.call.plan
         return self.call.requests[index // plan.n * plan.draws]
 
+    def _prompt_text(self, index: int) -> str:
+        """The text of the prompt of a choice."""
+        prompt = self.call.prompts[index // self.call.plan.n]
+        return prompt if isinstance(prompt, str) else self.call.model.lm.decode(self._request(index).prompt_ids)
+
+    def _log_probs_of(self, index: int) -> CompletionLogProbs:
+        """What makes the log-probabilities of a choice."""
+        if index not in self._log_probs:
+            model, echoed = self.call.model, self._prompt_text(index) if self.fields.echo else None
+            self._log_probs[index] = CompletionLogProbs(model.lm, model.texts, self._request(index).prompt_ids, echoed)
+        return self._log_probs[index]
+
     def _prompt(self, index: int) -> Part:
         """The prompt of a choice, as if it were a part of the text."""
         plan = self.call.plan
         request = index // plan.n * plan.draws
         if self.fields.stream and not plan.searches:
             request = index  # the prompt of each text is scored before the text begins
-        prompt = self.call.prompts[index // plan.n]
-        ids = self.call.requests[request].prompt_ids
-        text = prompt if isinstance(prompt, str) else self.call.model.lm.decode(ids)
+        ids, text = self.call.requests[request].prompt_ids, self._prompt_text(index)
         if self.fields.logprobs is None:
             return Part(text, ids)
         scores = self.call.prompt_scores[request]

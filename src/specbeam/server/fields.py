@@ -106,7 +106,9 @@ class Decoding(Fields):
     typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     no_repeat_ngram_size: CountOrZero | None = None
-    min_tokens: CountOrZero | None = Field(None, description="No end before these. The model's own if it is left out.")
+    min_tokens: CountOrZero | None = Field(
+        None, description="No end before these, by a stop string either. The model's own if it is left out."
+    )
     ignore_eos: bool | None = Field(None, description="Do not end at an end-of-sequence token.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Further tokens that end the text.")
     num_beams: Count | None = Field(None, description="Beam search with this many beams. n is at most this.")

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbeam.detokenizing import Detokenizer
 from specbeam.model import LanguageModel
 from specbeam.results import Piece, TopLogProbs
 from specbeam.results import Sequence as Text
 from specbeam.token_texts import text_of
 
+MAX_SPACE = 64
+"""At most this many characters of space are looked for around a special token of a prompt."""
 MIN_LOG_PROB = -9999.0
 """JSON has no infinity. OpenAI writes this number for very unlikely tokens."""
 
@@ -96,29 +99,73 @@ def chat_log_probs(texts: TokenTexts, part: Part) -> list[dict[str, Any]]:
 
 
 class CompletionLogProbs:
-    """Makes the ``logprobs`` of one text of ``/v1/completions``, all at once or in parts."""
+    """Makes the ``logprobs`` of one text of ``/v1/completions``, all at once or in parts.
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._offset = 0  # where the next token begins in the text, in characters
+    Args:
+        prompt_ids: the tokens of the prompt.
+        echoed: the text of the prompt, if the text begins with it. Then the prompt's tokens come first.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, texts: TokenTexts, prompt_ids: Sequence[int], echoed: str | None = None
+    ) -> None:
         self._texts = texts
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+        self._detokenizer = Detokenizer(lm.decode)
+        self._end = self._detokenizer.after([*(lm.backend.start_token_ids or prompt_ids)])
+        self._offset = len(echoed or "")  # where the next new token begins in the text, in characters
+        self._echoed = iter(() if echoed is None else [*self._places(prompt_ids, echoed)])
 
     def __call__(self, part: Part) -> dict[str, Any]:
-        """The ``logprobs`` of the next part. Each token is always among the likeliest tokens at its place."""
+        """The ``logprobs`` of the next part. Each token is always among the likeliest tokens at its place.
+
+        In the text a token's name is at its offset. A first word whose space the text leaves out has a name without it.
+        """
         rows: list[dict[str, float | None] | None] = []
         offsets, names = [], []
         for token, log_prob, likeliest in part.tokens:
-            name, written = self._texts(token)
-            names.append(name)
-            offsets.append(self._offset)
-            if self._texts.is_shown(token):
-                self._offset += len(self._decoder.decode(written))
+            offset, drops_space = next(self._echoed, None) or self._new_place(token)
+            offsets.append(offset)
+            names.append(self._name(token, drops_space))
             if log_prob is None:
                 rows.append(None)
                 continue
             row: dict[str, float | None] = {}
             for other, other_log_prob in {**likeliest, token: log_prob}.items():
-                row.setdefault(self._texts(other)[0], shown(other_log_prob))  # of equal texts the likeliest
+                row.setdefault(self._name(other, drops_space), shown(other_log_prob))  # of equal texts the likeliest
             rows.append(row)
         shown_log_probs = [*map(shown, part.log_probs)]
         return {"tokens": names, "token_logprobs": shown_log_probs, "top_logprobs": rows, "text_offset": offsets}
+
+    def _name(self, token: int, drops_space: bool) -> str:
+        name, _ = self._texts(token)
+        return name.removeprefix(" ") if drops_space else name
+
+    def _new_place(self, token: int) -> tuple[int, bool]:
+        """Where a new token begins in the text, and whether the text leaves out the space before it."""
+        offset, before = self._offset, self._end
+        self._end = self._detokenizer.push(before, token)
+        self._offset += len(self._end.added)
+        return offset, not before.text and self._texts(token)[0] == f" {self._end.text}"
+
+    def _places(self, prompt_ids: Sequence[int], text: str) -> Iterator[tuple[int, bool]]:
+        """The same for the prompt's tokens. Special tokens that the prompt's text does not show have no length."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+        at = 0
+        for token in prompt_ids:
+            name, written = self._texts(token)
+            is_shown = self._texts.is_shown(token)
+            own = decoder.decode(written) if is_shown else name
+            word = own.removeprefix(" ")
+            begin = at
+            if word and not text.startswith((own, word), at):  # a special token may have taken the space around it
+                ahead = text[at : at + MAX_SPACE]
+                begin += len(ahead) - len(ahead.lstrip())
+            if text.startswith(own, at):
+                yield at, False
+                at += len(own)
+            elif text.startswith(word, begin):
+                yield begin, True
+                at = begin + len(word)
+            else:  # the prompt does not show the token, or not in these characters
+                yield at, False
+                at += len(own) if is_shown else 0
