@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-Change = tuple[Any, str, Callable[..., Tensor]]
+MethodChange = tuple[Any, str, Callable[..., Tensor]]
 """A module, the name of a method, and another method."""
 
 
@@ -83,7 +83,7 @@ class DecoderPositions:
             nodes: positions of the evaluated nodes, int64 [n].
             slots: positions of all slots of the cache, int64 [length].
         """
-        changes: list[Change] = [
+        changes: list[MethodChange] = [
             (m, "compute_bias", partial(_bias, m.compute_bias, nodes[:, None] - slots)) for m in self._relative
         ]
         if self._embed is not None:
@@ -100,7 +100,7 @@ class GivenPositions:
         changes: modules, names of their methods, and the methods that take the place of these.
     """
 
-    def __init__(self, changes: list[Change]) -> None:
+    def __init__(self, changes: list[MethodChange]) -> None:
         self._changes = changes
         self._own = [vars(module).get(name) for module, name, _ in changes]  # not None where a caller has changed it
 

@@ -29,7 +29,7 @@ class TextEnd(NamedTuple):
         settled: this many of the last text's characters can no longer change.
         added: the characters that the last token settled.
         special: the last token written out, if it is one that no text shows.
-        given: the prompt's characters after the settled ones. A token may complete or change them.
+        given: characters of the prompt, after the settled ones, that a new token may still complete or change.
     """
 
     ids: tuple[int, ...] = ()

@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
-from specbeam.checkpoints.fingerprint import fingerprint
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import BACKENDS
 from specbeam.options import refuse_unknown_keywords
+from specbeam.token_texts import text_of
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
     import torch
@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # they import PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger("specbeam")
+CONFIGURATIONS = ("config.json", "adapter_config.json")
+"""The files of a folder that say how the weights of a model or an adapter are used."""
 shown_precisions: set[str] = set()  # the lines that this process has shown
 
 
@@ -52,8 +54,9 @@ class LanguageModel:
         generation_defaults: its checkpoint's generation settings.
         placement: the arguments that :func:`load` was given; None if another function made this model. Drafts that are
             named by their source are loaded in the same way, or on the device of this model.
-        weights: a digest of the weights. The cpu backend's is of every byte that its kernels read. Another backend's is
-            of samples of the checkpoint's files. It is "unknown" for a model that another function made.
+        weights: a digest of the weights and the configuration. The cpu backend's is of every byte that its kernels
+            read. Another backend's is of samples of the checkpoint's files. None for a model that another function
+            made.
     """
 
     source: str
@@ -62,7 +65,7 @@ class LanguageModel:
     eos_token_ids: frozenset[int]
     generation_defaults: GenerationDefaults
     placement: Placement | None = None
-    weights: str = "unknown"
+    weights: str | None = None
     _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False)
     _loading: Lock = field(default_factory=Lock, init=False)
 
@@ -110,12 +113,16 @@ class LanguageModel:
         return self.decode(token_ids, skip_special_tokens=False)
 
     def token_text(self, token: int) -> str:
-        """The text of a token as a part of a text, special tokens written out.
+        """The text of a token as a part of a text, special tokens written out; empty without a tokenizer."""
+        piece = None if self.tokenizer is None else self.tokenizer.convert_ids_to_tokens(token)
+        if piece is None or token in self._added_tokens:
+            return piece or ""
+        text = text_of(self.tokenizer, token, piece)
+        return text if isinstance(text, str) else text.decode(errors="replace")
 
-        Decoders that drop the space before the first word of a text keep it before the second.
-        """
-        alone, twice = self.decode_token([token]), self.decode_token([token, token])
-        return f" {alone}" if twice == f"{alone} {alone}" else alone
+    @cached_property
+    def _added_tokens(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.added_tokens_decoder)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; empty without a tokenizer."""
@@ -318,5 +325,5 @@ def _load(
         eos_token_ids=checkpoint.eos_token_ids,
         generation_defaults=checkpoint.generation_defaults,
         placement=placement,
-        weights=loaded.weights_digest or fingerprint(checkpoint.extents),
+        weights=loaded.weights_digest or checkpoint.fingerprint(CONFIGURATIONS),
     )

@@ -92,8 +92,9 @@ class NotGiven(int):
 class Options:
     """Generation options of one request, named as in transformers' ``GenerationConfig``.
 
-    ``None`` means that the option is not given. Then the checkpoint's ``generation_config.json`` decides, and without a
-    value there, the value in brackets. Whether to sample is never taken from the checkpoint: the default is greedy.
+    ``None`` means that the option is not given. Then the checkpoint's generation settings decide (docs/models.md), and
+    without a value there, the value in brackets. Whether to sample is never taken from the checkpoint: the default is
+    greedy.
 
     Attributes:
         max_new_tokens: the largest number of tokens to generate. The model's context may end a sequence earlier.

@@ -52,6 +52,8 @@ class Saved:
             raise SpecbeamError(f"its inputs have the form {form}, and this specbeam reads {INPUTS_FORMAT}: upgrade it")
         for name in ("specbeam", "model", "backend", "numbers", "weights"):
             _field(inputs, name, str)
+        if _field(inputs, "start_token_ids", list | None) is not None:
+            _list(inputs, "start_token_ids", int)
         _field(inputs, "generation_config", dict)
         _list(inputs, "prompt_ids", int)
         _list(inputs, "objects", str)
@@ -71,12 +73,16 @@ class Saved:
         if lm.weights != theirs:
             raise SpecbeamError(
                 f"the weights are others: {theirs[:DIGITS]} there ({self.inputs['model']}, {numbers}), and "
-                f"{lm.weights[:DIGITS]} here ({lm.source}). Give the same model with --model"
+                f"{(lm.weights or 'unknown')[:DIGITS]} here ({lm.source}). Give the same model with --model, --adapter "
+                "and --revision"
             )
+        if lm.backend.start_token_ids != (start := self.inputs["start_token_ids"]):
+            raise SpecbeamError(f"its texts began with the tokens {start}, and now {lm.backend.start_token_ids} do")
 
     def prepare(self, lm: LanguageModel) -> LanguageModel:
         """The model with the generation settings that its checkpoint had then."""
-        return replace(lm, generation_defaults=GenerationDefaults(self.inputs["generation_config"]))
+        settings = _with_infinity(self.inputs["generation_config"])
+        return replace(lm, generation_defaults=GenerationDefaults(settings, lm.generation_defaults.file))
 
     def verdict(self, result: Result) -> tuple[str, bool]:
         """Whether a result that was made again is the same: in words, and whether it is."""
@@ -123,6 +129,18 @@ def _list(value: Any, name: str, kind: type) -> list[Any]:
 
 
 def _sequence(value: Any) -> Sequence:
-    log_prob, score = (float(_field(value, name, int | float)) for name in ("log_prob", "score"))
+    try:
+        log_prob, score = (float(_field(value, name, int | float)) for name in ("log_prob", "score"))
+    except OverflowError as error:
+        raise SpecbeamError("a score is beyond all numbers of 64 bits, which no result has there") from error
     reason = _field(value, "finish_reason", str)
     return Sequence(_field(value, "text", str), _list(value, "token_ids", int), [], log_prob, score, reason)
+
+
+def _with_infinity(value: Any) -> Any:
+    """A value of JSON with minus infinity where its name stands (see :mod:`specbeam.engine.inputs`)."""
+    if isinstance(value, dict):
+        return {name: _with_infinity(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_with_infinity(part) for part in value]
+    return float("-inf") if value == "-inf" else value

@@ -186,11 +186,15 @@ class Result:
 
     @property
     def receipt(self) -> str | None:
-        """One line with the version, and digests of weights, prompt, options and tokens; None without ``inputs``.
+        """One line with the version, and digests of weights, prompt, options and tokens.
+
+        None without ``inputs``, and for a model that specbeam has not loaded itself, whose weights have no digest.
 
         Results with equal receipts have equal sequences, made of equal inputs. ``specbeam verify`` makes them again.
         """
-        return None if self.inputs is None else receipt_of(self.inputs, self.sequences)
+        if self.inputs is None or self.inputs["weights"] is None:
+            return None
+        return receipt_of(self.inputs, self.sequences)
 
     def to_dict(self) -> dict[str, Any]:
         """The object ``specbeam generate --json`` prints."""
@@ -209,7 +213,8 @@ class Result:
 
 def receipt_of(inputs: Mapping[str, Any], sequences: Iterable[Sequence]) -> str:
     """The receipt of sequences that were made of inputs (see :class:`Result`)."""
-    request = [inputs[name] for name in ("options", "generation_config", "objects")]
+    names = ("backend", "numbers", "start_token_ids", "options", "generation_config", "objects")
+    request = [inputs[name] for name in names]
     tokens = [[sequence.token_ids, sequence.finish_reason] for sequence in sequences]
     return (
         f"specbeam {inputs['specbeam']} weights={inputs['weights'][:DIGITS]} prompt={_digest(inputs['prompt_ids'])} "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
 
 
-class Part(NamedTuple):
+class Fragment(NamedTuple):
     """A part of a text with special tokens written out.
 
     Attributes:
@@ -34,7 +34,7 @@ class Progress(NamedTuple):
     end: TextEnd = TextEnd()
     tokens: int = 0
     certain: str = ""
-    held: tuple[Part, ...] = ()
+    held: tuple[Fragment, ...] = ()
     stopped: str | None = None
 
 
@@ -81,10 +81,10 @@ class NewText:
         certain_length = self._certain_length(text)
         if found is None and not held and not end.special and certain_length == len(text):
             return Progress(end, tokens, text)
-        new = Part(end.special, False) if end.special else Part(end.added)
+        new = Fragment(end.special, False) if end.special else Fragment(end.added)
         if found is None:
             return Progress(end, tokens, *split((*before.held, new), certain_length))
-        last = (Part(unsettled), new) if end.special else (new, Part(unsettled))
+        last = (Fragment(unsettled), new) if end.special else (new, Fragment(unsettled))
         certain, _ = split((*before.held, *last), found)
         return Progress(end, tokens, certain, stopped=whole[found:])
 
@@ -98,10 +98,10 @@ class NewText:
         if last.stopped is not None:
             return ""
         unsettled = last.end.unsettled.rstrip(INCOMPLETE) if cancelled else last.end.unsettled
-        return shown(last.held) + unsettled
+        return shown_text(last.held) + unsettled
 
     def _find(self, text: str, old: int) -> int | None:
-        """Where the first stop string begins that ends after the old characters of a text."""
+        """The start of the first stop string that has a character after the first ``old`` ones; None without one."""
         found = [at for stop in self._stop_strings if (at := text.find(stop, max(0, old + 1 - len(stop)))) >= 0]
         return min(found) if found else None
 
@@ -157,17 +157,17 @@ class TextStream:
         return self._pieces[-1]
 
 
-def written(parts: Sequence[Part]) -> str:
+def written(parts: Sequence[Fragment]) -> str:
     """The text of parts, with special tokens written out."""
     return "".join(part.text for part in parts)
 
 
-def shown(parts: Sequence[Part]) -> str:
+def shown_text(parts: Sequence[Fragment]) -> str:
     """The text of parts, without special tokens."""
     return "".join(part.text for part in parts if part.is_shown)
 
 
-def split(parts: Sequence[Part], at: int) -> tuple[str, tuple[Part, ...]]:
+def split(parts: Sequence[Fragment], at: int) -> tuple[str, tuple[Fragment, ...]]:
     """The shown text before a position of the written text, and the parts from there on."""
     before, after = [], []
     for part in parts:
@@ -175,4 +175,4 @@ def split(parts: Sequence[Part], at: int) -> tuple[str, tuple[Part, ...]]:
         if rest := part.text[max(at, 0) :]:
             after.append(part._replace(text=rest))
         at -= len(part.text)
-    return shown(before), tuple(after)
+    return shown_text(before), tuple(after)

@@ -11,6 +11,7 @@ from specbeam.backends.cpu import CpuBackend
 from specbeam.receipts import Saved
 from specbeam.results import receipt_of
 from tests.backends.test_cpu import ALIKE, loaded
+from tests.backends.test_encoder_decoder import make
 from tests.conftest import random_model, rewrite
 
 REQUESTS = {
@@ -119,7 +120,7 @@ def test_what_differs_is_named(verify, model, save):
     status, verdicts, _ = verify(result, arguments=("--model", elsewhere))
     assert status == 1
     assert verdicts[0].startswith("1: cannot be made again: the weights are others: ")
-    assert verdicts[0].endswith("Give the same model with --model")
+    assert verdicts[0].endswith("Give the same model with --model, --adapter and --revision")
 
 
 def test_what_no_file_can_hold_or_was_cut_short_is_not_made_again(verify, model):
@@ -137,6 +138,53 @@ def test_what_no_file_can_hold_or_was_cut_short_is_not_made_again(verify, model)
         "2: cannot be made again: it was made with logits_processor, which no file can hold",
         "3: cannot be made again: it was cut short (cancelled), and no other run ends there",
     ]
+
+
+def test_a_model_that_cannot_be_loaded_stops_no_other_result(verify, model):
+    result = specbeam.generate(model, [5, 6, 7], max_new_tokens=2).to_dict()
+    gone = changed(result, "inputs", "model", to="no/such/model.gguf")
+    unknown = changed(result, "inputs", "backend", to="abacus")
+    status, verdicts, _ = verify(gone, result, unknown)
+    assert status == 1
+    assert sorted(verdicts) == [
+        "1: cannot be made again: --model says where a model is here: there is no file or folder no/such/model.gguf",
+        "2: the same 2 tokens, and each bit of the scores",
+        "3: cannot be made again: --model says where a model is here: unknown backend 'abacus': give auto, cpu, torch, "
+        "transformers",
+    ]
+    of_torch = specbeam.generate(specbeam.load(model.source, backend="torch"), [5, 6, 7], max_new_tokens=2).to_dict()
+    status, verdicts, _ = verify(of_torch, arguments=("--threads", "2"))
+    assert (status, "threads=2 is for the cpu backend" in verdicts[0]) == (1, True)
+
+
+def test_a_receipt_knows_the_configuration_the_numbers_and_the_start(verify, folder, save, tmp_path):
+    """Files with equal weights may be different models."""
+    path = shutil.copytree(folder, tmp_path / "model")
+    receipts = set()
+    for theta in (10_000.0, 500.0):
+        rewrite(path, "config.json", rope_parameters={"rope_type": "default", "rope_theta": theta})
+        for how in ({"backend": "cpu"}, {"backend": "torch"}, {"backend": "torch", "dtype": "bfloat16"}):
+            receipts.add(specbeam.generate(specbeam.load(path, **how), [5], max_new_tokens=1).receipt)
+    assert len(receipts) == 6
+    encoder_decoder = save(make("bart"))
+    result = specbeam.generate(specbeam.load(encoder_decoder), [5, 6, 7], max_new_tokens=3).to_dict()
+    assert verify(result)[0] == 0
+    start = result["inputs"]["start_token_ids"]
+    rewrite(encoder_decoder, "generation_config.json", decoder_start_token_id=start[0] + 1)
+    _, verdicts, _ = verify(result)
+    assert f"its texts began with the tokens {start}, and now [{start[0] + 1}] do" in verdicts[0]
+
+
+def test_biases_of_a_checkpoint_are_saved_as_json(verify, folder, tmp_path):
+    path = shutil.copytree(folder, tmp_path / "model")
+    rewrite(path, "generation_config.json", sequence_bias=[[[5], 2.0], [[6, 7], float("-inf")]])
+    result = specbeam.generate(specbeam.load(path), [5, 6, 7], max_new_tokens=6).to_dict()
+    assert "Infinity" not in json.dumps(result)
+    assert verify(result)[0] == 0
+    wrapped = random_model("llama")
+    wrapped.generation_config.sequence_bias = {(5,): 2.0, (6, 7): -1.0}
+    own = specbeam.generate(specbeam.hf.wrap(wrapped), [5, 6, 7], max_new_tokens=2)
+    assert json.loads(json.dumps(own.to_dict()))["receipt"] is None
 
 
 def test_settings_of_the_checkpoint_are_those_of_the_first_run(verify, folder, tmp_path):
@@ -165,7 +213,7 @@ def test_wrong_files_are_refused_in_one_line(verify, model, specbeam_command, tm
         (changed(result, "inputs", "prompt_ids", to=[1, "x"]), "its \"prompt_ids\" has 'x'"),
         (changed(result, "inputs", "options", to={"top_q": 1}), "unknown option 'top_q'"),
         (changed(result, "sequences", 0, "score", to=None), 'its "score" is None'),
-        (changed(result, "inputs", "model", to="no/such/model.gguf"), "there is no file or folder no/such/model.gguf"),
+        (changed(result, "sequences", 0, "score", to=10**400), "a score is beyond all numbers"),
     ):
         status, verdicts, err = verify(wrong)
         assert (status, verdicts) == (2, []), (wrong, err)

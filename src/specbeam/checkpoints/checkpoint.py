@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,14 +150,18 @@ class Checkpoint(ABC):
     def extents(self) -> list[tuple[Path, list[Extent]]]:
         """Its files of weights, and where in each of them the header and the tensors lie."""
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, texts: Collection[str] | None = None) -> str:
         """A digest of all that its texts depend on: the weights in samples, the configuration and tokenizer whole.
+
+        Args:
+            texts: the names of the files of a folder that count beside the weights; None for all.
 
         Raises:
             SpecbeamError: a file cannot be read.
         """
         folders = [path for path in (self.path, self.adapter and self.adapter.path) if path and path.is_dir()]
         files = [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in TEXT_FILES]
+        files = [file for file in files if texts is None or file.name in texts]
         try:
             whole = [(file, [Extent(0, file.stat().st_size, whole=True)]) for file in files]
             return fingerprint([*self.extents, *whole])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from specbeam.errors import SpecbeamError
@@ -206,6 +207,12 @@ class Config:
             )
         if any(layer.rope and layer.rope.dim > self.head_dim for layer in self.layers):
             raise SpecbeamError("the model's configuration rotates more features of a head than it has")
+
+    @property
+    def description(self) -> str:
+        """The fields that differ from their defaults, as one text. Equal for equal models of two versions."""
+        values = asdict(self)
+        return json.dumps({f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}, sort_keys=True)
 
     @property
     def num_layers(self) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import add_revision_to, check_source
+from specbeam.cli.arguments import add_revision_to
 from specbeam.cli.printing import one_line, print_lines
 from specbeam.cli.prompts import read_json, read_lines
 from specbeam.errors import FAILED, SpecbeamError, located
@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
         help="make saved results again, and say whether they are the same",
         description="Make saved results again, and say of each whether its text and its scores are the same. FILE is "
         "what specbeam generate --json printed, on this machine or another one. Drafts are left out, since they change "
-        "no text. The status is 1 if a result differs or cannot be made again.",
+        "no text. The status is 1 if a text differs or cannot be made again.",
     )
     parser.add_argument("file", metavar="FILE", help="a file with one result per line; - reads standard input")
     add = parser.add_argument_group("model").add_argument
@@ -43,13 +43,10 @@ def add_to(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     results = [*read_results(given.file)]  # wrong input is refused before a model is loaded
-    for source in {given.model or saved.inputs["model"] for _, saved in results}:
-        with located("" if given.model else "--model says where the model of a result is here"):
-            check_source(source)
-    load = cache(partial(load_model, given))
+    load = lru_cache(maxsize=1)(partial(load_model, given))  # one model after the other
     same = 0
     for key, group in groupby(sorted(results, key=model_of), key=model_of):
-        for verdict, is_same in verdicts(load(*key[:-1]), [*group]):
+        for verdict, is_same in verdicts(partial(load, *key[:-1]), [*group]):
             same += is_same
             print_lines(verdict)
     print(f"[{same:,} of {len(results):,} results are the same]", file=sys.stderr)
@@ -82,17 +79,24 @@ def model_of(result: Named) -> tuple[str, str, str, str]:
 
 
 def load_model(given: argparse.Namespace, source: str, backend: str, numbers: str) -> LanguageModel:
-    """Load the model of some results as it was loaded for them."""
+    """Load the model of some results as it was loaded for them. Raises SpecbeamError if it cannot be loaded."""
     from specbeam.model import load
 
-    how = {"quantize": numbers, "threads": given.threads} if backend == "cpu" else {"dtype": numbers}
-    return load(given.model or source, revision=given.revision, adapter=given.adapter, backend=backend, **how)
+    how: dict[str, Any] = {"revision": given.revision, "adapter": given.adapter, "threads": given.threads}
+    how["quantize" if backend == "cpu" else "dtype"] = numbers
+    with located("" if given.model else "--model says where a model is here"):
+        return load(given.model or source, backend=backend, **how)
 
 
-def verdicts(lm: LanguageModel, results: list[Named]) -> Iterator[tuple[str, bool]]:
-    """A line for each result, as soon as it is known, and whether the result is the same."""
+def verdicts(load: Callable[[], LanguageModel], results: list[Named]) -> Iterator[tuple[str, bool]]:
+    """A line for each result of one model, as soon as it is known, and whether the result is the same."""
     from specbeam.engine import Engine
 
+    try:
+        lm = load()
+    except SpecbeamError as error:
+        yield from ((f"{name}: cannot be made again: {one_line(error)}", False) for name, _ in results)
+        return
     engine = Engine(results[0][1].prepare(lm))
     refused = []
 

@@ -39,6 +39,7 @@ def inputs_of(lm: LanguageModel, prompt_ids: list[int], setup: Setup, objects: I
         "backend": lm.backend.name,
         "numbers": getattr(lm.backend, "quantize", lm.backend.precision),
         "weights": lm.weights,
+        "start_token_ids": lm.backend.start_token_ids,
         "prompt_ids": prompt_ids,
         "options": {
             **asked,
@@ -46,14 +47,19 @@ def inputs_of(lm: LanguageModel, prompt_ids: list[int], setup: Setup, objects: I
             "max_new_tokens": setup.options.max_new_tokens,
             "eos_token_id": sorted(setup.stop.eos_token_ids),
         },
-        "generation_config": {n: lm.generation_defaults[n] for n in settings if n in lm.generation_defaults},
+        "generation_config": {n: _plain(lm.generation_defaults[n]) for n in settings if n in lm.generation_defaults},
         "objects": [*(name for name in OBJECTS if name in chosen), *objects],
     }
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it and give it back: keys are strings, and so is minus infinity."""
+    """A value as JSON can hold it and give it back: keys are strings, and so is minus infinity.
+
+    The words of transformers' ``sequence_bias`` are keys, and become pairs, as in files.
+    """
     if isinstance(value, Mapping):
+        if any(isinstance(key, tuple) for key in value):
+            return [[[*key], _plain(part)] for key, part in value.items()]
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]

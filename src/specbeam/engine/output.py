@@ -7,6 +7,7 @@ from typing import Any
 
 from specbeam.decoding import Hypothesis
 from specbeam.decoding.alternatives import Alternatives
+from specbeam.engine.costs import MIN_PASS_SECONDS
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.request import Request
 from specbeam.engine.setup import Setup
@@ -17,8 +18,6 @@ from specbeam.selection import Selection
 from specbeam.streaming import TextStream
 from specbeam.tree import Nodes
 
-MIN_SECONDS = 1e-9
-"""No request takes less. A clock that ticks slowly may measure 0."""
 MAY_FORBID = (
     "constraint",
     "prefix_allowed_tokens_fn",
@@ -175,7 +174,7 @@ class Output:
 
     def _stats(self, new_tokens: int, target: ModelState, draft: ModelState | None, drafted: bool) -> Stats:
         record = self._setup.record
-        seconds = max(time.perf_counter() - self._submitted, MIN_SECONDS)
+        seconds = max(time.perf_counter() - self._submitted, MIN_PASS_SECONDS)
         return Stats(
             prompt_tokens=len(self._request.prompt_ids),
             new_tokens=new_tokens,

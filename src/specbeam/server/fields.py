@@ -107,7 +107,9 @@ class Decoding(Fields):
     repetition_penalty: float | None = Field(None, gt=0)
     no_repeat_ngram_size: CountOrZero | None = None
     min_tokens: CountOrZero | None = Field(
-        None, description="No end before these, by a stop string either. The model's own if it is left out."
+        None,
+        description="Neither an end token nor a stop string ends the text before this many tokens. The model's own if "
+        "it is left out.",
     )
     ignore_eos: bool | None = Field(None, description="Do not end at an end-of-sequence token.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Further tokens that end the text.")

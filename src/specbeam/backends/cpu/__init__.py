@@ -7,6 +7,7 @@ kernels add in an order that depends on the node alone.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import threading
@@ -69,7 +70,7 @@ class CpuBackend(Backend):
         config = checkpoint.config
         self._library = library(choose_isa(isa))
         self._weights = load_weights(checkpoint, self.quantize)
-        self.weights_digest = self._weights.digest
+        self.weights_digest = hashlib.sha256(f"{self._weights.digest} {config.description}".encode()).hexdigest()
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so whole numbers are enough.
