@@ -30,13 +30,15 @@ class Saved:
     Attributes:
         inputs: of the result (see :class:`specbeam.Result`).
         options: the options in them, checked.
-        sequences: without their tokens' log-probabilities.
+        sequences: with their tokens' log-probabilities, if these were saved.
+        is_first: whether its text is that of the first sequence.
     """
 
     receipt: str
     inputs: Mapping[str, Any]
     options: Options
     sequences: list[Sequence]
+    is_first: bool
 
     @classmethod
     def read(cls, value: Any) -> Saved:
@@ -52,19 +54,21 @@ class Saved:
             raise SpecbeamError(f"its inputs have the form {form}, and this specbeam reads {INPUTS_FORMAT}: upgrade it")
         for name in ("specbeam", "model", "backend", "numbers", "weights"):
             _field(inputs, name, str)
-        if _field(inputs, "start_token_ids", list | None) is not None:
+        if inputs.setdefault("start_token_ids", None) is not None:
             _list(inputs, "start_token_ids", int)
         _field(inputs, "generation_config", dict)
         _list(inputs, "prompt_ids", int)
         _list(inputs, "objects", str)
         options = Options.of(_field(inputs, "options", dict))
         sequences = [_sequence(one) for one in _list(value, "sequences", dict)]
-        return cls(_field(value, "receipt", str), inputs, options, sequences)
+        best = {name: value.get(name) for name in ("text", "token_ids", "finish_reason")}
+        is_first = bool(sequences) and best == {name: getattr(sequences[0], name) for name in best}
+        return cls(_field(value, "receipt", str), inputs, options, sequences, is_first)
 
     def check(self, lm: LanguageModel) -> None:
         """Raises SpecbeamError if it cannot be made again, with this model or at all."""
         theirs, numbers = self.inputs["weights"], self.inputs["numbers"]
-        if self.receipt != receipt_of(self.inputs, self.sequences):
+        if not self.is_first or self.receipt != receipt_of(self.inputs, self.sequences):
             raise SpecbeamError("it was changed after it was made, since its receipt belongs to another content")
         if objects := self.inputs["objects"]:
             raise SpecbeamError(f"it was made with {', '.join(objects)}, which no file can hold")
@@ -91,9 +95,10 @@ class Saved:
             made_by = f" (made by specbeam {self.inputs['specbeam']})" if len(versions) > 1 else ""
             return f"different: {difference}{made_by}", False
         tokens = sum(len(sequence.token_ids) for sequence in self.sequences)
-        there, here = ([(s.log_prob, s.score) for s in sequences] for sequences in (self.sequences, result.sequences))
-        scores = "and each bit of the scores" if there == here else "but the scores differ"
-        return f"the same {tokens:,} tokens, {scores}", True
+        if (score := self.other_score(result)) is None:
+            return f"the same {tokens:,} tokens, and each bit of the scores", True
+        # Only the cpu backend promises bits.
+        return f"the same {tokens:,} tokens, but {score}", self.inputs["backend"] != "cpu"
 
     def difference(self, result: Result) -> str | None:
         """The first difference of a result that was made again; None if its sequences are the same."""
@@ -108,6 +113,17 @@ class Saved:
                 return f"the reason of the end{of} is {theirs.finish_reason!r} there and {ours.finish_reason!r} here"
             if theirs.text != ours.text:
                 return f"the text{of} is {shown(theirs.text)} there and {shown(ours.text)} here, of the same tokens"
+        return None
+
+    def other_score(self, result: Result) -> str | None:
+        """The first log-probability or score that has other bits; None if there is none."""
+        for number, (theirs, ours) in enumerate(zip(self.sequences, result.sequences, strict=True), 1):
+            numbers = [(theirs.log_prob, ours.log_prob, "log_prob"), (theirs.score, ours.score, "score")]
+            for at, pair in enumerate(zip(theirs.log_probs, ours.log_probs, strict=False), 1):
+                numbers.append((*pair, f"log_prob of token {at}"))
+            for a, b, name in numbers:
+                if a != b:
+                    return f"the {name} of sequence {number} is {a} there and {b} here"
         return None
 
 
@@ -134,7 +150,8 @@ def _sequence(value: Any) -> Sequence:
     except OverflowError as error:
         raise SpecbeamError("a score is beyond all numbers of 64 bits, which no result has there") from error
     reason = _field(value, "finish_reason", str)
-    return Sequence(_field(value, "text", str), _list(value, "token_ids", int), [], log_prob, score, reason)
+    log_probs = _list(value, "log_probs", float) if "log_probs" in value else []
+    return Sequence(_field(value, "text", str), _list(value, "token_ids", int), log_probs, log_prob, score, reason)
 
 
 def _with_infinity(value: Any) -> Any:

@@ -48,7 +48,8 @@ def changed(result, *path, to):
 def signed(saved):
     """A saved result with the receipt of its content."""
     read = Saved.read(saved)
-    return saved | {"receipt": receipt_of(read.inputs, read.sequences)}
+    first = {name: saved["sequences"][0][name] for name in ("text", "token_ids", "finish_reason")}
+    return saved | first | {"receipt": receipt_of(read.inputs, read.sequences)}
 
 
 def test_results_of_every_kind_come_again(verify, model):
@@ -103,19 +104,21 @@ def test_what_differs_is_named(verify, model, save):
     of_old = signed(changed(other, "inputs", "specbeam", to="0.0.9"))
     score = changed(result, "sequences", 0, "score", to=-1.25)
     edited = changed(result, "sequences", 0, "token_ids", 0, to=1)
-    text = changed(result, "sequences", 0, "text", to="another")
-    status, verdicts, err = verify(result, other, shorter, of_old, score, edited, text)
+    text = signed(changed(result, "sequences", 0, "text", to="another"))
+    shown = changed(result, "text", to="another")
+    status, verdicts, err = verify(result, other, shorter, of_old, score, edited, text, shown)
     assert status == 1
-    assert sorted(verdicts) == [
+    assert verdicts == [
         "1: the same 12 tokens, and each bit of the scores",
         f"2: different: token 3 of sequence 2 is {(ids[2] + 1) % 250} there and {ids[2]} here",
         f"3: different: token 6 of sequence 1 is missing there and {result['token_ids'][5]} here",
         f"4: different: token 3 of sequence 2 is {(ids[2] + 1) % 250} there and {ids[2]} here (made by specbeam 0.0.9)",
-        "5: the same 12 tokens, but the scores differ",
+        f"5: the same 12 tokens, but the score of sequence 1 is -1.25 there and {result['sequences'][0]['score']} here",
         "6: cannot be made again: it was changed after it was made, since its receipt belongs to another content",
         f"7: different: the text of sequence 1 is 'another' there and {result['text']!r} here, of the same tokens",
+        "8: cannot be made again: it was changed after it was made, since its receipt belongs to another content",
     ]
-    assert "[2 of 7 results are the same]" in err
+    assert "[1 of 8 results are the same]" in err
     elsewhere = str(save(random_model("llama", seed=1)))
     status, verdicts, _ = verify(result, arguments=("--model", elsewhere))
     assert status == 1
@@ -140,13 +143,23 @@ def test_what_no_file_can_hold_or_was_cut_short_is_not_made_again(verify, model)
     ]
 
 
+def test_a_file_may_be_one_json_value_and_the_tokens_scores_count(verify, model):
+    result = specbeam.generate(model, [5, 6, 7], max_new_tokens=3, top_logprobs=1).to_dict()
+    assert verify(json.dumps(result, indent=2))[0] == 0
+    wrong = changed(result, "sequences", 0, "log_probs", 1, to=-9.5)
+    status, (first, second), _ = verify(json.dumps([result, wrong], indent=2))
+    assert status == 1
+    assert first.endswith("result 1: the same 3 tokens, and each bit of the scores")
+    assert "but the log_prob of token 2 of sequence 1 is -9.5 there and" in second
+
+
 def test_a_model_that_cannot_be_loaded_stops_no_other_result(verify, model):
     result = specbeam.generate(model, [5, 6, 7], max_new_tokens=2).to_dict()
     gone = changed(result, "inputs", "model", to="no/such/model.gguf")
     unknown = changed(result, "inputs", "backend", to="abacus")
     status, verdicts, _ = verify(gone, result, unknown)
     assert status == 1
-    assert sorted(verdicts) == [
+    assert verdicts == [
         "1: cannot be made again: --model says where a model is here: there is no file or folder no/such/model.gguf",
         "2: the same 2 tokens, and each bit of the scores",
         "3: cannot be made again: --model says where a model is here: unknown backend 'abacus': give auto, cpu, torch, "

@@ -129,7 +129,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> Vocab
     ends |= {named[key] for key in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep") if key in named}
     if changed:
         logger.warning(
-            "%s: control tokens by their names, as in llama.cpp, though the file does not mark them so: %s",
+            "%s: no text shows %s, because the names are those of control tokens. The file does not mark them so, and "
+            "llama.cpp does the same",
             path,
             ", ".join(f"{name!r} ({ids[name]})" for name in changed),
         )

@@ -83,7 +83,7 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None
     add = options.add_argument
     about = "end after N new tokens (default %(default)s)"
     add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=about)
-    add("--min-new-tokens", type=int, metavar="N", help="do not end before N new tokens (default 0)")
+    add("--min-new-tokens", type=int, metavar="N", help="do not end before N new tokens (default: the model's own)")
     add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens instead of taking the likeliest")
     add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")
     add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,9 @@ def add_to(commands: Any) -> None:
         help="make saved results again, and say whether they are the same",
         description="Make saved results again, and say of each whether its text and its scores are the same. FILE is "
         "what specbeam generate --json printed, on this machine or another one. Drafts are left out, since they change "
-        "no text. The status is 1 if a text differs or cannot be made again.",
+        "no text. The status is 1 if a result differs or cannot be made again.",
     )
-    parser.add_argument("file", metavar="FILE", help="a file with one result per line; - reads standard input")
+    parser.add_argument("file", metavar="FILE", help="a file with a result on each line; - reads standard input")
     add = parser.add_argument_group("model").add_argument
     add("--model", metavar="SOURCE", help="where the model is here (default: the source that each result names)")
     add_revision_to(parser)
@@ -42,34 +43,49 @@ def add_to(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    results = [*read_results(given.file)]  # wrong input is refused before a model is loaded
+    results = [*enumerate(read_results(given.file))]  # wrong input is refused before a model is loaded
     load = lru_cache(maxsize=1)(partial(load_model, given))  # one model after the other
-    same = 0
-    for key, group in groupby(sorted(results, key=model_of), key=model_of):
-        for verdict, is_same in verdicts(partial(load, *key[:-1]), [*group]):
-            same += is_same
-            print_lines(verdict)
+    known: dict[int, tuple[str, bool]] = {}
+    printed = 0
+    try:
+        for key, group in groupby(sorted(results, key=model_of), key=model_of):
+            for number, verdict, is_same in verdicts(partial(load, *key[:-1]), [*group]):
+                known[number] = verdict, is_same
+                while printed in known:  # in the order of the file
+                    print_lines(known[printed][0])
+                    printed += 1
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{len(known):,} of {len(results):,} results were made again") from None
+    same = sum(is_same for _, is_same in known.values())
     print(f"[{same:,} of {len(results):,} results are the same]", file=sys.stderr)
     return 0 if same == len(results) else FAILED
 
 
 def read_results(file: str) -> Iterator[Named]:
-    """The results in a file, each with its place. Raises SpecbeamError for a line that is none."""
+    """The results in a file, each with its place: a line for each, or one JSON value over several lines.
+
+    Raises:
+        SpecbeamError: the file or a line is no result.
+    """
     from specbeam.receipts import Saved
 
-    found = 0
-    for name, line in read_lines(file):
-        found += 1
+    lines = [*read_lines(file)]
+    if len(lines) > 1:
+        with suppress(ValueError, RecursionError):
+            whole = json.loads("\n".join(line for _, line in lines))
+            values = whole if isinstance(whole, list) else [whole]
+            lines = [(f"{file} result {number}", json.dumps(value)) for number, value in enumerate(values, 1)]
+    for name, line in lines:
         value = read_json(name, line)
         with located(name):
             yield name, Saved.read(value)
-    if not found:
+    if not lines:
         raise SpecbeamError(f"{file} holds no results: give what specbeam generate --json printed")
 
 
-def model_of(result: Named) -> tuple[str, str, str, str]:
+def model_of(numbered: tuple[int, Named]) -> tuple[str, str, str, str]:
     """Equal for results that one engine makes again: the model, how it is loaded, and its generation settings."""
-    inputs = result[1].inputs
+    inputs = numbered[1][1].inputs
     return (
         inputs["model"],
         inputs["backend"],
@@ -88,30 +104,30 @@ def load_model(given: argparse.Namespace, source: str, backend: str, numbers: st
         return load(given.model or source, backend=backend, **how)
 
 
-def verdicts(load: Callable[[], LanguageModel], results: list[Named]) -> Iterator[tuple[str, bool]]:
-    """A line for each result of one model, as soon as it is known, and whether the result is the same."""
+def verdicts(load: Callable[[], LanguageModel], results: list[tuple[int, Named]]) -> Iterator[tuple[int, str, bool]]:
+    """The number of each result of one model, a line about it, and whether it is the same, as soon as that is known."""
     from specbeam.engine import Engine
 
     try:
         lm = load()
     except SpecbeamError as error:
-        yield from ((f"{name}: cannot be made again: {one_line(error)}", False) for name, _ in results)
+        yield from ((n, f"{name}: cannot be made again: {one_line(error)}", False) for n, (name, _) in results)
         return
-    engine = Engine(results[0][1].prepare(lm))
+    engine = Engine(results[0][1][1].prepare(lm))
     refused = []
 
-    def submissions() -> Iterator[tuple[Named, Request]]:
-        for name, saved in results:
+    def submissions() -> Iterator[tuple[tuple[int, Named], Request]]:
+        for number, (name, saved) in results:
             try:
                 saved.check(lm)
-                yield (name, saved), engine.submit(saved.inputs["prompt_ids"], saved.options)
+                yield (number, (name, saved)), engine.submit(saved.inputs["prompt_ids"], saved.options)
             except SpecbeamError as error:
-                refused.append(f"{name}: cannot be made again: {one_line(error)}")
+                refused.append((number, f"{name}: cannot be made again: {one_line(error)}", False))
 
-    for (name, saved), request in engine.as_completed(submissions()):
+    for (number, (name, saved)), request in engine.as_completed(submissions()):
         try:
             verdict, is_same = saved.verdict(request.result())
         except SpecbeamError as error:
             verdict, is_same = f"failed: {one_line(error)}", False
-        yield f"{name}: {verdict}", is_same
-    yield from ((line, False) for line in refused)
+        yield number, f"{name}: {verdict}", is_same
+    yield from refused
