@@ -6,6 +6,7 @@ A test compares these lists with transformers, so that a new field needs a decis
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from specbeam.errors import SpecbeamError, shown
@@ -151,6 +152,14 @@ class GenerationDefaults(dict[str, Any]):
     def refused(self, name: str, allowed: str) -> SpecbeamError:
         """The error for the value of a field, which names the file."""
         return SpecbeamError(f"the model's {self.file}: {name}={shown(self[name])} is not allowed: give {allowed}")
+
+
+def is_number(value: Any, whole: bool = False) -> bool:
+    """Whether a value is a number, or a whole number, that arrays can hold."""
+    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+        return False
+    number: Any = value
+    return bool(abs(number) < 2**63)
 
 
 def defaults_of_config(config: Mapping[str, Any]) -> GenerationDefaults:

@@ -10,7 +10,7 @@ from numbers import Integral, Rational, Real
 from typing import Any, ParamSpec, TypeVar
 
 from specbeam.errors import SpecbeamError, shown
-from specbeam.generation_defaults import GenerationDefaults
+from specbeam.generation_defaults import GenerationDefaults, is_number
 from specbeam.option_names import nearest_name
 
 MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
@@ -422,7 +422,7 @@ def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
     """The new tokens that a checkpoint asks for at least. Its min_length counts the tokens that it begins with, too."""
     for name, before in ("min_new_tokens", 0), ("min_length", begin):
         if (least := defaults.get(name)) is not None:
-            if not isinstance(least, Integral) or isinstance(least, bool) or abs(int(least)) >= 2**63:
+            if not is_number(least, whole=True):
                 raise defaults.refused(name, "a whole number, or set min_new_tokens yourself")
             return int(least) - before
     return 0

@@ -79,10 +79,10 @@ def passes_of_calls(monkeypatch, lm, before=lambda: None, seconds=1e-3):
 @pytest.mark.parametrize("options", KINDS + BEAMS)
 @pytest.mark.parametrize("name", ["lm", "windowed", "twins"])
 def test_to_go_ahead_changes_no_bit(request, name, options):
-    lm = request.getfixturevalue(name)
-    single = results(Engine(lm), options | STEP_BY_STEP)
+    lm, costs = request.getfixturevalue(name), table_of_costs(lambda nodes: 1e-3 * nominal_cost(nodes))
+    single = results(Engine(lm, costs=costs), options | STEP_BY_STEP)
     for count in (1, 3):
-        ahead = results(Engine(lm), options, count)
+        ahead = results(Engine(lm, costs=costs), options, count)
         assert [one.sequences for one in ahead] == [one.sequences for one in single[:count]]
         for one, other in zip(ahead, single[:count], strict=True):
             for count_of in ("target_passes", "nodes_evaluated", "steps_per_target_pass", "new_tokens"):

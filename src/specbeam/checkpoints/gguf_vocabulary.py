@@ -129,7 +129,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> Vocab
     ends |= {named[key] for key in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep") if key in named}
     if changed:
         logger.warning(
-            "%s: no text shows %s, because the names are those of control tokens. The file does not mark them so, and "
+            "%s: by their names these are control tokens, so no text shows them: %s. The file does not mark them so. "
             "llama.cpp does the same",
             path,
             ", ".join(f"{name!r} ({ids[name]})" for name in changed),

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from numbers import Integral, Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from specbeam.decoding.bans import BadWords, BannedTokens, Bans, SequenceBias, SourceNgrams
 from specbeam.errors import SpecbeamError
-from specbeam.generation_defaults import GenerationDefaults
+from specbeam.generation_defaults import GenerationDefaults, is_number
 from specbeam.options import MAX_LOGIT_BIAS, Options
 from specbeam.selection.transfer import to_device
 from specbeam.selection.warpers import MASKED
@@ -168,7 +167,7 @@ class _Reader:
 
     def number(self, name: str, otherwise: float, allowed: str, holds: Any = isfinite, whole: bool = False) -> float:
         value = self.defaults.get(name, otherwise)
-        if not _is_number(value, whole) or not holds(value):
+        if not is_number(value, whole) or not holds(value):
             raise self.defaults.refused(name, allowed)
         return float(value)
 
@@ -182,7 +181,7 @@ class _Reader:
         """The token ids of a field, without negative ones, which stand for no token."""
         value = self.defaults.get(name, [])
         tokens = value if isinstance(value, list | tuple) else [value]
-        if not all(_is_number(token, whole=True) for token in tokens):
+        if not all(is_number(token, whole=True) for token in tokens):
             raise self.defaults.refused(name, "token ids")
         if forced and max(tokens, default=0) >= self.vocab_size:
             file = self.defaults.file
@@ -214,24 +213,17 @@ class _Reader:
         if value is None:
             return None
         pair = [*value] if isinstance(value, list | tuple) else []
-        if len(pair) != 2 or not _is_number(pair[0], whole=True) or not _is_number(pair[1]) or not 0 < pair[1] <= 1e5:
+        if len(pair) != 2 or not is_number(pair[0], whole=True) or not is_number(pair[1]) or not 0 < pair[1] <= 1e5:
             raise self.defaults.refused(name, "a pair of a whole number and a factor over 0, such as [40, 1.05]")
         return int(pair[0]), float(pair[1])
 
 
-def _is_number(value: Any, whole: bool = False) -> bool:
-    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
-        return False
-    number: Any = value
-    return bool(abs(number) < 2**63)
-
-
 def _is_word(word: Any) -> bool:
-    return isinstance(word, list | tuple) and len(word) > 0 and all(_is_number(token, whole=True) for token in word)
+    return isinstance(word, list | tuple) and len(word) > 0 and all(is_number(token, whole=True) for token in word)
 
 
 def _is_biased_word(pair: Any) -> bool:
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not _is_word(pair[0]):
         return False
     bias = pair[1]
-    return bias == -np.inf or (_is_number(bias) and bool(abs(bias) <= MAX_LOGIT_BIAS))
+    return bias == -np.inf or (is_number(bias) and bool(abs(bias) <= MAX_LOGIT_BIAS))
