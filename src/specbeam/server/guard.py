@@ -101,8 +101,9 @@ class Guard:
             raise Refusal(f"the host {shown!r} is not of the form NAME or NAME:PORT: send that", None, "invalid_host")
         checks_names = self._access.is_local or self._access.allowed_hosts
         if checks_names and (host := _hostname(given)) not in self._hosts:
+            named = "without a host" if host is None else f"to the host {host!r}"
             raise Refusal(
-                f"this server does not answer requests to the host {host!r}: if it is one of its names, start it with "
+                f"this server does not answer requests {named}: if that is one of its names, start it with "
                 "--allowed-host",
                 None,
                 "host_not_allowed",
