@@ -28,6 +28,7 @@ class Saved:
     """A result that was saved with all that it was made of.
 
     Attributes:
+        receipt: that was saved with it.
         inputs: of the result (see :class:`specbeam.Result`).
         options: the options in them, checked.
         sequences: with their tokens' log-probabilities, if these were saved.
@@ -61,6 +62,8 @@ class Saved:
         _list(inputs, "objects", str)
         options = Options.of(_field(inputs, "options", dict))
         sequences = [_sequence(one) for one in _list(value, "sequences", dict)]
+        if any(len(one.log_probs) not in (0, len(one.token_ids)) for one in sequences):
+            raise SpecbeamError('a sequence has not as many "log_probs" as tokens, which no result has')
         best = {name: value.get(name) for name in ("text", "token_ids", "finish_reason")}
         is_first = bool(sequences) and best == {name: getattr(sequences[0], name) for name in best}
         return cls(_field(value, "receipt", str), inputs, options, sequences, is_first)

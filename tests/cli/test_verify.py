@@ -227,6 +227,7 @@ def test_wrong_files_are_refused_in_one_line(verify, model, specbeam_command, tm
         (changed(result, "inputs", "options", to={"top_q": 1}), "unknown option 'top_q'"),
         (changed(result, "sequences", 0, "score", to=None), 'its "score" is None'),
         (changed(result, "sequences", 0, "score", to=10**400), "a score is beyond all numbers"),
+        (changed(result, "sequences", 0, "log_probs", to=[-1.0]), 'not as many "log_probs" as tokens'),
     ):
         status, verdicts, err = verify(wrong)
         assert (status, verdicts) == (2, []), (wrong, err)

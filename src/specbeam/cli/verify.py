@@ -74,6 +74,7 @@ def read_results(file: str) -> Iterator[Named]:
         with suppress(ValueError, RecursionError):
             whole = json.loads("\n".join(line for _, line in lines))
             values = whole if isinstance(whole, list) else [whole]
+            file = lines[0][0].rpartition(" line ")[0]
             lines = [(f"{file} result {number}", json.dumps(value)) for number, value in enumerate(values, 1)]
     for name, line in lines:
         value = read_json(name, line)
