@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,6 +24,7 @@ from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.gguf_config import DIVISORS, config_from_gguf
 from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.checkpoints.gguf_transformers import check_transformers
+from specbeam.checkpoints.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
 from specbeam.checkpoints.gguf_vocabulary import ID_KEYS, Vocabulary, vocabulary_from_gguf
 from specbeam.errors import SpecbeamError
 from specbeam.generation_defaults import GenerationDefaults
@@ -37,7 +36,6 @@ SCALAR_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f",
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4
 """Of a tensor, as in llama.cpp. To multiply thousands of sizes takes minutes."""
-BLOCKS = {kind for kind in GGMLQuantizationType if kind.name not in DTYPES}
 
 OF_IK_LLAMA = {
     **dict(enumerate(("Q6_0", "IQ1_BN", "IQ2_BN", "Q8_K64", "IQ2_K", "IQ3_K", "IQ4_K", "IQ5_K", "IQ6_K"), 133)),
@@ -78,7 +76,7 @@ KINDS_OF_ENTRIES: dict[str, tuple[type, ...]] = {
 
 class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: GGMLType
     offset: int  # from the start of the file
     row_bytes: int
 
@@ -129,10 +127,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def _file_type(self) -> str | None:
         """The mixture of types with which llama.cpp made the file, such as "Q4_K_M"."""
-        try:
-            return LlamaFileType(self.metadata["general.file_type"]).name.removeprefix("MOSTLY_")
-        except (KeyError, ValueError):
-            return None
+        number = self.metadata.get("general.file_type")
+        return MIXTURES[number] if isinstance(number, int) and 0 <= number < len(MIXTURES) else None
 
     @cached_property
     def config(self) -> Config:
@@ -187,7 +183,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def blocks(self, source: str) -> int | None:
         kind = self._tensors[source].type
-        return int(kind) if kind in BLOCKS else None
+        return None if kind.name in DTYPES else kind.number
 
     def raw(self, source: str) -> NDArray[np.uint8]:
         tensor = self._tensors[source]
@@ -207,7 +203,7 @@ class GGUFCheckpoint(Checkpoint):
         raw = np.fromfile(self.path, np.uint8, count, offset=offset).reshape(last - first, tensor.row_bytes)
         try:
             with np.errstate(invalid="ignore", over="ignore"):
-                values = torch.from_numpy(np.ascontiguousarray(dequantize(raw, tensor.type), dtype=np.float32))
+                values = torch.from_numpy(dequantize(raw, tensor.type))
         except NotImplementedError as error:
             raise SpecbeamError(
                 f"{self.path}: tensor {source} is of type {tensor.type.name}, which cannot be dequantized"
@@ -277,10 +273,9 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
     for name, shape, kind, offset in described:
         if name in tensors:
             raise SpecbeamError(f"{path} is damaged: it has the tensor {name} twice")
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        if not shape or shape[-1] % block:
+        if not shape or shape[-1] % kind.size:
             raise SpecbeamError(f"{path} is damaged: tensor {name} of type {kind.name} has shape {list(shape)}")
-        tensors[name] = TensorInfo(shape, kind, start + offset, shape[-1] // block * block_bytes)
+        tensors[name] = TensorInfo(shape, kind, start + offset, shape[-1] // kind.size * kind.bytes)
     return metadata, tensors
 
 
@@ -293,12 +288,11 @@ def _check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
             raise SpecbeamError(f"{path} is damaged: its key {key} has a value of a wrong type. Fetch it again")
 
 
-def _type(path: Path, tensor: str, number: int) -> GGMLQuantizationType:
-    try:
-        return GGMLQuantizationType(number)
-    except ValueError:
+def _type(path: Path, tensor: str, number: int) -> GGMLType:
+    if number not in TYPES:
         name = f" ({OTHER_TYPES[number]})" if number in OTHER_TYPES else ""
         raise SpecbeamError(
             f"{path}: tensor {tensor} is of type {number}{name}, which is not supported: quantize the model again to a "
             "type that llama.cpp has"
-        ) from None
+        )
+    return TYPES[number]
