@@ -20,7 +20,10 @@ Propose = Callable[[list[int], LanguageModel], Sequence[int] | Sequence[Sequence
 """A function of the token ids of a sequence, prompt included, and the model. It returns the token ids that may follow,
 or several such lists, the likeliest first."""
 MakeDrafter = Callable[[Tree, Chains, Controller, LanguageModel], Drafter]
-"""A class of drafters. One is made for each request."""
+"""A class of drafters. One is made for each request.
+
+Its attribute ``looks_up`` says whether it gives the controller the length of a match, as :class:`NgramDrafter` does.
+"""
 
 
 class FunctionDrafter:

@@ -53,6 +53,7 @@ def make_drafter(
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
     is_model, is_own = isinstance(draft, LanguageModel), callable(draft)
+    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_own)
     sizes = [
         Sizes(
             num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
@@ -60,13 +61,13 @@ def make_drafter(
             draft_budget=setup.options.draft_size("draft_budget"),
             num_tips=num_tips,
             chains=not shares_tokenizer,
-            one_width=not (is_model or is_own),
+            one_width=looks_up,
             room=room,
         )
         for num_tips in sorted({setup.options.num_beams} | ({1} if may_be_lazy(setup) else set()))
     ]
     unread = prompt_length if is_model else 0
-    controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=not (is_model or is_own))
+    controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=looks_up)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, controller)
     chains = Chains(setup.tree, setup.selector.process, setup.stop, controller.max_draft_tokens)
