@@ -72,7 +72,7 @@ def add_to(commands: Any) -> None:
 
 
 def strategies(text: str) -> list[str]:
-    """The strategies that a text has between commas: ours in the order of TWINS, then those of the user's own."""
+    """The strategies that a text has between commas: ours in the order of TWINS, then the user's own strategies."""
     names = [name.strip() for name in text.split(",")]
     own = [name for name in names if name not in TWINS and plugins.names_one(name, "strategy")]
     ours = ",".join(name for name in names if name not in own)

@@ -14,6 +14,7 @@ from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
+from specbeam.plugins import PluginError
 from specbeam.tree import Nodes, Tree
 
 Propose = Callable[[list[int], LanguageModel], Sequence[int] | Sequence[Sequence[int]]]
@@ -80,8 +81,8 @@ class FunctionDrafter:
                     )
         return [[*chain] for chain in chains]
 
-    def _wrong(self, what: str, instead: str) -> SpecbeamError:
-        return SpecbeamError(f"the drafter {plugins.described(self._propose)} {what}: {instead}")
+    def _wrong(self, what: str, instead: str) -> PluginError:
+        return PluginError(f"the drafter {plugins.described(self._propose)} {what}: {instead}")
 
 
 class OwnDrafter:
@@ -105,7 +106,7 @@ class OwnDrafter:
             raise plugins.failed(self._name, error) from error
         for name in ("tree", "controller", "propose"):
             if not hasattr(made, name):
-                raise SpecbeamError(f"{self._name} has no attribute {name}: set it as specbeam.drafting.ngram does")
+                raise PluginError(f"{self._name} has no attribute {name}: set it as specbeam.drafting.ngram does")
         self.tree, self.controller = made.tree, made.controller
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
@@ -119,10 +120,10 @@ class OwnDrafter:
         except Exception as error:
             raise plugins.failed(self._name, error) from error
         if not isinstance(found, DraftTokens):
-            raise SpecbeamError(f"{self._name} proposed {plugins.named(found)}: return DraftTokens from propose")
+            raise PluginError(f"{self._name} proposed {plugins.named(found)}: return DraftTokens from propose")
         tokens = self._text_tree.tokens(np.arange(checked, len(self._text_tree)))
         if (strange := tokens[(tokens < 0) | (tokens >= self._vocab_size)]).size:
-            raise SpecbeamError(
+            raise PluginError(
                 f"{self._name} proposed the token {strange[0]}, and the vocabulary has {self._vocab_size:,}: draft "
                 "with chains.draft, which leaves out such tokens, or check them"
             )

@@ -145,7 +145,12 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):
         _check_draft_model(lm, draft)
-    elif callable(draft) and not isinstance(draft, Module):
+    elif isinstance(draft, Module):
+        raise SpecbeamError(
+            f"draft is a {type(draft).__name__}, and no loaded model: give what specbeam.load returned, or "
+            "specbeam.hf.wrap(model)"
+        )
+    elif callable(draft):
         _check_own(draft)
     elif not (draft is None or isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in LOOKUPS)):
         raise SpecbeamError(

@@ -13,6 +13,7 @@ from specbeam.decoding.drafter import Drafter
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import MakeStrategy
 from specbeam.errors import SpecbeamError, shown
+from specbeam.plugins import PluginError
 
 OURS = "specbeam."
 """The modules whose strategies are no user's: they let a caller's errors through as they are."""
@@ -142,5 +143,5 @@ class OwnStrategy:
         if not isinstance(one.node, int | np.integer) or not 0 <= one.node < size:
             raise self._wrong(f"returned the node {shown(one.node)}", f"give the last node of a sequence, below {size}")
 
-    def _wrong(self, what: str, instead: str) -> SpecbeamError:
-        return SpecbeamError(f"the strategy {plugins.described(self._make)} {what}: {instead}")
+    def _wrong(self, what: str, instead: str) -> PluginError:
+        return PluginError(f"the strategy {plugins.described(self._make)} {what}: {instead}")
