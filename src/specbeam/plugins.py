@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import re
 import sys
 import traceback
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,15 @@ def is_name(text: str) -> bool:
     return NAME.fullmatch(text) is not None
 
 
+@cache
+def points(kind: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a kind. They are looked up once, since that reads a file of each installed package."""
+    return tuple(entry_points(group=GROUPS[kind]))
+
+
 def entry_point_names(kind: str) -> list[str]:
     """The names of the entry points of a kind, in the order of the alphabet."""
-    return sorted({point.name for point in entry_points(group=GROUPS[kind])})
+    return sorted({point.name for point in points(kind)})
 
 
 def resolve(text: str, kind: str, *, from_here: bool = False) -> Any:
@@ -58,13 +66,13 @@ def resolve(text: str, kind: str, *, from_here: bool = False) -> Any:
     """
     if is_name(text):
         return _import(text, kind, from_here)
-    points = [point for point in entry_points(group=GROUPS[kind]) if point.name == text]
-    if len({point.value for point in points}) > 1:
-        values = " and ".join(sorted({point.value for point in points}))
-        raise SpecbeamError(f"{kind} {text!r} is {values}, from two packages: give the one that you mean")
-    if not points:
+    found = [point for point in points(kind) if point.name == text]
+    if len(values := {point.value for point in found}) > 1:
+        several = " and ".join(sorted(values))
+        raise SpecbeamError(f"{kind} {text!r} is {several}, from two packages: give the one that you mean")
+    if not found:
         raise SpecbeamError(f"unknown {kind} {shown(text)}: {_how_to_name(text, kind)}")
-    return _load(points[0], kind)
+    return _load(found[0], kind)
 
 
 def _import(text: str, kind: str, from_here: bool) -> Any:
@@ -122,10 +130,65 @@ def _modules_here() -> list[str]:
     return [path.stem for path in Path.cwd().glob("*.py")]
 
 
+def names_one(text: str, kind: str) -> bool:
+    """Whether a text is ``module:name``, or the name of an entry point of a kind."""
+    return is_name(text) or text in entry_point_names(kind)
+
+
 def qualified_name(plugin: Any) -> str:
-    """The name of an object of the user's own as messages and receipts show it: ``module:name``."""
+    """The name of an object of the user's own as receipts show it: ``module:name``."""
+    plugin = getattr(plugin, "func", plugin)  # of functools.partial
     named = plugin if hasattr(plugin, "__qualname__") else type(plugin)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def described(plugin: Any) -> str:
+    """The name of an object of the user's own as messages show it, with its file and line where Python knows them."""
+    function = getattr(plugin, "func", plugin)
+    if not hasattr(function, "__qualname__"):
+        function = type(function).__call__
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    place = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+    return f"{qualified_name(plugin)}{place}"
+
+
+def source_file(plugin: Any) -> Path | None:
+    """The file of the module that defines an object of the user's own; None if it has none."""
+    module = sys.modules.get(qualified_name(plugin).partition(":")[0])
+    file = getattr(module, "__file__", None)
+    return None if file is None else Path(file)
+
+
+def takes(plugin: Any, count: int) -> bool:
+    """Whether something can be called with this many arguments, as far as Python knows its signature."""
+    try:
+        inspect.signature(plugin).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # no signature
+        return True
+    return True
+
+
+def parameters(plugin: Any) -> str:
+    """The parameters of a function as they are written, such as "(tokens)"."""
+    return str(inspect.signature(plugin))
+
+
+def named(value: Any) -> str:
+    """A value with its type, as messages show it."""
+    return "None" if value is None else f"the {type(value).__name__} {shown(value)}"
+
+
+def failed(what: str, error: Exception) -> SpecbeamError:
+    """The error for a caller when an object of the user's own raised one. Its note has the traceback.
+
+    Args:
+        what: the kind and the name of the object.
+    """
+    found = SpecbeamError(f"{what} failed: {failure(error)}")
+    found.add_note("".join(traceback.format_exception(error)))
+    return found
 
 
 def failure(error: BaseException) -> str:
