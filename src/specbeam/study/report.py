@@ -173,8 +173,8 @@ def answer(summary: Mapping[str, Any]) -> list[Markup]:
         pair = {shown, baseline} == {best, *fastest["unsettled"]}  # the first sentence has their ratio
         if not (pair and ratios[shown]["low"] is not None):
             subject = "It" if shown == best else strong(shown)
-            unsettled = settled(ratios[shown]) or {shown, baseline} <= {best, *fastest["unsettled"]}
-            why = "" if unsettled else ", so the measurements do not settle which of them is faster"
+            known = settled(ratios[shown]) or {shown, baseline} <= {best, *fastest["unsettled"]}
+            why = "" if known else ", so the measurements do not settle which of them is faster"
             sentences.append(say("{} is {} as fast as {}{}.", subject, times(ratios[shown]), strong(baseline), why))
         sentences += text_of(methods, shown, "Its" if shown == best or not pair else say("{}’s", strong(shown)))
         if shown == best:
