@@ -31,8 +31,13 @@ def blocks(page):
 
 def files(page):
     """The content of the files that a page shows, by name: each block below a line that ends with the name."""
-    shown = re.findall(r"`([\w./-]+\.\w+)`[^`\n]*:\n\n```text\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
-    return dict(shown)
+    name = r"`([\w./-]+\.\w+)`[^`\n]*:\n\n```text"
+    module = r"`(\w+\.py)`[^`\n]*:\n\n```python"
+    return {
+        found[1]: found[2]
+        for begin in (name, module)
+        for found in re.finditer(rf"{begin}\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+    }
 
 
 def prose(page):

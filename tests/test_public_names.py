@@ -34,7 +34,7 @@ def test_help_shows_functions_and_classes_with_their_signatures():
 @pytest.mark.parametrize("function", [specbeam.generate, specbeam.stream, specbeam.nbest])
 def test_signatures_have_the_options_with_types_and_defaults(function):
     parameters = inspect.signature(function).parameters
-    assert [*parameters][:6] == ["lm", "prompt", "options", "system", "raw", "draft"]
+    assert [*parameters][:7] == ["lm", "prompt", "options", "system", "raw", "draft", "strategy"]
     assert {*inspect.signature(Options).parameters} <= {*parameters}
     assert (parameters["max_new_tokens"].default, parameters["max_new_tokens"].annotation) == (256, int)
     assert parameters["top_p"].annotation == float | None

@@ -22,9 +22,17 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
+    from specbeam import constraints as constraints
+    from specbeam import hf as hf
+    from specbeam import ladder as ladder
+    from specbeam import lm_eval as lm_eval
+    from specbeam import reference as reference
+    from specbeam import scoring as scoring
     from specbeam.constraints import TokenTrie as TokenTrie
     from specbeam.drafting.suffix import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
+    from specbeam.engine import Request as Request
+    from specbeam.errors import NotFinite as NotFinite
     from specbeam.errors import QueueFull as QueueFull
     from specbeam.errors import SpecbeamError as SpecbeamError
     from specbeam.generation import generate as generate
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from specbeam.model import LanguageModel as LanguageModel
     from specbeam.model import load as load
     from specbeam.options import Options as Options
+    from specbeam.prompt_length import PromptTooLong as PromptTooLong
     from specbeam.prompts import show_prompt as show_prompt
     from specbeam.results import Piece as Piece
     from specbeam.results import Result as Result
@@ -42,9 +51,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "Engine": "engine",
     "LanguageModel": "model",
+    "NotFinite": "errors",
     "Options": "options",
     "Piece": "results",
+    "PromptTooLong": "prompt_length",
     "QueueFull": "errors",
+    "Request": "engine",
     "Result": "results",
     "Sequence": "results",
     "SpecbeamError": "errors",
@@ -64,13 +76,15 @@ _MODULES_OF_EXTRAS = ("lm_eval",)
 __all__ = [*_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name or module on first use, so that the command line answers before PyTorch has loaded."""
-    if name in _MODULES or name in _MODULES_OF_EXTRAS:
-        return import_module(f"specbeam.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
-    return getattr(import_module(f"specbeam.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:  # which would take every name, misspelt ones too, for one of type Any
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name or module on first use, so that the command line answers before PyTorch has loaded."""
+        if name in _MODULES or name in _MODULES_OF_EXTRAS:
+            return import_module(f"specbeam.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
+        return getattr(import_module(f"specbeam.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, Unpack, overload
 
 from specbeam.engine import Engine, Request
 from specbeam.engine.drafters import Draft
+from specbeam.engine.strategies import MakeStrategy
 from specbeam.errors import SpecbeamError, located
 from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel
@@ -26,6 +27,7 @@ def generate(  # type: ignore[overload-overlap]
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
+    strategy: MakeStrategy | str | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Result: ...
 @overload
@@ -37,6 +39,7 @@ def generate(
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
+    strategy: MakeStrategy | str | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> list[Result]: ...
 @show_option_keywords
@@ -48,6 +51,7 @@ def generate(
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
+    strategy: MakeStrategy | str | None = None,
     **keywords: Any,
 ) -> Result | list[Result]:
     """Generate from one prompt, or from several at once.
@@ -59,7 +63,11 @@ def generate(
         system: a system message to put before text or messages.
         raw: do not apply the model's chat template.
         draft: proposes draft tokens, to speed up generation: a loaded model or its source, "ngram", "suffix", or an
-            automaton that :func:`specbeam.suffix_automaton` returned. A source is loaded once.
+            automaton that :func:`specbeam.suffix_automaton` returned. A source is loaded once. A drafter of your own is
+            a function of the token ids so far and the model that returns the token ids that may follow, or its name as
+            "module:name" (docs/guides/extend.md).
+        strategy: a decoding method of your own in place of the one that the options name, or its name as "module:name"
+            (docs/guides/extend.md).
         options: :class:`specbeam.Options`, or a mapping of its fields.
         keywords: fields of :class:`specbeam.Options`, such as ``max_new_tokens=64``. They override ``options``.
 
@@ -67,13 +75,15 @@ def generate(
         A :class:`specbeam.Result`; for a list of prompts, a list of them in the same order.
 
     Raises:
-        SpecbeamError: a prompt or an option is not allowed. All prompts of a list are checked before the first forward
-            pass. The message has the prompt's number, from 0. The check tokenizes each text, and keeps no tokens.
+        SpecbeamError: a prompt, an option, a draft or a strategy is not allowed, or one of your own fails. All prompts
+            of a list are checked before the first forward pass. The message has the prompt's number, from 0. The check
+            tokenizes each text, and keeps no tokens.
     """
     engine = Engine(lm)
     chosen = Options.of(options, **keywords)
+    how: dict[str, Any] = {"system": system, "raw": raw, "draft": draft, "strategy": strategy}
     if not is_batch(prompt):
-        request = engine.submit(prompt, chosen, system=system, raw=raw, draft=draft)
+        request = engine.submit(prompt, chosen, **how)
         engine.run()
         return request.result()
     longest, length = 0, 0
@@ -82,8 +92,8 @@ def generate(
             tokens = len(encode(lm, one, system=system, raw=raw, most=room(lm)))
         longest, length = (number, tokens) if tokens > length else (longest, length)
     with located(f"prompt {longest}"):  # the others need less room
-        engine.check(prompt[longest], chosen, system=system, raw=raw, draft=draft)
-    submissions = _submissions(engine, prompt, chosen, system=system, raw=raw, draft=draft)
+        engine.check(prompt[longest], chosen, **how)
+    submissions = _submissions(engine, prompt, chosen, **how)
     results = {number: request.result() for number, request in engine.as_completed(submissions)}
     return [results[number] for number in range(len(prompt))]
 
@@ -107,6 +117,7 @@ def stream(
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
+    strategy: MakeStrategy | str | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Iterator[Piece]:
     """Generate from one prompt, and yield pieces as soon as they are certain: text, tokens and log-probabilities.
@@ -119,7 +130,9 @@ def stream(
     if is_batch(prompt):
         raise SpecbeamError("stream takes one prompt: use Engine to stream several at once")
     engine = Engine(lm)
-    request = engine.submit(prompt, Options.of(options, **keywords), system=system, raw=raw, draft=draft)
+    request = engine.submit(
+        prompt, Options.of(options, **keywords), system=system, raw=raw, draft=draft, strategy=strategy
+    )
     return _pieces(engine, request)
 
 
@@ -132,6 +145,7 @@ def nbest(
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
+    strategy: MakeStrategy | str | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Iterator[FoundSequence]:
     """The finished hypotheses of beam search, best first, each as soon as no other can come before it.
@@ -139,7 +153,7 @@ def nbest(
     They are ``generate(..., num_return_sequences=num_beams).sequences``, with 4 beams if ``num_beams`` is not given.
     To stop taking them stops the search. With ``length_penalty=0`` scores only fall as hypotheses grow, so they are
     certain soonest. With a higher penalty, a hypothesis is certain once even the longest continuation of the best beam
-    could not beat it.
+    could not beat it. A strategy of your own yields hypotheses that it is certain of.
 
     Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
     """
@@ -148,7 +162,7 @@ def nbest(
     given = {"num_beams": 4, **given_options(options), **keywords}
     given.setdefault("num_return_sequences", given["num_beams"])
     engine = Engine(lm)
-    request = engine.submit(prompt, Options.of(given), system=system, raw=raw, draft=draft)
+    request = engine.submit(prompt, Options.of(given), system=system, raw=raw, draft=draft, strategy=strategy)
     return _found(engine, request)
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
+from specbeam.checkpoints.registry import ALIASES
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import BACKENDS
@@ -42,6 +43,15 @@ class Placement:
     threads: int | None = None
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a model's weights come from: arguments of :func:`load`. A file or a folder has its whole path."""
+
+    source: str
+    revision: str | None
+    adapter: str | None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
     """A loaded model with its tokenizer, made by :func:`load`.
@@ -57,6 +67,10 @@ class LanguageModel:
         weights: a digest of the weights and the configuration. The cpu backend's is of every byte that its kernels
             read. Another backend's is of samples of the checkpoint's files. None for a model that another function
             made.
+        origin: where its weights come from; None if another function made this model.
+
+    ``pickle`` stores no weights: the model is loaded again where it is unpickled, from the same source with the same
+    arguments. ``copy`` and ``deepcopy`` return the model itself, which never changes.
     """
 
     source: str
@@ -66,11 +80,27 @@ class LanguageModel:
     generation_defaults: GenerationDefaults
     placement: Placement | None = None
     weights: str | None = None
+    origin: Origin | None = None
     _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False)
     _loading: Lock = field(default_factory=Lock, init=False)
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.source!r}, {self.precision})"
+
+    def __copy__(self) -> LanguageModel:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LanguageModel:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.origin is None or self.placement is None:
+            raise SpecbeamError(
+                f"{self.source} cannot be pickled, because specbeam has not loaded it itself: send its source to the "
+                "other process, and load or wrap the model there"
+            )
+        own = {"source": self.source, "generation_defaults": self.generation_defaults}
+        return _load_again, (self.origin, self.placement, self.weights, self.precision, own)
 
     def draft_model(self, source: str | os.PathLike[str]) -> LanguageModel:
         """A draft for this model by its source (see :func:`load`), placed as this model is.
@@ -326,4 +356,34 @@ def _load(
         generation_defaults=checkpoint.generation_defaults,
         placement=placement,
         weights=loaded.weights_digest or checkpoint.fingerprint(CONFIGURATIONS),
+        origin=Origin(_absolute(source), revision, None if adapter is None else _absolute(adapter)),
     )
+
+
+def _absolute(source: str | os.PathLike[str]) -> str:
+    """A source that does not depend on the current directory, which another process may not have."""
+    name = os.fspath(source)
+    return os.path.abspath(name) if name not in ALIASES and os.path.exists(name) else name
+
+
+def _load_again(
+    origin: Origin, placement: Placement, weights: str, precision: str, own: dict[str, Any]
+) -> LanguageModel:
+    """A model that another process pickled.
+
+    Args:
+        weights, precision: of the model there.
+        own: attributes that it may not have from its source.
+
+    Raises:
+        SpecbeamError: as for :func:`load`. Also if the weights have changed, or have another precision here.
+    """
+    lm = _load(origin.source, placement, origin.revision, origin.adapter)
+    if lm.precision != precision:
+        raise SpecbeamError(
+            f"{origin.source} was pickled as {precision}, and is {lm.precision} here: give device= and dtype= or "
+            "quantize= where it is first loaded"
+        )
+    if lm.weights != weights:
+        raise SpecbeamError(f"{origin.source} was pickled with other weights than it has here: load it here by itself")
+    return replace(lm, **own)

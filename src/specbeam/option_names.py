@@ -52,6 +52,7 @@ OTHER_NAMES = {
     "structured_outputs": ("guided_choice", "guided_decoding"),
     "logits_processor": ("logits_processors", "processors"),
     "draft": ("draft_model", "assistant_model", "speculative_model"),
+    "strategy": ("method", "decoding_method", "decoding_strategy", "custom_generate"),
     "system": ("system_prompt", "system_message"),
     "device": ("device_map",),
     "dtype": ("torch_dtype", "precision"),

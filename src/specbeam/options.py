@@ -48,7 +48,7 @@ BEAM_OPTIONS = ("length_penalty", "early_stopping", "distinct")
 FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size")
 FILLED_BEAM_OPTIONS = ("length_penalty", "early_stopping")
 """Options that a checkpoint's generation settings fill in: for every method, and with beams."""
-ARGUMENTS = ("draft", "system", "raw")
+ARGUMENTS = ("draft", "strategy", "system", "raw")
 """Names beside the options in calls such as ``generate``."""
 
 

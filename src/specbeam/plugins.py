@@ -36,6 +36,10 @@ NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``module:name``, both maybe with dots. A hub id has a slash, so it is none."""
 
 
+class PluginError(SpecbeamError):
+    """An object of the user's own failed, or made a mistake. The message names it, and its file and line."""
+
+
 def is_name(text: str) -> bool:
     """Whether a text is ``module:name``."""
     return NAME.fullmatch(text) is not None
@@ -180,13 +184,13 @@ def named(value: Any) -> str:
     return "None" if value is None else f"the {type(value).__name__} {shown(value)}"
 
 
-def failed(what: str, error: Exception) -> SpecbeamError:
+def failed(what: str, error: Exception) -> PluginError:
     """The error for a caller when an object of the user's own raised one. Its note has the traceback.
 
     Args:
         what: the kind and the name of the object.
     """
-    found = SpecbeamError(f"{what} failed: {failure(error)}")
+    found = PluginError(f"{what} failed: {failure(error)}")
     found.add_note("".join(traceback.format_exception(error)))
     return found
 

@@ -39,6 +39,9 @@ class PromptTooLong(SpecbeamError):
         super().__init__(message)
         self.tokens = tokens
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.tokens)  # else only the message would come to another process
+
 
 def least_tokens(tokenizer: Any, text: str, most: int, count: Callable[[str], int]) -> int:
     """A number of tokens that a text has at least. It is above ``most`` only if the text certainly has more.

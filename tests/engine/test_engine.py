@@ -69,10 +69,14 @@ def mistaken(setup, drafter):
 @pytest.mark.parametrize(
     ("strategy", "error", "says"),
     [
-        (mistaken, RuntimeError, "mistake"),
+        (
+            mistaken,
+            SpecbeamError,
+            r"test_engine:mistaken .* failed: RuntimeError: a strategy's mistake \(.*test_engine.py",
+        ),
         (strategy_that([]), ValueError, None),
         (strategy_that([0], returns=[]), ValueError, None),
-        (strategy_that([99]), IndexError, None),
+        (strategy_that([99]), SpecbeamError, "asked for the node 99, and the tree has the nodes 0 to 1"),
         (None, RuntimeError, "draft is broken"),
     ],
 )

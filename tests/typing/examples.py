@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import specbeam
-from specbeam import LanguageModel, Options, Piece, Result, Sequence, TokenTrie
+from specbeam import LanguageModel, Options, Piece, Result, Sequence, SpecbeamError, TokenTrie
 
 lm: LanguageModel = specbeam.load("smollm2-135m-instruct")
 messages = [{"role": "user", "content": "Hi"}]
@@ -40,6 +40,10 @@ specbeam.generate(lm, "Hi", prefix_allowed_tokens_fn=lambda batch, ids: [1, 2])
 specbeam.generate(lm, "Hi", logits_processor=lambda ids, scores: scores)
 specbeam.generate(lm, "Hi", draft=specbeam.load("smollm2-135m-instruct"), num_draft_tokens=4)
 specbeam.generate(lm, "Hi", draft=specbeam.suffix_automaton(lm, ["Hi"]))
+specbeam.generate(lm, "Hi", draft=lambda tokens, model: tokens[-3:], num_draft_tokens=4)
+specbeam.generate(lm, "Hi", draft=lambda tokens, model: [tokens[-3:], [model.backend.vocab_size - 1]])
+specbeam.generate(lm, "Hi", draft="my_module:propose", strategy="my_module:strategy")
+specbeam.generate(lm, "Hi", strategy=7)  # error
 specbeam.generate(lm, "Hi", max_tokens=8)  # error
 specbeam.generate(lm, "Hi", max_new_tokens="8")  # error
 specbeam.generate(lm, "Hi", num_beams=2.5)  # error
@@ -63,3 +67,16 @@ assert_type(request.result().sequences[0].score, float)
 assert_type([(key, done.result().text) for key, done in engine.as_completed([("a", request)])], list[tuple[str, str]])
 engine.submit(3.5)  # error
 Options(max_tokens=8)  # error
+
+# Names that are misspelt, errors, and the modules of the package.
+specbeam.genrate(lm, "Hi")  # error
+print(specbeam.PromptTolong)  # error
+handle: specbeam.Request = request
+for kind in (specbeam.NotFinite, specbeam.PromptTooLong, specbeam.QueueFull):
+    assert issubclass(kind, SpecbeamError)
+try:
+    engine.submit("Hi")
+except specbeam.PromptTooLong as refused:
+    assert_type(refused.tokens, str)
+assert_type(specbeam.hf.wrap(object()), LanguageModel)
+specbeam.hf.unwrap(object())  # error

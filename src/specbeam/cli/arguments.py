@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specbeam import chat_templates
+from specbeam import chat_templates, plugins
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
 from specbeam.option_names import BACKENDS, LOOKUPS
@@ -135,13 +135,23 @@ def add_draft_to(parser: argparse.ArgumentParser) -> None:
     source = add(
         "--draft",
         metavar="SOURCE",
-        help="proposes the next tokens: a smaller model, or ngram or suffix, which look them up in the text so far",
+        help="proposes the next tokens: a smaller model, ngram or suffix, which look them up in the text so far, or a "
+        "function of your own as module:name (docs/guides/extend.md)",
     )
     source.completer = completer(*LOOKUPS)  # type: ignore[attr-defined]
     add("--draft-corpus", metavar="FILE", help="earlier texts for --draft suffix, one per line as for --prompts")
     add("--num-draft-tokens", type=auto_or_int, metavar="K", help="the draft length, in tokens (default auto)")
     add("--draft-width", type=auto_or_int, metavar="W", help="draft tokens per level of the draft tree (default auto)")
     add("--draft-budget", type=auto_or_int, metavar="N", help="at most N draft tokens per forward pass (default auto)")
+
+
+def add_strategy_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strategy",
+        metavar="MODULE:NAME",
+        help="a decoding method of your own, in place of the one that the options name: a function of a module on "
+        "Python's path or in the current directory, or an entry point (docs/guides/extend.md)",
+    )
 
 
 def auto_or_int(value: str) -> str | int:
@@ -201,21 +211,25 @@ def options_of(given: argparse.Namespace, own: dict[str, Any] | None = None) -> 
 
 
 def check_sources(given: argparse.Namespace) -> None:
-    """Refuse a model or draft that is not there. The imports that loading needs take seconds, so this comes first.
+    """Refuse a model, draft or strategy that is not there. The imports that loading needs take seconds, so this comes
+    first.
 
     Raises:
-        SpecbeamError: no such file, folder or alias.
+        SpecbeamError: no such file, folder or alias, or no such module, name or entry point.
     """
     if given.draft_corpus is not None:
         if given.draft != "suffix":
             raise SpecbeamError("--draft-corpus goes with --draft suffix")
         next(read_rows(None, given.draft_corpus))
     check_source(given.model)
-    if given.draft is not None and given.draft not in LOOKUPS:
+    load_strategy(given)
+    if own_drafter(given.draft) is None and given.draft is not None and given.draft not in LOOKUPS:
         try:
             check_source(given.draft)
         except SpecbeamError as error:
-            raise SpecbeamError(f"--draft {given.draft}: give ngram, suffix or a model; {error}") from error
+            raise SpecbeamError(
+                f"--draft {given.draft}: give ngram, suffix, a model or module:name; {error}"
+            ) from error
 
 
 def check_source(source: str) -> None:
@@ -247,4 +261,25 @@ def load_draft(given: argparse.Namespace, lm: Any) -> Any:
         return suffix_automaton(lm, (row.prompt for row in read_rows(None, given.draft_corpus)))
     if given.draft in (None, *LOOKUPS):
         return given.draft
-    return lm.draft_model(given.draft)
+    own = own_drafter(given.draft)
+    return lm.draft_model(given.draft) if own is None else own
+
+
+def own_drafter(draft: str | None) -> Any:
+    """The drafter of the user's own that ``--draft`` names; None if it names none.
+
+    Raises:
+        SpecbeamError: there is no such module, name or entry point.
+    """
+    is_own = draft is not None and draft not in LOOKUPS and plugins.names_one(draft, "drafter")
+    return plugins.resolve(draft, "drafter", from_here=True) if draft is not None and is_own else None
+
+
+def load_strategy(given: argparse.Namespace) -> Any:
+    """The strategy of the user's own that ``--strategy`` names; None without one.
+
+    Raises:
+        SpecbeamError: there is no such module, name or entry point.
+    """
+    strategy = getattr(given, "strategy", None)  # not all commands have the option
+    return None if strategy is None else plugins.resolve(strategy, "strategy", from_here=True)

@@ -13,7 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
+from specbeam import plugins
+from specbeam.cli.arguments import (
+    add_generation_to,
+    add_strategy_to,
+    check_sources,
+    load_draft,
+    load_model,
+    load_strategy,
+    options_of,
+    own_drafter,
+)
 from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError, located
@@ -75,6 +85,7 @@ def add_to(commands: Any) -> None:
         "--batch-size", type=int, default=8, metavar="N", help="prompts that share a pass (default %(default)s)"
     )
     add_generation_to(parser)
+    add_strategy_to(parser)
     add_launcher_to(parser)
     parser.set_defaults(run=run)
 
@@ -247,12 +258,17 @@ def fingerprint(digest: str, column: str, given: argparse.Namespace, options: Op
 
 
 def contents(given: argparse.Namespace) -> list[str]:
-    """Digests of the model with its adapter, of a draft model, and of a draft's corpus. Names stay, contents change."""
+    """Digests of all that keeps its name while its contents change.
+
+    They are of the model with its adapter, a draft model, a draft's corpus, and the file of a strategy of one's own.
+    """
     from specbeam.checkpoints import locate, open_checkpoint
 
     adapter = None if given.adapter is None else locate(given.adapter)
     found = [open_checkpoint(locate(given.model, given.revision), adapter).fingerprint()]
-    if given.draft not in (None, *LOOKUPS):
+    if given.strategy is not None and (file := plugins.source_file(load_strategy(given))) is not None:
+        found.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    if given.draft not in (None, *LOOKUPS) and own_drafter(given.draft) is None:
         found.append(open_checkpoint(locate(given.draft)).fingerprint())
     if given.draft_corpus is not None:
         corpus = [row.prompt for row in read_rows(None, given.draft_corpus)]
@@ -263,11 +279,11 @@ def contents(given: argparse.Namespace) -> list[str]:
 def make_work(given: argparse.Namespace, options: Options) -> Work:
     """Load the models, in a worker. Returns the function that makes answers of jobs."""
     lm = load_model(given)
-    return partial(generate, lm, load_draft(given, lm), options, given)
+    return partial(generate, lm, load_draft(given, lm), load_strategy(given), options, given)
 
 
 def generate(
-    lm: Any, draft: Any, options: Options, given: argparse.Namespace, job: list[NumberedPrompt]
+    lm: Any, draft: Any, strategy: Any, options: Options, given: argparse.Namespace, job: list[NumberedPrompt]
 ) -> list[Answer]:
     """The answers to numbered prompts, in the order in which they finish."""
     from specbeam.engine import Engine
@@ -280,7 +296,8 @@ def generate(
             try:
                 if prompt is None:
                     raise SpecbeamError("the row has no prompt")
-                request = engine.submit(prompt, options, system=given.system, raw=given.raw, draft=draft)
+                how = {"system": given.system, "raw": given.raw, "draft": draft, "strategy": strategy}
+                request = engine.submit(prompt, options, **how)
             except SpecbeamError as error:
                 answers.append(failure(number, error))
             else:

@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 from statistics import fmean
 from typing import Any
 
+from specbeam import plugins
 from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, some_of
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
@@ -58,17 +58,25 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--strategies",
         "--methods",
-        type=partial(some_of, TWINS, "strategy"),
+        type=strategies,
         default=[name for name in TWINS if name != "sample"],
         metavar="LIST",
-        help=f"some of {','.join(TWINS)} (default all but sample)",
+        help=f"some of {','.join(TWINS)} (default all but sample), and methods of your own as module:name",
     )
     add_generation_to(parser, max_new_tokens=48)
     parser.add_argument("--do-sample", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
     parser.add_argument("--num-beams", type=int, metavar="B", help=f"beams for beam search (default {DEFAULT_BEAMS})")
-    parser.add_argument("--draft", metavar="SOURCE", help="a smaller model, ngram or suffix (default ngram)")
+    parser.add_argument("--draft", metavar="SOURCE", help="as in generate (default ngram)")
     parser.add_argument("--json", action="store_true", help="print only one JSON object per prompt")
     parser.set_defaults(run=run)
+
+
+def strategies(text: str) -> list[str]:
+    """The strategies that a text has between commas: ours in the order of TWINS, then the user's own strategies."""
+    names = [name.strip() for name in text.split(",")]
+    own = [name for name in names if name not in TWINS and plugins.names_one(name, "strategy")]
+    ours = ",".join(name for name in names if name not in own)
+    return [*(some_of(TWINS, "strategy", ours) if ours or not own else ()), *dict.fromkeys(own)]
 
 
 def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -81,10 +89,15 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         raise SpecbeamError("--strategies has sample for sampling: leave out --do-sample")
     values = {name: value for name, value in vars(given).items() if value is not None}
     for name, users in ONLY.items():
-        if name in values and not {*users} & {*given.strategies}:
+        has_own = bool({*given.strategies} - {*TWINS}) and "speculative" not in users
+        if name in values and not (has_own or {*users} & {*given.strategies}):
             raise SpecbeamError(f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies")
     names = {field.name for field in fields(Options)} & {*values}
-    chosen = {s: {n: values[n] for n in names if s in ONLY.get(n, TWINS)} for s in given.strategies}
+    # A method of the user's own gets all options but the sizes of drafts: it has none.
+    chosen = {
+        s: {n: values[n] for n in names if s in ONLY.get(n, TWINS) or (s not in TWINS and n not in MAX_DRAFT_SIZES)}
+        for s in given.strategies
+    }
     for strategy, options in chosen.items():
         if strategy == "sample":
             options["do_sample"] = True
@@ -97,6 +110,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def run(given: argparse.Namespace) -> int:
     chosen = options_by_strategy(given)  # wrong input is refused before a model is loaded
     check_sources(given)
+    own = {s: plugins.resolve(s, "strategy", from_here=True) for s in chosen if s not in TWINS}
     prompts = [row.prompt for prompt in given.prompts for row in read_rows(prompt, None)]
 
     from tqdm import tqdm
@@ -110,7 +124,8 @@ def run(given: argparse.Namespace) -> int:
     lm = load_model(given)
     draft = load_draft(given, lm)
     engine = Engine(lm)
-    where = {s: {"system": given.system, "raw": given.raw, "draft": draft if s in drafted else None} for s in chosen}
+    how = {"system": given.system, "raw": given.raw}
+    where = {s: {**how, "draft": draft if s in drafted else None, "strategy": own.get(s)} for s in chosen}
     for number, prompt in enumerate(prompts, 1):
         for strategy, options in chosen.items():
             with located(f"prompt {number}" if len(prompts) > 1 else ""):
@@ -165,7 +180,7 @@ def to_dict(prompt: Any, draft: str | None, results: dict[str, Any]) -> dict[str
 
 def identical(strategy: str, results: dict[str, Any]) -> bool | None:
     """Whether a strategy found its plain twin's texts. None if the twin did not run."""
-    twin = results.get(TWINS[strategy] or "")
+    twin = results.get(TWINS.get(strategy) or "")
     if twin is None:
         return None
     return [s.token_ids for s in results[strategy].sequences] == [s.token_ids for s in twin.sequences]

@@ -14,7 +14,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
+from specbeam.cli.arguments import (
+    add_generation_to,
+    add_strategy_to,
+    check_sources,
+    load_draft,
+    load_model,
+    load_strategy,
+    options_of,
+)
 from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import check_writable, json_line, one_line, print_lines, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
@@ -55,6 +63,7 @@ def add_to(commands: Any) -> None:
         help="write the texts to a file instead, which appears once it is whole; .jsonl and .json as with --json",
     )
     add_generation_to(parser)
+    add_strategy_to(parser)
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
@@ -170,13 +179,13 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     from specbeam.replay import replay_page
 
     lm = load_model(given)
-    draft = load_draft(given, lm)
+    draft, strategy = load_draft(given, lm), load_strategy(given)
     engine = Engine(lm)
     requests, shown_prompts = [], []
     for row, row_options in zip(rows, options, strict=True):
         how = {"system": row.fields.get("system", given.system), "raw": given.raw}
         with located(row.name):
-            requests.append(engine.submit(row.prompt, row_options, draft=draft, **how))
+            requests.append(engine.submit(row.prompt, row_options, draft=draft, strategy=strategy, **how))
             shown_prompts.append(show_prompt(lm, row.prompt, **how) if given.show_prompt else None)
 
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any
 
-from specbeam import chat_templates
+from specbeam import chat_templates, plugins
 from specbeam.cli.arguments import DEFAULT_MODEL, add_placement_to, check_source, completer
 from specbeam.errors import SpecbeamError
 from specbeam.option_names import LOOKUPS
@@ -26,6 +26,7 @@ from specbeam.option_names import LOOKUPS
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from starlette.applications import Starlette
 
+    from specbeam.engine.drafters import Draft
     from specbeam.model import LanguageModel
 
 KEY_VARIABLE = "SPECBEAM_API_KEY"
@@ -54,7 +55,8 @@ def add_to(commands: Any) -> None:
         "--draft",
         action="append",
         metavar="[NAME=]SOURCE",
-        help="a draft model, or ngram or suffix (repeatable). The first one drafts for requests that name none",
+        help="a draft model, ngram, suffix, or a drafter of your own as module:name (repeatable). The first one drafts "
+        "for requests that name none",
     )
     draft.completer = completer(*LOOKUPS)
     add_placement_to(model)
@@ -140,7 +142,9 @@ def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = 
     sources = [_named(source) for source in given.model or [DEFAULT_MODEL]]
     drafts = [_named(source) for source in given.draft or []]
     for name, source in [*sources, *drafts]:
-        if source not in LOOKUPS or (name, source) in sources:
+        if (name, source) in drafts and plugins.names_one(source, "drafter"):
+            plugins.resolve(source, "drafter", from_here=True)
+        elif source not in LOOKUPS or (name, source) in sources:
             check_source(source)
     _check_names("--model", sources)
     _check_names("--draft", drafts)
@@ -304,12 +308,14 @@ def _is_loopback(host: str) -> bool:
 
 def _load(
     placement: dict[str, Any], sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]]
-) -> tuple[dict[str, LanguageModel], dict[str, LanguageModel]]:
-    """The models and the draft models, by their names."""
+) -> tuple[dict[str, LanguageModel], dict[str, Draft]]:
+    """The models and the drafts, by their names."""
     chat_templates.render.start()  # while this process imports and loads
     from specbeam.model import Placement, load
     from specbeam.server.models import check_memory
 
-    check_memory([source for _, source in [*sources, *drafts]], Placement(**placement))
-    lms, loaded = ({name: load(source, **placement) for name, source in named} for named in (sources, drafts))
-    return lms, loaded
+    own = {name: source for name, source in drafts if plugins.names_one(source, "drafter")}
+    models = [named for named in drafts if named[0] not in own]
+    check_memory([source for _, source in [*sources, *models]], Placement(**placement))
+    lms, loaded = ({name: load(source, **placement) for name, source in named} for named in (sources, models))
+    return lms, {**loaded, **{name: plugins.resolve(own[name], "drafter", from_here=True) for name in own}}

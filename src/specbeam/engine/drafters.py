@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+from torch.nn import Module
+
+from specbeam import plugins
+from specbeam.checkpoints.registry import ALIASES
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller, Cost
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.ngram import NgramDrafter
+from specbeam.drafting.own import FunctionDrafter, MakeDrafter, OwnDrafter, Propose
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.drafting.sizes import Sizes
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import may_be_lazy
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, shown
 from specbeam.model import LanguageModel
 from specbeam.option_names import LOOKUPS
 from specbeam.options import Options
 
-Draft = LanguageModel | SuffixAutomaton | str | os.PathLike[str]
-"""A draft model or its source, "ngram", "suffix", or an automaton over earlier texts."""
+Draft = LanguageModel | SuffixAutomaton | str | os.PathLike[str] | Propose | MakeDrafter
+"""A draft model or its source, "ngram", "suffix", an automaton over earlier texts, or a drafter of the caller's own: a
+function, a class, or the text that names one."""
 
 
 def make_drafter(
@@ -46,7 +52,8 @@ def make_drafter(
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    is_model = isinstance(draft, LanguageModel)
+    is_model, is_own = isinstance(draft, LanguageModel), callable(draft)
+    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_own)
     sizes = [
         Sizes(
             num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
@@ -54,18 +61,22 @@ def make_drafter(
             draft_budget=setup.options.draft_size("draft_budget"),
             num_tips=num_tips,
             chains=not shares_tokenizer,
-            one_width=not is_model,
+            one_width=looks_up,
             room=room,
         )
         for num_tips in sorted({setup.options.num_beams} | ({1} if may_be_lazy(setup) else set()))
     ]
     unread = prompt_length if is_model else 0
-    controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=not is_model)
+    controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=looks_up)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, controller)
     chains = Chains(setup.tree, setup.selector.process, setup.stop, controller.max_draft_tokens)
     if isinstance(draft, LanguageModel):
         return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
+    if isinstance(draft, type):
+        return OwnDrafter(setup.tree, chains, controller, lm, draft)
+    if callable(draft):
+        return FunctionDrafter(setup.tree, chains, controller, lm, cast(Propose, draft))
     if draft == "ngram":
         return NgramDrafter(setup.tree, chains, controller)
     return SuffixDrafter(setup.tree, chains, controller, draft if isinstance(draft, SuffixAutomaton) else None)
@@ -94,14 +105,32 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
     """The draft that a caller means. A source of a model is loaded when it is first used with ``lm``.
 
     Raises:
-        SpecbeamError: there is no such model.
+        SpecbeamError: there is no such model and no such drafter.
     """
     if not isinstance(draft, str | os.PathLike) or draft in LOOKUPS:
         return draft
+    if isinstance(draft, str) and is_own_drafter(draft):
+        return plugins.resolve(draft, "drafter")
     try:
         return lm.draft_model(draft)
     except SpecbeamError as error:
-        raise SpecbeamError(f'draft={os.fspath(draft)!r}: give "ngram", "suffix" or a model; {error}') from error
+        raise SpecbeamError(
+            f'draft={os.fspath(draft)!r}: give "ngram", "suffix", a model or module:name; {error}'
+        ) from error
+
+
+def is_own_drafter(draft: str) -> bool:
+    """Whether a text names a drafter of the caller's own, and no model.
+
+    Raises:
+        SpecbeamError: it names both.
+    """
+    if plugins.is_name(draft):
+        return True
+    is_entry_point = draft in plugins.entry_point_names("drafter")
+    if is_entry_point and (draft in ALIASES or os.path.exists(draft)):
+        raise SpecbeamError(f"draft={draft!r} is an entry point and a model: give the one's module:name, or ./{draft}")
+    return is_entry_point
 
 
 def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
@@ -116,10 +145,31 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):
         _check_draft_model(lm, draft)
+    elif isinstance(draft, Module):
+        raise SpecbeamError(
+            f"draft is a {type(draft).__name__}, and no loaded model: give what specbeam.load returned, or "
+            "specbeam.hf.wrap(model)"
+        )
+    elif callable(draft):
+        _check_own(draft)
     elif not (draft is None or isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in LOOKUPS)):
         raise SpecbeamError(
-            f'draft={draft!r} is not allowed: give a model or its source, "ngram", "suffix", or the automaton that '
-            "specbeam.suffix_automaton returned"
+            f'draft={shown(draft)} is not allowed: give a model or its source, "ngram", "suffix", the automaton that '
+            "specbeam.suffix_automaton returned, or a function of your own (docs/guides/extend.md)"
+        )
+
+
+def _check_own(draft: Any) -> None:
+    if isinstance(draft, type):
+        if not callable(getattr(draft, "propose", None)):
+            raise SpecbeamError(
+                f"the drafter {plugins.qualified_name(draft)} is a class without the method propose: write it, or give "
+                "a function of the token ids so far and the model"
+            )
+    elif not plugins.takes(draft, 2):
+        raise SpecbeamError(
+            f"the drafter {plugins.described(draft)} takes {plugins.parameters(draft)}, but it is called with the "
+            "token ids so far and the model: give it these two parameters"
         )
 
 

@@ -16,6 +16,7 @@ from specbeam.cache.budget import Budget
 from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.drafters import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
+from specbeam.engine.own_strategy import load_strategy
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
@@ -128,7 +129,7 @@ class Engine:
         system: str | None = None,
         raw: bool = False,
         draft: Draft | None = None,
-        strategy: MakeStrategy | None = None,
+        strategy: MakeStrategy | str | None = None,
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
@@ -143,10 +144,14 @@ class Engine:
             draft: proposes how the text goes on, so that one pass of the model can verify many tokens. Give a loaded
                 model or its source, "ngram" or "suffix" (lookups in the text so far), or the automaton that
                 :func:`specbeam.suffix_automaton` made of earlier texts. A source is loaded at its first use, and kept
-                with this model. A draft changes how fast the text comes, not which text comes (docs/exactness.md).
+                with this model. A drafter of your own is a function of the token ids so far and the model that returns
+                the token ids that may follow, or a class (docs/guides/extend.md); "module:name" and the name of an
+                entry point of the group ``specbeam.drafters`` stand for one. A draft changes how fast the text comes,
+                not which text comes (docs/exactness.md).
             strategy: a decoding method of your own, used in place of the one that the options name. It is called with a
                 :class:`specbeam.engine.Setup` and the drafter or None, and returns a
-                :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished sequences.
+                :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished sequences. "module:name"
+                and the name of an entry point of the group ``specbeam.strategies`` stand for one.
             priority: waiting requests with lower numbers start first, and equal ones in the order of submission. Yet
                 one start in eight belongs to the request that has waited longest. Live requests share passes equally.
             timeout: seconds after which the request ends before the next pass, with the text so far and the
@@ -158,7 +163,8 @@ class Engine:
         Raises:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
             SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
-                draft that cannot draft for it. A priority or a timeout that is no number. The engine is stopping.
+                draft that cannot draft for it. A strategy or a drafter that is not there, or takes other arguments. A
+                priority or a timeout that is no number. The engine is stopping.
             RuntimeError: an error ended the engine or its thread, and nobody has started it again.
         """
         self._scheduler.check_for_place()  # before all the work
@@ -168,7 +174,7 @@ class Engine:
             raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")
         if not writes and strategy is None:
             raise SpecbeamError("writes=False needs a strategy that adds no tokens: give one, or leave it out")
-        own = {"strategy": strategy, "priority": priority, "timeout": timeout, "source": source}
+        own = {"strategy": load_strategy(strategy), "priority": priority, "timeout": timeout, "source": source}
         state = self._state(prompt, options, system, raw, draft, writes, **own)
         with HeldInterrupts():
             self._thread.add(state)
@@ -182,9 +188,11 @@ class Engine:
         system: str | None = None,
         raw: bool = False,
         draft: Draft | None = None,
+        strategy: MakeStrategy | str | None = None,
     ) -> list[int]:
         """The token ids of a prompt that :meth:`submit` would take. Arguments and errors as there."""
-        return self._state(prompt, options, system, raw, draft).request.prompt_ids
+        state = self._state(prompt, options, system, raw, draft, strategy=load_strategy(strategy))
+        return state.request.prompt_ids
 
     def _state(
         self,

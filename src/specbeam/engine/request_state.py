@@ -22,6 +22,7 @@ from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite
 from specbeam.engine.inputs import inputs_of
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
+from specbeam.engine.own_strategy import OwnStrategy
 from specbeam.engine.request import Request, Wakeups
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
@@ -72,7 +73,8 @@ class RequestState:
         self._lm = lm
         self._setup = setup = make_setup(lm, prompt_ids, options, costs, writes)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
-        objects = [name for name, value in (("strategy", strategy), ("source", source)) if value is not None]
+        name = f"strategy {strategy.name}" if isinstance(strategy, OwnStrategy) else "strategy"
+        objects = [name for name, value in ((name, strategy), ("source", source)) if value is not None]
         self._output = Output(lm, setup, self.request, inputs_of(lm, prompt_ids, setup, objects))
         num_texts = setup.options.num_texts
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from specbeam.errors import NotFinite, QueueFull, SpecbeamError
 from specbeam.option_names import nearest_name
 from specbeam.options import Options
+from specbeam.plugins import PluginError
 
 RETRY_AFTER_SECONDS = 1
 """A client that was refused for lack of room may try again after this time."""
@@ -79,7 +80,7 @@ def refusal_of(error: Exception, names: Mapping[str, str], param: str | None = N
     """
     if isinstance(error, QueueFull):
         return Refusal("the server has as many requests as it takes: try again later", None, "queue_full", 429)
-    if not isinstance(error, SpecbeamError):
+    if not isinstance(error, SpecbeamError) or isinstance(error, PluginError):  # whose message has the server's files
         return failed()
     message = str(error)
     if isinstance(error, NotFinite):

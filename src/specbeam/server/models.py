@@ -14,6 +14,7 @@ from specbeam.backends.devices import free_memory
 from specbeam.cache.pool import MAX_FREE_SHARE
 from specbeam.control_tokens import ControlTokens
 from specbeam.engine import Engine
+from specbeam.engine.drafters import Draft
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, Placement, weights_of
 from specbeam.option_names import LOOKUPS
@@ -123,7 +124,7 @@ class ServedModel:
         self,
         name: str,
         lm: LanguageModel,
-        drafts: Mapping[str, LanguageModel | str | None],
+        drafts: Mapping[str, Draft | None],
         default_draft: str,
         limits: Limits,
         *,
@@ -149,7 +150,7 @@ class ServedModel:
     def name(self) -> str:
         return self.lm.source
 
-    def draft(self, name: str | None) -> LanguageModel | str | None:
+    def draft(self, name: str | None) -> Draft | None:
         """The draft that a request names.
 
         Raises:
@@ -186,7 +187,7 @@ class Models:
 
     Args:
         lms: loaded models by name.
-        drafts: draft models by name.
+        drafts: draft models and drafters of the operator's own, by name.
         default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none".
         sharers: processes of this machine that serve these models, and share its memory.
         allows_control_tokens: control tokens in chat messages reach the models as such.
@@ -198,7 +199,7 @@ class Models:
     def __init__(
         self,
         lms: Mapping[str, LanguageModel],
-        drafts: Mapping[str, LanguageModel] | None = None,
+        drafts: Mapping[str, Draft] | None = None,
         default_draft: str = NO_DRAFT,
         limits: Limits | None = None,
         sharers: int = 1,
@@ -211,8 +212,11 @@ class Models:
         else:
             check_caches(lms, limits.max_cache_tokens)
             slots = dict.fromkeys(lms, limits.max_cache_tokens)
-        named: dict[str, LanguageModel | str | None] = {
-            **{name: replace(draft, source=name) for name, draft in (drafts or {}).items()},
+        named: dict[str, Draft | None] = {
+            **{
+                name: replace(draft, source=name) if isinstance(draft, LanguageModel) else draft
+                for name, draft in (drafts or {}).items()
+            },
             **{name: name for name in LOOKUPS},
             NO_DRAFT: None,
         }

@@ -30,6 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from specbeam.engine.drafters import Draft
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.cluster import joined_cluster
 from specbeam.model import LanguageModel
@@ -67,7 +68,7 @@ NOTES = "specbeam.notes"
 """The type of a message to the front, before the last one of an answer. It has the notes to log and to count."""
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions")
 
-LoadModels = Callable[[], tuple[Mapping[str, LanguageModel], Mapping[str, LanguageModel]]]
+LoadModels = Callable[[], tuple[Mapping[str, LanguageModel], Mapping[str, Draft]]]
 """Loads the models and the draft models of a replica, by their names."""
 
 

@@ -13,7 +13,7 @@ from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
-from specbeam.server.models import NO_DRAFT, ServedModel
+from specbeam.server.models import ServedModel
 
 
 class WatchedRequest:
@@ -65,8 +65,8 @@ class Rounds:
         """The frames of the stream. Rounds that came together leave together."""
         call, plan = self._call, self._call.plan
         (request,) = call.requests
-        draft = plan.draft if plan.draft is None or isinstance(plan.draft, str) else plan.draft.source
-        yield frame(begin(call.model.lm, request.prompt_ids, plan.options, draft or NO_DRAFT))
+        draft = next(name for name, one in call.model.drafts.items() if one is plan.draft)
+        yield frame(begin(call.model.lm, request.prompt_ids, plan.options, draft))
         async for received in call.pieces():
             made = [frame(event) for _, piece in received for event in rounds(piece.trace or [])]
             made += [frame(end(piece.result)) for _, piece in received if piece.result is not None]

@@ -35,7 +35,7 @@ MODES_THAT = {
     "has beams": "methods with beams (mode beam or speculative-beam)",
     "returns several texts": "methods with beams and methods that sample",
 }
-DECODE_KEYS = ("mode", *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)))
+DECODE_KEYS = ("mode", "strategy", *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)))
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,10 @@ class Study:
             "speculative": "sample" always samples, and the others never do.
         methods: names the methods to compare where ``decode.mode`` is not enough. Each maps keys to values, which
             replace the study's own: the keys of ``decode`` and ``load``, ``draft_quantize`` and ``draft_model``.
+
+    A "strategy" among the keys of ``decode`` is a decoding method of one's own, as ``module:name`` or an entry point.
+    It takes the place of the mode's own one, and the mode says which options it gets. ``draft_model`` is a model,
+    "ngram", "suffix" or a drafter of one's own, named likewise.
     """
 
     project_name: str = "specbeam-study"
@@ -210,7 +214,8 @@ class Method:
 
     Attributes:
         options: of :class:`specbeam.Options`.
-        draft: a model, "ngram" or "suffix"; None without.
+        strategy: a decoding method of one's own in place of the mode's; None without.
+        draft: a model, "ngram", "suffix" or a drafter of one's own; None without.
         load, draft_load: how :func:`specbeam.load` loads target and draft model.
         twin: the name of the method without drafts whose texts this one must return, or None.
     """
@@ -222,6 +227,7 @@ class Method:
     load: dict[str, Any]
     draft_load: dict[str, Any]
     twin: str | None = None
+    strategy: str | None = None
 
 
 def check(given: Mapping[str, Any]) -> Study:
@@ -269,6 +275,12 @@ def methods(study: Study) -> list[Method]:
     modes = study.decode.get("mode", MODES[0])
     if not isinstance(modes, str | list):
         raise SpecbeamError(f"decode.mode={modes!r} is not allowed: give one of {', '.join(MODES)}, or a list")
+    own, several = study.decode.get("strategy"), isinstance(modes, list) and len(modes) > 1
+    if own is not None and several and not study.methods:
+        raise SpecbeamError(
+            f"decode.strategy={own} is one method, and decode.mode has {len(modes)}: give the mode whose options it "
+            f"takes, as in decode.mode=sample, or name each: 'methods={{mine: {{mode: sample, strategy: {own}}}}}'"
+        )
     asked: dict[str, Mapping[str, Any]] = {}
     for mode in ([modes] if isinstance(modes, str) else modes) if not study.methods else ():
         one_of("decode.mode", mode, MODES)
@@ -298,6 +310,7 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     if isinstance(mode, list) and "mode" not in changes:
         mode = next(iter(mode), "")
     one_of(f"{place}.mode", mode, MODES)
+    strategy = _value(str | None, decode.get("strategy"), f"{place}.strategy")
     if (do_sample := decode.get("do_sample")) not in (None, True, False):
         raise SpecbeamError(f"{place}.do_sample={do_sample!r} is not allowed: give true or false")
     if changes.get("do_sample") and mode not in ("sample", "speculative"):
@@ -309,7 +322,7 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     options = {
         key: value
         for key, value in _not_null(decode).items()
-        if key not in ("mode", "do_sample") and USERS.get(key, frozenset()) <= does
+        if key not in ("mode", "strategy", "do_sample") and USERS.get(key, frozenset()) <= does
     }
     options["do_sample"] = "samples" in does
     if "has beams" in does:
@@ -319,7 +332,8 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     options = {key: getattr(checked, key) for key in options}
     load = {key: v[key] for key in load_kinds}
     draft_load = load | ({"quantize": v["draft_quantize"]} if v["draft_quantize"] is not None else {})
-    return Method(name, mode, options, v["draft_model"] if "drafts" in does else None, load, draft_load)
+    draft = v["draft_model"] if "drafts" in does else None
+    return Method(name, mode, options, draft, load, draft_load, strategy=strategy)
 
 
 def traits(mode: str, do_sample: bool) -> frozenset[str]:
@@ -369,7 +383,7 @@ def _promise(method: Method) -> str:
     """A key that is equal for methods whose texts must be equal. Drafts and lazy steps change no text."""
     speed = {"bound_rule", *(key for key, needs in USERS.items() if "drafts" in needs)}
     decides = {key: value for key, value in method.options.items() if key not in speed}
-    return repr((sorted(decides.items()), sorted(method.load.items())))
+    return repr((method.strategy, sorted(decides.items()), sorted(method.load.items())))
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:

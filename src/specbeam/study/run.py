@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from specbeam import plugins
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import write_whole
@@ -297,11 +298,18 @@ def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -
 
 
 def _sources(study: Study) -> dict[str, Path]:
-    """The path of every model, and of the base model of an adapter. One that is not there is an error at once."""
-    wanted = [study.target_model, *(m.draft for m in methods(study)), *study.metrics.perplexity]
-    names = dict.fromkeys(name for name in wanted if name not in (None, *LOOKUPS, "target"))
+    """The path of every model, of the base model of an adapter, and of the files of methods and drafters of one's own.
+
+    One that is not there is an error at once.
+    """
+    compared = methods(study)
+    own = {(m.strategy, "strategy") for m in compared if m.strategy is not None}
+    own |= {(m.draft, "drafter") for m in compared if m.draft is not None and plugins.names_one(m.draft, "drafter")}
+    own_files = {name: plugins.source_file(plugins.resolve(name, kind, from_here=True)) for name, kind in sorted(own)}
+    wanted = [study.target_model, *(m.draft for m in compared), *study.metrics.perplexity]
+    names = dict.fromkeys(name for name in wanted if name not in (None, *LOOKUPS, "target", *own_files))
     found = {str(name): locate(str(name)) for name in names}
     for name, path in [*found.items()]:
         if (checkpoint := open_checkpoint(path)).adapter is not None:
             found[f"{name} (base model)"] = checkpoint.path
-    return found
+    return found | {name: file for name, file in own_files.items() if file is not None}

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from specbeam import plugins
 from specbeam.engine import Engine
+from specbeam.engine.drafters import is_own_drafter
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.option_names import LOOKUPS
@@ -46,14 +48,21 @@ class Work:
         self.methods = {method.name: method for method in methods(self.study)}
         self._load = cache(load)
         self._warm: set[str] = set()
+        self._strategies: dict[str, Any] = {
+            name: plugins.resolve(method.strategy, "strategy", from_here=True)
+            for name, method in self.methods.items()
+            if method.strategy is not None
+        }
         for method in self.methods.values():
             self.models(method)
 
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
-        """The target and its draft: a draft model, "ngram", "suffix" or None."""
+        """The target and its draft: a draft model, "ngram", "suffix", a drafter of the user's own or None."""
         target = self._model(self.study.target_model, method.load)
         if method.draft is None or method.draft in LOOKUPS:
             return target, method.draft
+        if is_own_drafter(method.draft):
+            return target, plugins.resolve(method.draft, "drafter", from_here=True)
         return target, self._model(method.draft, method.draft_load)
 
     def _model(self, source: str, how: Mapping[str, Any]) -> LanguageModel:
@@ -74,12 +83,13 @@ class Work:
     def _generate(self, job: Job) -> Record:
         lm, draft = self.models(self.methods[job["method"]])
         prompt, how = self._asked(lm, job)
+        using = self._using(job, draft)
         options = self._options(job)
         if job["method"] not in self._warm:
             few = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"]), "min_new_tokens": 0}
-            self._run(lm, prompt, few, draft, how)
+            self._run(lm, prompt, few, **how, **using)
             self._warm.add(job["method"])
-        result, times, tokens = self._run(lm, prompt, options, draft, how)
+        result, times, tokens = self._run(lm, prompt, options, **how, **using)
         return {
             "rendered": show_prompt(lm, prompt, **how) if self.study.debug.render_input_text else None,
             "text": result.text,
@@ -97,8 +107,8 @@ class Work:
         lm, draft = self.models(self.methods[job["method"]])
         prompt, how = self._asked(lm, job)
         options = Options.of(self._options(job) | {"trace": True, "top_logprobs": LIKELIEST})
-        result, *_ = self._run(lm, prompt, options, draft, how)
-        name = draft.source if isinstance(draft, LanguageModel) else draft
+        result, *_ = self._run(lm, prompt, options, **how, **self._using(job, draft))
+        name = draft.source if isinstance(draft, LanguageModel) else self.methods[job["method"]].draft
         return [finite(event) for event in events(lm, encode(lm, prompt, **how), options, name, result)]
 
     def perplexity(self, name: str, job: Job) -> float | None:
@@ -135,13 +145,15 @@ class Work:
             return job["prompt"], {"raw": chat.raw}
         return job["messages"], {"system": chat.system_prompt if chat.use_system_prompt else None}
 
-    def _run(
-        self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any
-    ) -> tuple[Any, list[float], list[int]]:
+    def _using(self, job: Job, draft: Any) -> dict[str, Any]:
+        """The draft and the strategy of a job's method."""
+        return {"draft": draft, "strategy": self._strategies.get(job["method"])}
+
+    def _run(self, lm: LanguageModel, prompt: Any, options: Any, **how: Any) -> tuple[Any, list[float], list[int]]:
         """A result, the seconds after which each piece of its text came, and the tokens of each piece."""
         engine = Engine(lm)
         start = time.perf_counter()
-        request = engine.submit(prompt, options, draft=draft, **how)
+        request = engine.submit(prompt, options, **how)
         pieces, more = request.pieces, True
         times: list[float] = []
         tokens: list[int] = []
