@@ -14,9 +14,15 @@ from specbeam.cli.printing import one_line
 from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 from specbeam.option_names import nearest_name
 
+PATHS = ("FILE", "DIR", "IN", "OUT", "SOURCE")
+"""The metavars of arguments that may be paths."""
+
 
 class Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line, and suggests the nearest name for an unknown one."""
+    """Reports a usage error in one line, and suggests the nearest name for an unknown one.
+
+    Paths may begin with "~", which shells leave alone in quotes and after "=".
+    """
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -35,6 +41,9 @@ class Parser(argparse.ArgumentParser):
         if near := nearest_name(word.partition("=")[0].strip("-"), [*names]):
             return f": did you mean {names[near]}?"
         return ": put -- before a text that begins with a dash" if word[1:2] != "-" else ""
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        return super()._get_value(action, os.path.expanduser(text) if action.metavar in PATHS else text)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -271,7 +271,8 @@ def _named(given: str) -> tuple[str, str]:
 
 def _absolute(source: str) -> str:
     """A source that does not depend on the working folder, which another process may not have."""
-    return str(Path(source).resolve()) if Path(source).exists() else source
+    path = Path(os.path.expanduser(source))  # a shell leaves "~" alone after "NAME="
+    return str(path.resolve()) if path.exists() else source
 
 
 def _check_names(option: str, named: Sequence[tuple[str, str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -55,9 +56,9 @@ def run(given: argparse.Namespace) -> int:
 
             return show(latest_run(), given.json)
         case ["show", folder]:
-            return show(Path(folder), given.json)
+            return show(Path(os.path.expanduser(folder)), given.json)
         case ["diff", before, after]:
-            return compare(Path(before), Path(after), given.json)
+            return compare(Path(os.path.expanduser(before)), Path(os.path.expanduser(after)), given.json)
         case ["show" | "diff", *_]:
             raise SpecbeamError("give show, show RUN, or diff RUN_A RUN_B")
     for word in given.words:
@@ -116,7 +117,7 @@ COLUMNS = {
     "rougeL": ("ROUGE-L", "{:.3f}"),
     "perplexity": ("perplexity", "{:.2f}"),
 }
-"""The columns of the table: a heading by metric, and how its figures are written."""
+"""The columns of the table, before the user's own metrics: a heading by metric, and how its figures are written."""
 
 
 def print_table(folder: Path) -> None:
@@ -124,20 +125,22 @@ def print_table(folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from specbeam.study.report import spread
+    from specbeam.study.report import failed_metrics, spread
     from specbeam.study.run import summary_of
     from specbeam.study.statistics import MIN_VALUES_FOR_INTERVAL
+    from specbeam.study.tables import measured, own_columns
     from specbeam.study.words import settled, too_few
 
     summary = summary_of(folder)
     methods = summary["methods"]
-    for sentence in spread(summary["fastest"] or {"unsettled": []}):
+    for sentence in [*spread(summary["fastest"] or {"unsettled": []}), *failed_metrics(summary)]:
         print(sentence.striptags())
     table = Table(box=None, pad_edge=False)
-    there = [name for name in COLUMNS if any(name in method["metrics"] for method in methods)]
+    columns = COLUMNS | {name: (heading, "{:.3g}") for name, heading, _ in own_columns(measured(methods))}
+    there = [name for name in columns if any(name in method["metrics"] for method in methods)]
     tested = any(method["pass_at_1"] is not None for method in methods)
     table.add_column("method")
-    headings = ["n", *(COLUMNS[name][0] for name in there), *["pass@1"] * tested, "speed-up", "same text", "failed"]
+    headings = ["n", *(columns[name][0] for name in there), *["pass@1"] * tested, "speed-up", "same text", "failed"]
     for heading in headings:
         table.add_column(heading, justify="right")
     counts = []
@@ -147,7 +150,7 @@ def print_table(folder: Path) -> None:
         cells = [str(n)]
         for name, estimate in zip(there, estimates, strict=True):
             with_interval = name == "tokens_per_second"
-            cells.append(figure(estimate, "mean", COLUMNS[name][1], n, with_interval) if estimate else "-")
+            cells.append(figure(estimate, "mean", columns[name][1], n, with_interval) if estimate else "-")
         if tested:
             cells.append("-" if method["pass_at_1"] is None else f"{method['pass_at_1']:.2f}")
         against, same = (method["against"] or {}).get("tokens_per_second"), method["agreement"]

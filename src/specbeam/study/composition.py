@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from specbeam.errors import SpecbeamError
+from specbeam.plugins import entry_point_names, is_name
 
 ABOVE_STUDY = "study_and_config"
 """The name under which Hydra knows the user's ``config.yaml``."""
@@ -30,6 +33,10 @@ INSTEAD_OF_HYDRAS = {
 """The study's own words for Hydra's keys. Hydra composes the configuration here, but does not run the study."""
 SET_BY_HYDRA = ("hydra.overrides", "hydra.runtime", "hydra.searchpath", "hydra.job.config_name", "hydra.job.override")
 """The keys of Hydra's own that differ from run to run by themselves."""
+PATHS = ("output", "target_model", "draft_model", "source", "perplexity")
+"""The keys, at any depth, whose texts may be paths."""
+HOME = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?<=[=,:\[{(\s])~(?:\\.|[^,\[\]{}()'"\\])*""")
+"""What stands in quotes, as a group, or a word that begins with "~". Hydra's grammar has no such word."""
 
 
 def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, Any]:
@@ -55,7 +62,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
     parsed = _parsed(overrides)
     for override in parsed:
         _refuse_hydras(override.key_or_group.replace("/", "."), override.key_or_group)
-    words = [_may_add(str(override.input_line)) for override in parsed]
+    words = [_own_tracker(override, folder) or _may_add(str(override.input_line)) for override in parsed]
     search, primary = [], "study"
     if folder is not None:
         if not folder.is_dir():
@@ -91,7 +98,22 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
     metrics = plain.get("metrics")
     if isinstance(metrics, dict) and metrics.get("baseline") in [*MODES] and not plain.get("methods"):
         metrics["baseline"] = MODES[metrics["baseline"]]  # methods are named by their modes
-    return plain
+    return cast(dict[str, Any], _with_homes(plain))
+
+
+def _with_homes(value: Any, key: Any = "") -> Any:
+    """The part of a configuration below a key, with the home directory in place of "~" where paths begin.
+
+    Shells leave "~" alone in quotes and after "=", and so does YAML.
+    """
+    match value:
+        case Mapping():
+            return {name: _with_homes(part, name) for name, part in value.items()}
+        case list():
+            return [_with_homes(part, key) for part in value]
+        case str() if key in PATHS:
+            return os.path.expanduser(value)
+    return value
 
 
 def as_yaml(config: Mapping[str, Any], **form: Any) -> str:
@@ -133,7 +155,8 @@ def _missing(error: Any) -> str:
     if not slash:
         return f"the configuration cannot be composed: {_one_line(error).partition(' Config search path')[0]}"
     there = ", ".join(sorted({*(error.options or ())}))
-    return f"there is no {group}={name}: give one of {there}, or --config-dir DIR with DIR/{group}/{name}.yaml"
+    own = "tracking.name=module:name, " if group == "tracking" else ""
+    return f"there is no {group}={name}: give one of {there}, {own}or --config-dir DIR with DIR/{group}/{name}.yaml"
 
 
 def sweep(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
@@ -171,10 +194,15 @@ def _parsed(overrides: Sequence[str]) -> list[Any]:
 
     from specbeam.study.vocabulary import overrides_in_our_words
 
+    words = [HOME.sub(lambda found: found[1] or f"'{_unescaped(found[0].rstrip())}'", word) for word in overrides]
     try:
-        return overrides_in_our_words(OverridesParser.create().parse_overrides(list(overrides)))
+        return overrides_in_our_words(OverridesParser.create().parse_overrides(words))
     except HydraException as error:
         raise SpecbeamError(f"an override is not understood: {_one_line(error)}") from error
+
+
+def _unescaped(word: str) -> str:
+    return re.sub(r"\\(.)", r"\1", word)
 
 
 def _refuse_hydras(key: str, given: str) -> None:
@@ -190,6 +218,17 @@ def leaves(path: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping) and value:
         return {k: v for part in value for k, v in leaves(f"{path}.{part}", value[part]).items()}
     return {path: value}
+
+
+def _own_tracker(override: Any, folder: Path | None) -> str | None:
+    """``tracking=NAME`` as a key, where the name is that of a class and not of a file; None for other overrides."""
+    name = override.value() if override.key_or_group == "tracking" else None
+    if not isinstance(name, str) or not (is_name(name) or name in entry_point_names("tracker")):
+        return None
+    places = [Path(__file__).parent / "conf", *filter(None, [folder])]
+    if any((place / "tracking" / f"{name}.yaml").exists() for place in places):
+        return None
+    return f"++tracking.name='{name}'"
 
 
 def _may_add(override: str) -> str:

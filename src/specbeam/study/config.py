@@ -11,6 +11,8 @@ from typing import Any
 from specbeam.errors import SpecbeamError, located
 from specbeam.option_names import LOOKUPS, nearest_name
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
+from specbeam.plugins import entry_point_names, is_name
+from specbeam.study.tables import KNOWN
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 64, "num_beams": 4, "num_draft_tokens": "auto"}
@@ -116,12 +118,14 @@ class Data:
 @dataclass(frozen=True)
 class Metrics:
     """Attributes:
+    own: functions of the user's own, each ``module:name`` or the name of an entry point (:class:`OwnMetrics`).
     perplexity: models that measure the perplexity of the texts; "target" is the study's own target model.
     confidence: the confidence level of the intervals.
     baseline: the method that the others are compared with; None: the first one.
     pass_at_1: run the answers to HumanEval's problems.
     """
 
+    own: list[str] = field(default_factory=list)
     perplexity: list[str] = field(default_factory=lambda: ["target"])
     confidence: float = 0.95
     baseline: str | None = None
@@ -129,9 +133,20 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Attributes:
+    latex_columns: the metrics that are columns of ``tables/methods.tex``, as ``tables/methods.csv`` names them; None:
+        :data:`specbeam.study.tables.LATEX_COLUMNS`, and the user's own.
+    """
+
+    latex_columns: list[str] | None = None
+
+
+@dataclass(frozen=True)
 class Tracking:
     """Attributes:
-    name: none or wandb.
+    name: none, wandb, or a class of the user's own: ``module:name``, or the name of an entry point
+        (:class:`specbeam.study.tracking.Tracker`).
     """
 
     name: str = "none"
@@ -186,6 +201,7 @@ class Study:
     prompts: list[str] = field(default_factory=list)
     data: Data = field(default_factory=Data)
     metrics: Metrics = field(default_factory=Metrics)
+    report: Report = field(default_factory=Report)
     tracking: Tracking = field(default_factory=Tracking)
     launcher: Launcher = field(default_factory=Launcher)
     seed: int = 0
@@ -224,7 +240,8 @@ def check(given: Mapping[str, Any]) -> Study:
     study: Study = _build(Study, given, "")
     for key in study.decode:
         nearest(f"decode.{key}", key, DECODE_KEYS)
-    one_of("tracking.name", study.tracking.name, ("none", "wandb"))
+    if not is_name(study.tracking.name):
+        one_of("tracking.name", study.tracking.name, ("none", "wandb", *entry_point_names("tracker"), "module:name"))
     one_of("launcher.name", study.launcher.name, ("local", "ray"))
     one_of("data.format", study.data.format, ("auto", "table", "text", "spec_bench", "human_eval"))
     for name, number in {
@@ -240,6 +257,9 @@ def check(given: Mapping[str, Any]) -> Study:
         raise SpecbeamError(f"metrics.confidence={study.metrics.confidence} is not allowed: give 0.95 or so")
     if not study.prompts and study.data.source is None:
         raise SpecbeamError("there is nothing to decode: give prompts=[...] or data.source=FILE")
+    for column in study.report.latex_columns or []:
+        if ":" not in column and not column.startswith("perplexity "):
+            one_of("report.latex_columns", column, [*KNOWN])
     names = [method.name for method in methods(study)]
     if study.metrics.baseline is not None:
         one_of("metrics.baseline", study.metrics.baseline, names)

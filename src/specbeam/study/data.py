@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import random
 import string
 import zlib
@@ -66,7 +67,7 @@ def read_rows(data: Data, prompts: list[str], seed: int) -> list[Row]:
 
 def local_file(data: Data) -> Path | None:
     """The file a data set is read from; None if it is not a file."""
-    path = Path(data.source).expanduser() if data.source is not None else None
+    path = Path(os.path.expanduser(data.source)) if data.source is not None else None
     return path if path is not None and path.exists() else None
 
 
@@ -174,7 +175,10 @@ def _of_hub(data: Data) -> Iterator[Any]:
     try:
         from datasets import config, load_dataset
     except ImportError as error:
-        raise SpecbeamError("data sets of the hub need the package datasets: pip install datasets") from error
+        raise SpecbeamError(
+            f"data.source={data.source} is no file here, and data sets of the hub need the package {error.name}: "
+            "pip install specbeam[study]"
+        ) from error
     assert data.source is not None
     silence, offline = no_answer(data.source, kind="dataset"), config.HF_HUB_OFFLINE
     config.HF_HUB_OFFLINE = offline or silence is not None  # a data set may be in the cache

@@ -1,4 +1,6 @@
-"""Metrics of one generation, and of many together. A new metric is a name in :func:`of_record`.
+"""Metrics of one generation, and of many together.
+
+A new metric is a name in :func:`of_record`, or a function of the user's own (:class:`OwnMetrics`).
 
 A generation is a :data:`specbeam.study.results.Record`. Speed is the speed that a user sees. Diversity compares the
 beams of a generation. Quality compares texts with references, by the field's own implementations (sacrebleu,
@@ -7,6 +9,10 @@ rouge_score).
 
 from __future__ import annotations
 
+import copy
+import logging
+import math
+import numbers
 from collections.abc import Iterable, Sequence
 from itertools import combinations, zip_longest
 from statistics import fmean
@@ -14,8 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.errors import SpecbeamError
+from specbeam.plugins import GROUPS, failure, is_name, named, resolve, takes
 from specbeam.study.results import Record
 from specbeam.study.statistics import share_interval
+
+logger = logging.getLogger("specbeam")
 
 
 def finished(records: Iterable[Record]) -> list[Record]:
@@ -138,6 +148,63 @@ def quality(text: str, references: Sequence[str]) -> dict[str, float | None]:
     rouge = RougeScorer(["rouge1", "rouge2", "rougeL"]).score_multi(references, text)
     scores: dict[str, float | None] = {name: float(score.fmeasure) for name, score in rouge.items()}
     return scores | {"bleu": sentence_bleu(text, references).score, "chrf": sentence_chrf(text, references).score}
+
+
+class OwnMetrics:
+    """Metrics of the user's own, measured on each generation that did not fail.
+
+    Each is a function that takes a generation, a :data:`specbeam.study.results.Record`. It returns a number, True or
+    False (1 or 0), or None where there is nothing to measure. They are measured anew each time a study goes on, so a
+    change of their code has its effect.
+
+    Args:
+        names: ``module:name``, or names of entry points.
+
+    Attributes:
+        values: by the keys of generations, then by the names of metrics. The metric of an entry point is named
+            ``specbeam.metrics:NAME``.
+        failures: by the names of metrics, the keys of generations on which the metric failed, each with the reason. A
+            metric fails if it raises, or returns something else. The first failure of each is a warning.
+
+    Raises:
+        SpecbeamError: a name names no function of one argument.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.values: dict[str, dict[str, float | None]] = {}
+        self.failures: dict[str, dict[str, str]] = {}
+        self._metrics: dict[str, Any] = {}
+        for name in names:
+            metric = resolve(name, "metric", from_here=True)
+            if not callable(metric) or not takes(metric, 1):
+                raise SpecbeamError(f"metric {name!r} is no function of a generation: give def NAME(record)")
+            self._metrics[name if is_name(name) else f"{GROUPS['metric']}:{name}"] = metric
+
+    def measure(self, record: Record) -> None:
+        if record["error"]:
+            return
+        values = self.values[record["key"]] = {}
+        for name, metric in self._metrics.items():
+            try:
+                values[name] = _checked(metric(copy.deepcopy(record)))  # what a metric changes is its own
+            except Exception as error:  # the study and the other metrics go on
+                why = str(error) if isinstance(error, NoNumber) else failure(error)
+                if name not in self.failures:
+                    logger.warning("metric %s failed on generation %s: %s", name, record["key"], why)
+                self.failures.setdefault(name, {})[record["key"]] = why
+
+
+class NoNumber(Exception):
+    """A metric returned something else than a number or None."""
+
+
+def _checked(value: Any) -> float | None:
+    """What a metric returned, as a number. Raises NoNumber if it is none."""
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+        raise NoNumber(f"it returned {named(value)}; return a finite number, True or False, or None")
+    return float(value)
 
 
 def of_corpus(records: Iterable[Record]) -> dict[str, float]:

@@ -331,7 +331,7 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
     left_out = len(steps) - len(order)
     return _plot(
         "categories",
-        "Tokens a pass, by category",
+        "Tokens per pass, by category",
         "How many tokens each pass of the target gives; 1 is what there is without drafts. "
         "Categories are sorted by their mean over methods."
         + (f" The {left_out} in the middle are left out." if left_out else ""),

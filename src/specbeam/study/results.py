@@ -33,8 +33,8 @@ KEYS = {
     FINGERPRINT: ("config",),
 }
 """The keys that every entry of a file has. A generation that failed has them, too."""
-NOT_IN_TABLE = ("stats", "recording")
-"""The keys of a generation that are no column: each statistic is one, and recordings are large."""
+NOT_IN_TABLE = ("stats", "own", "recording")
+"""The keys of a generation that are no column: each statistic and own metric is one, and recordings are large."""
 ASKED_PARTS = ("config", "models", "data")
 """The parts of a fingerprint that the user chose. The others describe where the study ran."""
 MAX_NAME_BYTES = 200
@@ -47,10 +47,13 @@ def default_folder(project: str, fingerprint: Mapping[str, Any], swept: str = ""
     """The folder of a run that was given none: the same for the same configuration, models and data.
 
     Args:
-        swept: the keys and values of a sweep that this run stands for.
+        swept: the keys and values of a sweep that this run stands for. They name a new folder. A run that is there
+            already keeps its folder, whichever sweep it was made in.
     """
     asked = json.dumps({part: fingerprint[part] for part in ASKED_PARTS}, sort_keys=True)
-    return RUNS / f"{_plain_name('-'.join(filter(None, [project, swept])))}-{_short_hash(asked)}"
+    about = _short_hash(asked)
+    there = sorted(path.parent for path in RUNS.glob(f"*-{about}/{FINGERPRINT}"))
+    return next(iter(there), RUNS / f"{_plain_name('-'.join(filter(None, [project, swept])))}-{about}")
 
 
 def file_name(text: str) -> str:
@@ -221,7 +224,8 @@ def write_parquet(path: Path, records: Iterable[Record]) -> None:
 
     rows = []
     for record in records:
-        flat = {name: value for name, value in record.items() if name not in NOT_IN_TABLE} | record.get("stats", {})
+        flat = {name: value for name, value in record.items() if name not in NOT_IN_TABLE}
+        flat |= record.get("stats", {}) | record.get("own", {})
         rows.append({name: _plain(name, value) for name, value in flat.items()})
     with replacing(path) as file:
         pandas.DataFrame(rows).to_parquet(file)

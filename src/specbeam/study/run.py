@@ -22,7 +22,7 @@ from specbeam.study.composition import as_yaml
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
 from specbeam.study.execution import completion_of, passes
-from specbeam.study.metrics import finished
+from specbeam.study.metrics import OwnMetrics, finished
 from specbeam.study.progress import Progress
 from specbeam.study.results import (
     SUMMARY,
@@ -42,8 +42,8 @@ from specbeam.study.work import Work, begun, jobs_of_turn, key_of, with_messages
 
 logger = logging.getLogger("specbeam")
 
-KEYS_WITHOUT_EFFECT = ("output", "tracking", "launcher")
-"""Keys of the configuration that do not change results."""
+KEYS_WITHOUT_EFFECT = ("output", "tracking", "launcher", "report")
+"""Keys of the configuration that do not change what a run keeps. Neither do the user's own metrics."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -77,7 +77,10 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     began = time.perf_counter()
     study = check(config)
     rows = read_rows(study.data, study.prompts, study.seed)
+    own = OwnMetrics(study.metrics.own)
     relevant = {key: value for key, value in config.items() if key not in KEYS_WITHOUT_EFFECT}
+    if "metrics" in relevant:
+        relevant["metrics"] = {key: value for key, value in config["metrics"].items() if key != "own"}
     about = fingerprint(relevant, _sources(study), local_file(study.data))
     folder = Path(study.output) if study.output is not None else default_folder(study.project_name, about, swept)
     run = Run(folder, about, as_yaml(config))
@@ -87,23 +90,32 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     try:
         with ExitStack() as last:
             last.callback(run.close)
-            tracker = tracker_of(study, config, folder)
+            tracker = tracker_of(study, folder)
             last.callback(tracker.close)
             progress = last.enter_context(Progress([m.name for m in methods(study)], total))
-            for record in run.records.values():
+
+            def follow(record: Record) -> None:
+                own.measure(record)
                 tracker.record(record)
+
+            for record in run.records.values():
+                follow(record)
                 progress.take(record)
             work = cache(partial(Work, config))
             earlier = _seconds(run)
-            _generate(study, config, rows, run, work, tracker.record, progress)
+            _generate(study, config, rows, run, work, follow, progress)
             generating = _seconds(run)
             progress.say("scoring the texts")
             _score(study, run, work)
             progress.say("recording what the report shows")
             first = [key_of(method.name, rows[0].id, 0, 0) for method in methods(study)]
             _record(run, work, first)
-            records = [with_recording(record, run.recordings, first) for record in run.records.values()]
+            records = [
+                with_recording(record, run.recordings, first) | {"own": own.values.get(record["key"], {})}
+                for record in run.records.values()
+            ]
             summary = _summarize(study, records, run.scores)
+            summary["failed_metrics"] = own.failures
             overhead = max(0.0, time.perf_counter() - began - (generating - earlier))
             from specbeam.study.report import write_report
 
@@ -120,6 +132,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
                     records=records,
                     overhead=overhead / (overhead + generating) if generating else None,
                     header=header(study, run.fingerprint, records),
+                    latex_columns=study.report.latex_columns,
                 )
             tracker.summary(summary, folder)
     except KeyboardInterrupt:
@@ -182,13 +195,14 @@ def _generate(
     rows: list[Row],
     run: Run,
     work: Callable[[], Work],
-    track: Callable[[Record], None],
+    follow: Callable[[Record], None],
     progress: Progress,
 ) -> None:
     """Make all generations that are missing, one turn after the other: answers are part of the next turn's prompt.
 
     Args:
         work: returns the work of this process, whose models it loads the first time.
+        follow: called with each finished generation.
     """
 
     def loaded() -> Work:
@@ -203,7 +217,7 @@ def _generate(
                 raise result
             result = begun(job) | {"error": " ".join(str(result).split()), "wall": 0.0}
         run.add(result)
-        track(result)
+        follow(result)
         progress.take(result, made_now=True)
 
     with ExitStack() as last:

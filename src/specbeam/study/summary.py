@@ -61,7 +61,8 @@ def summarize(
     for method, some in by_method.items():
         good = finished(some)
         by_unit = _averaged(
-            (record, of_record(record) | _perplexities(scores.get(record["key"], {}))) for record in good
+            (record, of_record(record) | _perplexities(scores.get(record["key"], {})) | record.get("own", {}))
+            for record in good
         )
         base = speeds.get(baseline) if baseline is not None and baseline != method else None
         found = None if base is None else _faster(speeds[method], base, confidence)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
+import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from specbeam.errors import SpecbeamError
+from specbeam.plugins import failure, resolve, takes
 from specbeam.study.config import Study
 from specbeam.study.results import Record
 
@@ -19,55 +23,62 @@ CONNECT_TIMEOUT_SECONDS = 30.0
 
 
 class Tracker(Protocol):
-    """Follows a run. Its failures must not stop the study."""
+    """Follows a run. It is made with the study's configuration, as plain data, and the run's folder.
+
+    Its failures do not stop the study.
+    """
 
     def record(self, record: Record) -> None:
-        """A generation is finished."""
+        """A generation is finished, or was there from an earlier start of the same run."""
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """The study is finished; its folder holds the report, the plots and the table."""
 
     def close(self) -> None:
-        """The study has ended."""
+        """The study has ended, or was interrupted."""
 
 
 class WandbTracker:
     """Weights & Biases: config, a table of generations, metrics and plots.
 
     Without a key (WANDB_API_KEY or ``wandb login``), or with WANDB_MODE=offline, everything is written below the run's
-    folder, for ``wandb sync``.
+    folder, for ``wandb sync``. A warning says so at the start, and where the files are at the end.
     """
 
     COLUMNS = ("key", "method", "category", "turn", "repeat", "prompt", "text", "new_tokens", "tokens_per_second")
 
-    def __init__(self, study: Study, config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
         try:
             import wandb
         except ImportError as error:
             raise SpecbeamError("tracking=wandb needs wandb: pip install specbeam[wandb]") from error
         self._wandb: Any = wandb
         self._rows: list[list[Any]] = []
+        tracking = config["tracking"]
         how: dict[str, Any] = {
-            "project": study.tracking.project or study.project_name,
-            "entity": study.tracking.entity,
-            "tags": study.tracking.tags,
+            "project": tracking["project"] or config["project_name"],
+            "entity": tracking["entity"],
+            "tags": tracking["tags"],
             "config": dict(config),
             "dir": str(folder),
             "name": folder.name,
             "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12],  # a resumed run keeps its id
             "resume": "allow",
         }
-        mode = os.environ.get("WANDB_MODE") or (
-            "online" if self._wandb.login(prompt=False, verify=False) else "offline"
-        )
+        mode, why = os.environ.get("WANDB_MODE"), "WANDB_MODE says so"
+        if not mode:
+            mode = "online" if self._wandb.login(prompt=False, verify=False) else "offline"
+            why = "there is no key; set WANDB_API_KEY, or run wandb login"
         try:
             self._run = self._init(how, mode)
         except Exception as error:
             if mode != "online":
                 raise
-            logger.warning("tracking goes on offline: %s", " ".join(str(error).split()))
+            mode, why = "offline", " ".join(str(error).split())
             # The run that failed has taken the other id.
-            self._run = self._init(how | {"id": f"{how['id']}-offline"}, "offline")
+            self._run = self._init(how | {"id": f"{how['id']}-offline"}, mode)
+        if mode != "online":
+            logger.warning("W&B is %s (%s)", mode, why)
 
     def _init(self, how: dict[str, Any], mode: str) -> Any:
         settings = self._wandb.Settings(silent=True, init_timeout=CONNECT_TIMEOUT_SECONDS, console="off")
@@ -94,6 +105,9 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+        if self._run.offline:
+            files = shlex.quote(self._run.settings.sync_dir)
+            logger.warning("W&B was offline, so the run's files are on this disk; send them with: wandb sync %s", files)
 
 
 class Unfailing:
@@ -105,9 +119,9 @@ class Unfailing:
     def _call(self, method: str, *given: Any) -> None:
         if self._tracker is not None:
             try:
-                getattr(self._tracker, method)(*given)
+                getattr(self._tracker, method)(*copy.deepcopy(given))  # what a tracker changes is its own
             except Exception as error:
-                logger.warning("tracking stopped: %s", " ".join(str(error).split()) or type(error).__name__)
+                logger.warning("tracking stopped: %s of the tracker failed: %s", method, failure(error))
                 self._tracker = None
 
     def record(self, record: Record) -> None:
@@ -120,18 +134,26 @@ class Unfailing:
         self._call("close")
 
 
-def tracker_of(study: Study, config: Mapping[str, Any], folder: Path) -> Tracker:
+def tracker_of(study: Study, folder: Path) -> Tracker:
     """The tracker of a study.
 
     Raises:
-        SpecbeamError: its package is not installed.
+        SpecbeamError: its package is not installed, or what ``module:name`` names is no tracker.
     """
-    tracker: Tracker | None = None
-    if study.tracking.name == "wandb":
-        try:
-            tracker = WandbTracker(study, config, folder)
-        except SpecbeamError:
-            raise
-        except Exception as error:
-            logger.warning("no tracking: %s", " ".join(str(error).split()) or type(error).__name__)
+    name = study.tracking.name
+    if name == "none":
+        return Unfailing(None)
+    make: Any = WandbTracker if name == "wandb" else resolve(name, "tracker", from_here=True)
+    if not callable(make) or not takes(make, 2):
+        raise SpecbeamError(f"tracker {name!r} cannot be made: give a class with __init__(self, config, folder)")
+    try:
+        tracker = make(asdict(study), folder)
+    except SpecbeamError:
+        raise
+    except Exception as error:
+        logger.warning("no tracking: %s cannot be made: %s", name, failure(error))
+        return Unfailing(None)
+    for method in ("record", "summary", "close"):
+        if not callable(getattr(tracker, method, None)):
+            raise SpecbeamError(f"tracker {name!r} has no method {method}: it needs record, summary and close")
     return Unfailing(tracker)

@@ -41,8 +41,9 @@ def between_ratios(comparison: Mapping[str, Any]) -> str:
 
 
 def times(comparison: Mapping[str, Any]) -> str:
-    """A speed-up in words."""
-    return f"{comparison['ratio']:.2f} times ({between_ratios(comparison) or too_few(comparison['n'])})"
+    """A speed-up in words, with its interval if it has one."""
+    within = between_ratios(comparison)
+    return f"{comparison['ratio']:.2f} times" + (f" ({within})" if within else "")
 
 
 def several(count: int, noun: str) -> str:
