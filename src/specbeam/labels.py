@@ -24,25 +24,25 @@ MIN_LABELS = 2
 
 @dataclass(frozen=True)
 class Question:
-    """The texts whose log-probabilities give those of the labels after one prompt.
+    """The labels after one prompt, as texts to be scored.
 
     Attributes:
-        texts: first each label; then, for each label that longer ones begin with, it and the next token of those.
-        shorter: the number of the label that each of these further texts goes on from.
+        texts: one for each label.
+        shorter: of each label, the number of the longest other one that it begins with; None if there is none.
     """
 
     texts: list[Text]
-    shorter: list[int]
+    shorter: list[int | None]
 
     def probabilities(self, log_probs: Sequence[float]) -> NDArray[np.float64]:
         """The probabilities of the labels, float64 [labels], from the log-probabilities of the texts. They sum to 1."""
-        count = len(self.texts) - len(self.shorter)
-        own = np.array(log_probs[:count], dtype=np.float64)
-        goes_on = np.zeros(count)
-        shares = np.array(log_probs[count:]) - own[self.shorter] if self.shorter else np.zeros(0)
-        np.add.at(goes_on, self.shorter, np.exp(shares))
-        own += np.log1p(-np.minimum(goes_on, 1 - np.finfo(np.float64).eps))  # rounding may make it exceed 1
-        weights = np.exp(own - own.max())
+        own = np.array(log_probs, dtype=np.float64)
+        longer = np.zeros(len(own))  # the part of a label's probability that is that of longer ones
+        for number, shorter in enumerate(self.shorter):
+            if shorter is not None:
+                longer[shorter] += np.exp(own[number] - own[shorter])
+        own += np.log1p(-np.minimum(longer, 1 - np.finfo(np.float64).eps))  # rounding may make it exceed 1
+        weights: NDArray[np.float64] = np.exp(own - own.max())
         return weights / weights.sum()
 
 
@@ -71,19 +71,14 @@ def question(
     check_length(lm, context, tokens)
     numbers: dict[tuple[int, ...], int] = {}
     for number, ids in enumerate(map(tuple, tokens)):
-        if (other := numbers.setdefault(ids, number)) != number or not ids:
-            same = (
-                f"{labels[other]!r} and {labels[number]!r} have the same tokens"
-                if ids
-                else f"{labels[number]!r} has none"
-            )
-            raise SpecbeamError(f"{lm.source} cannot tell the labels apart, because {same}: change one")
-    longer: dict[tuple[int, ...], int] = {}  # a label and one more token, and the label's number
-    for ids in numbers:
-        for length in range(1, len(ids)):
-            if (shorter := numbers.get(ids[:length])) is not None:
-                longer[ids[: length + 1]] = shorter
-    return Question([(context, [*ids]) for ids in (*numbers, *longer)], [*longer.values()])
+        if not ids:
+            raise SpecbeamError(f"the label {labels[number]!r} has no tokens for {lm.source}: change it")
+        if (other := numbers.setdefault(ids, number)) != number:
+            both = f"{labels[other]!r} and {labels[number]!r}"
+            raise SpecbeamError(f"the labels {both} have the same tokens for {lm.source}: change one")
+    beginnings = ([ids[:length] for length in range(len(ids) - 1, 0, -1)] for ids in numbers)
+    shorter = [next((numbers[ids] for ids in some if ids in numbers), None) for some in beginnings]
+    return Question([(context, [*ids]) for ids in numbers], shorter)
 
 
 def probabilities(

@@ -126,7 +126,7 @@ def test_columns_of_a_parquet_file_as_json(tmp_path):
 def test_what_json_does_not_have_is_refused_by_column(tmp_path, cell, says):
     pq.write_table(pa.table({"prompt": ["a"], "x": pa.array([cell])}), tmp_path / "in.parquet")
     with open_rows(tmp_path / "in.parquet") as rows:
-        assert [*rows.cells("prompt")] == ["a"]
+        assert [*rows.cells(["prompt"])] == [{"prompt": "a"}]
         with pytest.raises(SpecbeamError, match=f"the column 'x' of .*{says}.*name OUT .parquet, or leave the column"):
             writer(tmp_path / "out.jsonl", rows, TYPES)
     assert not (tmp_path / "out.jsonl").exists()
@@ -162,7 +162,7 @@ def test_a_damaged_parquet_file_is_no_traceback(tmp_path, at):
     whole[start : start + 8] = b"\xff" * 8
     path.write_bytes(whole)
     with suppress(SpecbeamError), open_rows(path) as rows:
-        assert len([*rows.cells("prompt")]) == len(rows)  # the damage was in a part that nobody needs
+        assert len([*rows.cells(["prompt"])]) == len(rows)  # the damage was in a part that nobody needs
 
 
 def test_the_same_rows_come_each_time_whatever_ends_a_line(tmp_path):
