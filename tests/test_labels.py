@@ -72,7 +72,9 @@ def test_after_a_chat_template_a_label_begins_the_answer(lm, theirs):
     rendered = "<bos>system: Judge.\n<bos>user: hi\nassistant: "
     (found,) = probabilities(lm, ["hi"], labels, system="Judge.")
     assert found == pytest.approx(expected(theirs, lm, rendered, "", labels), rel=1e-4)
-    (begun,) = probabilities(lm, [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]], labels)
+    (begun,) = probabilities(
+        lm, [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]], labels
+    )
     after = "<bos>user: hi\n<bos>assistant: It is"
     assert begun == pytest.approx(expected(theirs, lm, after, " ", labels), rel=1e-4)
 

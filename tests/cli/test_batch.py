@@ -294,7 +294,7 @@ def test_a_line_that_is_no_answer_is_made_again(ten, interrupted, tmp_path, begu
 
 
 def test_what_is_finished_is_not_loaded_a_model_for(run, tmp_path, monkeypatch):
-    write(tmp_path / "in.jsonl", numbered(PROMPTS[: BATCHES_PER_JOB]))
+    write(tmp_path / "in.jsonl", numbered(PROMPTS[:BATCHES_PER_JOB]))
     arguments = ("in.jsonl", "out.parquet", "--batch-size", 1, "--max-new-tokens", 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)

@@ -214,8 +214,8 @@ class Summary:
         if answer["error"] is not None:
             self.failed += 1
             self.first = self.first or f"first row {number}: {answer['error']}"
-        elif self.task.counted is not None:
-            self.counts[answer[self.task.counted]] += 1
+        elif self.task.counted is not None:  # a damaged file of finished rows may lack it
+            self.counts[str(answer.get(self.task.counted))] += 1
 
     def lines(self, rows: int, earlier: int, output: Path) -> Iterator[str]:
         """The lines, given the number of rows and how many of them were finished earlier."""

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -487,11 +488,6 @@ def jsonl_writer(path: Path, rows: Rows) -> Write:
 def csv_writer(path: Path, rows: Rows, added: list[str]) -> Write:
     """Texts are cells as they are. Other values are JSON, and a cell without a value is empty."""
 
-    def line(cells: Iterable[Any]) -> bytes:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow([csv_cell(cell) for cell in cells])
-        return text.getvalue().encode()
-
     def given() -> Iterator[list[Any]]:
         for text in rows.lines():
             row = ROW_DECODER.decode(text)
@@ -500,24 +496,33 @@ def csv_writer(path: Path, rows: Rows, added: list[str]) -> Write:
     head = [*rows.columns, *added]
     try:
         for cells in chain([head], given()):
-            line(cells)
+            csv_line(cells)
     except UnicodeEncodeError as error:
         message = f"{rows.path} has half a surrogate pair, which is no character"
         raise SpecbeamError(f"{message}: name OUT .jsonl, or correct it") from error
 
     def write(cells: Iterable[Row]) -> None:
         with replacing(path) as file:
-            file.write(line(head))
+            file.write(csv_line(head))
             for before, new in zip(given(), cells, strict=True):
-                file.write(line([*before, *(new[name] for name in added)]))
+                file.write(csv_line([*before, *(new[name] for name in added)]))
 
     return write
 
 
+def csv_line(cells: Iterable[Any]) -> bytes:
+    line = ",".join(map(csv_cell, cells))
+    return (line or '""').encode() + b"\n"  # an empty line is no row
+
+
 def csv_cell(value: Any) -> str:
-    if isinstance(value, str | LargeNumber | None):
-        return "" if value is None else value.digits if isinstance(value, LargeNumber) else value
-    return json.dumps(value, ensure_ascii=False, default=lambda large: large.digits)
+    if value is None:
+        return ""
+    if isinstance(value, LargeNumber):
+        return value.digits
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda n: n.digits)
+    # Python's csv.writer leaves a lone carriage return unquoted before 3.13, and its reader then ends the row there.
+    return '"{}"'.format(text.replace('"', '""')) if re.search('[",\r\n]', text) else text
 
 
 def json_of(value: Any) -> str:
