@@ -70,7 +70,7 @@ _HOMES = {
     "suffix_automaton": "drafting.suffix",
 }
 
-_MODULES = ("constraints", "hf", "ladder", "reference", "scoring")
+_MODULES = ("constraints", "hf", "labels", "ladder", "reference", "scoring")
 _MODULES_OF_EXTRAS = ("lm_eval",)
 
 __all__ = [*_HOMES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -109,6 +110,97 @@ def encode(
     )
     if most is not None and len(ids) > most:
         raise too_long(lm, f"{len(ids):,}", most)
+    return ids
+
+
+def encode_answers(
+    lm: LanguageModel, prompt: Any, answers: Sequence[str], *, system: str | None = None, raw: bool = False
+) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a prompt and of texts that follow it. Prompt and text are tokenized together, as one text.
+
+    So no token boundary is put where the tokenizer would put none: a space at the end of the prompt belongs to the
+    text's first token. After a chat template the text begins the answer. Otherwise, also where it continues an answer,
+    it follows a space (:func:`space_before`).
+
+    Args:
+        prompt: text or messages; None: the texts follow nothing. Then there is no template, and they come after the
+            token that begins or, in models without one, ends texts.
+        answers: the texts, none of them empty.
+
+    Returns:
+        The tokens that all of these texts begin with, at least one, and the other tokens of each.
+
+    Raises:
+        SpecbeamError: as :func:`encode`, and for a prompt of token ids, an empty text, and one that is too long.
+    """
+    if "" in answers:
+        raise SpecbeamError("a text to be scored is empty: give at least one character")
+    if lm.tokenizer is None:
+        raise SpecbeamError(f"{lm.source} has no tokenizer, which texts need: load the model with one")
+    if lm.backend.start_token_ids is not None:  # the texts stand in the decoder, and the prompt in the encoder
+        if prompt is None:
+            raise SpecbeamError(f"{lm.source} is an encoder-decoder model: a text to be scored needs a prompt")
+        context = encode(lm, prompt, system=system, raw=raw, most=room(lm, False))
+        return context, _encode_all(lm, answers, add_special_tokens=False)
+    first: list[int] = []
+    if prompt is None:
+        first, texts, templated = [first_token(lm)], ["", *answers], False
+    else:
+        messages = check(lm, prompt, system=system)
+        if isinstance(messages[0], int):
+            raise SpecbeamError("texts follow a text or messages, not token ids: give the prompt as text")
+        encode(lm, messages, raw=raw, most=room(lm, False))  # whatever is wrong with it is named
+        templated = not raw and bool(lm.tokenizer.chat_template)
+        joined = "\n\n".join(message["content"] for message in messages)
+        before = render(lm.tokenizer, messages) if templated else joined
+        is_fresh = templated and (messages[-1]["role"] != "assistant" or not messages[-1]["content"])
+        texts = [before, *(f"{before}{'' if is_fresh else space_before(before, answer)}{answer}" for answer in answers)]
+    own, *wholes = _encode_all(lm, texts, add_special_tokens=not templated)
+    if own[:1] != first and prompt is None:
+        own, wholes = [*first, *own], [[*first, *ids] for ids in wholes]
+    length = min(map(_common_length, [own] * len(wholes), wholes))
+    if not length:
+        raise SpecbeamError("the prompt has no token that stays when a text follows it: give a longer prompt")
+    return own[:length], [ids[length:] for ids in wholes]
+
+
+def first_token(lm: LanguageModel) -> int:
+    """The token before a text that follows nothing: the one that begins texts, or the one that ends them.
+
+    Raises:
+        SpecbeamError: the model has neither.
+    """
+    for token in (lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id, *sorted(lm.eos_token_ids)):
+        if token is not None:
+            return int(token)
+    raise SpecbeamError(f"{lm.source} has neither a BOS nor an EOS token to score a text without a context")
+
+
+def space_before(prompt: str, answer: str) -> str:
+    """The space between a prompt and the text that follows it, unless one of them, or its script, makes it needless.
+
+    That is after white space, an opening bracket or quotation mark, or the wide punctuation of Chinese and Japanese,
+    and before white space.
+    """
+    last = prompt[-1:]
+    is_punctuation = unicodedata.category(last or " ").startswith("P")
+    is_wide = is_punctuation and unicodedata.east_asian_width(last) in "WF"
+    opens = unicodedata.category(last or " ") in ("Ps", "Pi") or last in "\"'`"
+    return "" if last.isspace() or answer[:1].isspace() or opens or is_wide else " "
+
+
+def _common_length(some: list[int], other: list[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    pairs = enumerate(zip(some, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(some), len(other)))
+
+
+def _encode_all(lm: LanguageModel, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of texts, tokenized side by side."""
+    for text in texts:
+        check_unicode(text)
+    with refusing("the model's tokenizer cannot read this text"):
+        ids: list[list[int]] = lm.tokenizer([*texts], add_special_tokens=add_special_tokens, verbose=False).input_ids
     return ids
 
 

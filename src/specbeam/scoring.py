@@ -73,23 +73,28 @@ def _submit(
     lm = engine.lm
     if not all(context for context, _ in texts):
         raise SpecbeamError("a text to be scored needs a context: give at least one token, such as the model's BOS")
-    wholes = [encode(lm, context + continuation) for context, continuation in texts]
-    context = texts[0][0]
+    context, continuations = texts[0][0], [encode(lm, tokens) if tokens else [] for _, tokens in texts]
+    check_length(lm, context, continuations)
     scores = ContinuationScores(np.zeros(len(texts)), np.ones(len(texts), dtype=bool))
 
     def strategy(setup: Setup, _: Any) -> Strategy:
-        yield from score_continuations(setup.tree, [whole[len(context) :] for whole in wholes], scores)
+        yield from score_continuations(setup.tree, continuations, scores)
         return [Hypothesis(setup.tree.tip, 0.0, "length")]
 
-    longest = max(1, *(len(continuation) for _, continuation in texts))
+    longest = max(1, *map(len, continuations))
+    options = {"max_new_tokens": longest, "eos_token_id": []}  # nothing is generated, so nothing ends a text
+    return (numbers, scores), engine.submit(context, options, strategy=strategy, writes=False)
+
+
+def check_length(lm: LanguageModel, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
+    """Raise SpecbeamError if a context and one of its continuations are longer than what can be scored."""
+    longest = max(1, *map(len, continuations))
     length, most = len(lm.backend.start_token_ids or context) + longest, lm.backend.context_length + 1
     if length > most:
         raise SpecbeamError(
             f"a text to be scored has {length:,} tokens, but {lm.source} can score at most {most:,}, its context and "
             "one token that follows: shorten the text"
         )
-    options = {"max_new_tokens": longest, "eos_token_id": []}  # nothing is generated, so nothing ends a text
-    return (numbers, scores), engine.submit(context, options, strategy=strategy, writes=False)
 
 
 def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:

@@ -14,6 +14,7 @@ import pytest
 
 import specbeam
 from specbeam.cli import batch
+from specbeam.cli.rows import BATCHES_PER_JOB
 from specbeam.jobs import formats
 from tests.conftest import random_model
 from tests.jobs.faults import crashes
@@ -32,11 +33,12 @@ NEW = ["text", "finish_reason", "new_tokens", "seconds", "error"]
 @pytest.fixture
 def run(folder, specbeam_command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("specbeam.cli.rows.SECONDS_PER_LINE", float("inf"))  # on a slow machine, too
 
     def run(*arguments, model=folder):
         status, out, err = specbeam_command("batch", *map(str, arguments), "--model", model)
         assert out == ""
-        return status, re.sub(r"^\[.* rows.*\]\n", "", err, flags=re.MULTILINE)  # without the summary
+        return status, re.sub(r"^\[.*\]\n", "", err, flags=re.MULTILINE)  # without the summary
 
     return run
 
@@ -71,7 +73,7 @@ def interrupted(ten, before_jobs):
         status, err = command(*more, **model)
         before_jobs(lambda: None)
         assert status == 130
-        assert err.startswith(f"specbeam: interrupted: {batch.BATCHES_PER_JOB} of ")
+        assert err.startswith(f"specbeam: interrupted: {BATCHES_PER_JOB} of ")
         assert err.endswith(".partial.jsonl. The same command goes on from there\n")
 
     return interrupted
@@ -138,7 +140,7 @@ def test_options_drafts_and_messages(run, model, tmp_path):
 def test_the_column_is_found_or_named(run, tmp_path):
     few = ("--max-new-tokens", 2)
     write(tmp_path / "a.jsonl", [{"text": "hi", "n": 1}])
-    says = "specbeam: a.jsonl has a column text, so the generated text is in the column generated_text\n"
+    says = "specbeam: a.jsonl has a column text, so the new text is in the column generated_text\n"
     assert run("a.jsonl", "a.out.jsonl", *few) == (0, says)
     (row,) = read(tmp_path / "a.out.jsonl")
     assert row["text"] == "hi"  # the input's stays
@@ -173,7 +175,7 @@ def test_a_column_that_is_not_used_need_not_be_for_python(run, interrupted, tmp_
     assert run(*few) == (0, "")
     assert pq.read_table(tmp_path / "out.parquet").select(table.column_names).equals(table)
     refused = "specbeam: the column 'far' of in.parquet cannot be"
-    says = f"{refused} in a .jsonl file (date value out of range): name OUT .parquet, or leave the column out\n"
+    says = f"{refused} in a .jsonl or .csv file (date value out of range): name OUT .parquet, or leave the column out\n"
     assert run("in.parquet", "out.jsonl", model=NOT_FETCHED) == (2, says)
     says = f"{refused} used: date value out of range\n"
     assert run("in.parquet", "other.parquet", "--column", "far", model=NOT_FETCHED) == (2, says)
@@ -237,7 +239,7 @@ def test_every_option_that_may_change_an_answer_belongs_to_a_run(ten, interrupte
     peft = pytest.importorskip("peft")
     interrupted()
     before = (tmp_path / PART).read_bytes()
-    assert before.count(b"\n") == 1 + batch.BATCHES_PER_JOB
+    assert before.count(b"\n") == 1 + BATCHES_PER_JOB
     tuned = peft.get_peft_model(random_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     tuned.save_pretrained(tmp_path / "adapter")
     changes = ["--max-new-tokens 5", "--tokens", "--raw", "--column id", "--adapter adapter", "--system Short."]
@@ -292,7 +294,7 @@ def test_a_line_that_is_no_answer_is_made_again(ten, interrupted, tmp_path, begu
 
 
 def test_what_is_finished_is_not_loaded_a_model_for(run, tmp_path, monkeypatch):
-    write(tmp_path / "in.jsonl", numbered(PROMPTS[: batch.BATCHES_PER_JOB]))
+    write(tmp_path / "in.jsonl", numbered(PROMPTS[:BATCHES_PER_JOB]))
     arguments = ("in.jsonl", "out.parquet", "--batch-size", 1, "--max-new-tokens", 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
@@ -331,7 +333,7 @@ pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "n",
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "says"),
     [
-        ("in.jsonl", '{"prompt": "x"}', ["out.csv"], "out.csv has an unknown ending: name it .parquet or .jsonl"),
+        ("in.jsonl", '{"prompt": "x"}', ["out.txt"], "out.txt has an unknown ending: name it .parquet, .jsonl or "),
         ("in.jsonl", '{"prompt": "x"}', ["no/out.jsonl"], "no/out.jsonl cannot be written: there is no folder no"),
         ("in.jsonl", '{"prompt": "x"}', ["in.jsonl"], "in.jsonl is there already: delete it, or name another"),
         ("in.txt", "x", ["out.jsonl"], "in.txt has an unknown ending: name it .parquet, .jsonl, .csv"),
@@ -363,6 +365,8 @@ pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "n",
         ("in.jsonl", '{"prompt": "x", "n": 1}\n{"n": "a"}', ["out.parquet"], "column 'n' cannot be in a .parquet file"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--max-new-tokens", "0"], "--max-new-tokens=0 is not allowed"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--batch-size", "0"], "--batch-size 0 is not allowed"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--limit", "0"], "--limit 0 is not allowed"),
+        ("in.jsonl", '{"prompt": "\\ud83d"}', ["out.csv"], "in.jsonl has half a surrogate pair, which is no character"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--workers", "2"], "--workers goes with --launcher ray"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--draft-corpus", "x"], "--draft-corpus goes with --draft suffix"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--num-return-sequences", "2"], "--num-return-sequences=2 is not"),

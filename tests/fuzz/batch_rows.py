@@ -52,6 +52,6 @@ def run(data: bytes) -> None:
     else:
         source.write_bytes(content)
     loaded_once = patch("specbeam.cli.batch.load_model", lambda *_, **__: toy())
-    same_input = patch("specbeam.cli.batch.fingerprint", lambda *_, **__: "same")  # of the run that was interrupted
+    same_input = patch("specbeam.cli.rows.fingerprint", lambda *_, **__: "same")  # of the run that was interrupted
     with loaded_once, same_input:
         command("batch", str(source), str(output), "--model", str(model_folder()), "--max-new-tokens", "1")

@@ -1,5 +1,6 @@
 """Files of rows, read and written a few rows at a time, hold what pyarrow makes of all rows at once."""
 
+import csv
 import datetime
 import decimal
 import io
@@ -126,7 +127,7 @@ def test_columns_of_a_parquet_file_as_json(tmp_path):
 def test_what_json_does_not_have_is_refused_by_column(tmp_path, cell, says):
     pq.write_table(pa.table({"prompt": ["a"], "x": pa.array([cell])}), tmp_path / "in.parquet")
     with open_rows(tmp_path / "in.parquet") as rows:
-        assert [*rows.cells("prompt")] == ["a"]
+        assert [*rows.cells(["prompt"])] == [{"prompt": "a"}]
         with pytest.raises(SpecbeamError, match=f"the column 'x' of .*{says}.*name OUT .parquet, or leave the column"):
             writer(tmp_path / "out.jsonl", rows, TYPES)
     assert not (tmp_path / "out.jsonl").exists()
@@ -162,7 +163,7 @@ def test_a_damaged_parquet_file_is_no_traceback(tmp_path, at):
     whole[start : start + 8] = b"\xff" * 8
     path.write_bytes(whole)
     with suppress(SpecbeamError), open_rows(path) as rows:
-        assert len([*rows.cells("prompt")]) == len(rows)  # the damage was in a part that nobody needs
+        assert len([*rows.cells(["prompt"])]) == len(rows)  # the damage was in a part that nobody needs
 
 
 def test_the_same_rows_come_each_time_whatever_ends_a_line(tmp_path):
@@ -175,3 +176,56 @@ def test_the_same_rows_come_each_time_whatever_ends_a_line(tmp_path):
     path.write_bytes(b'\xef\xbb\xbfa,b\r1,"2\n\xe2\x80\xa8"\r\n\r\n3,\0\n')
     with open_rows(path) as rows:
         assert [*rows] == [*rows] == [{"a": "1", "b": "2\n\u2028"}, {"a": "3", "b": "\0"}]
+
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=4)
+
+
+@given(table=st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(texts, min_size=n, max_size=n), min_size=1)))
+def test_a_csv_file_comes_back_from_a_csv_file(tmp_path_factory, table):
+    folder = tmp_path_factory.mktemp("rows")
+    names = [f"column {n}" for n in range(len(table[0]))]
+    with (folder / "in.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([names, *table])
+    with open_rows(folder / "in.csv") as rows:
+        writer(folder / "out.csv", rows, TYPES)([{"text": "t\n\r", "ids": [n]} for n in range(len(table))])
+    with open_rows(folder / "out.csv") as written:
+        found = [*written]
+    assert [list(row) for row in found] == [[*names, *TYPES]] * len(table)
+    assert [[row[name] for name in names] for row in found] == table
+    assert [(row["text"], row["ids"]) for row in found] == [("t\n\r", f"[{n}]") for n in range(len(table))]
+
+
+def test_values_of_json_in_a_csv_file(tmp_path):
+    rows = ['{"a": "x, y", "b": 1.5}', '{"b": null, "c": [1e400, {"d": "é"}]}', '{"a": true, "b": 1e400}']
+    (tmp_path / "in.jsonl").write_text("\n".join(rows), "utf-8")
+    with open_rows(tmp_path / "in.jsonl") as source:
+        writer(tmp_path / "out.csv", source, {"text": "string"})([{"text": None}] * 3)
+    written = (tmp_path / "out.csv").read_text("utf-8").splitlines()
+    assert written == ["a,b,c,text", '"x, y",1.5,,', ',,"[""1e400"", {""d"": ""é""}]",', "true,1e400,,"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 9])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_limit_takes_the_first_rows(tmp_path, monkeypatch, kind, limit):
+    monkeypatch.setattr(formats, "ROWS_PER_TABLE", 2)
+    path = tmp_path / f"in.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"x": list("abc")}), path)
+    else:
+        path.write_text("x\na\n\nb\nc\n" if kind == "csv" else '{"x": "a"}\n\n{"x": "b"}\n{"x": "c"}\n')
+    with open_rows(path, limit) as rows:
+        wanted = [*"abc"][:limit]
+        assert len(rows) == len(wanted)
+        assert [*rows.cells(["x"])] == [{"x": cell} for cell in wanted]
+        for kind_of_output in ("csv", "jsonl", "parquet"):
+            out = tmp_path / f"out.{kind_of_output}"
+            writer(out, rows, {"n": "int64"})([{"n": n} for n in range(len(wanted))])
+            with open_rows(out) as written:
+                assert [row["x"] for row in written.cells(["x"])] == wanted
+
+
+def test_rows_after_a_limit_are_not_read(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"x": 1}\nno json\n')
+    with open_rows(tmp_path / "in.jsonl", 1) as rows:
+        assert [*rows] == [{"x": 1}]

@@ -94,12 +94,25 @@ def _with_flags(message: str, arguments: Sequence[str]) -> str:
 
 
 def _run(words: list[str]) -> int:
-    from specbeam.cli import batch, chat, compare, demo, generate, ladder, models, serve, study, tokens, verify
+    from specbeam.cli import (
+        batch,
+        chat,
+        compare,
+        demo,
+        generate,
+        ladder,
+        models,
+        score,
+        serve,
+        study,
+        tokens,
+        verify,
+    )
 
     parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (generate, chat, serve, demo, compare, batch, study, verify, ladder, tokens, models):
+    for command in (generate, chat, serve, demo, compare, batch, score, study, verify, ladder, tokens, models):
         command.add_to(commands)
     about = commands.add_parser("help", help="explain a command, as COMMAND --help does")
     about.add_argument("name", nargs="?", choices=[*commands.choices], metavar="COMMAND", help="the command")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam import chat_templates, plugins
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
+from specbeam.escapes import unescaped
 from specbeam.option_names import BACKENDS, LOOKUPS
 from specbeam.options import Options
 
@@ -61,7 +62,7 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     add_revision_to(model)
     model.add_argument("--adapter", metavar="SOURCE", help="a LoRA adapter to merge into it: a folder or a hub id")
     add_placement_to(model)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
+    parser.add_argument("--system", type=typed_text, metavar="TEXT", help="a system message to put first")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
 
 
@@ -126,7 +127,8 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None
     )
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
     add("--eos-token-id", type=int, action="append", metavar="ID", help="a token that ends the text (repeatable)")
-    add("--stop-strings", action="append", metavar="TEXT", help="end before this text (repeatable)")
+    about = r"end before this text (repeatable); \n is a new line"
+    add("--stop-strings", type=typed_text, action="append", metavar="TEXT", help=about)
 
 
 def add_draft_to(parser: argparse.ArgumentParser) -> None:
@@ -159,6 +161,14 @@ def auto_or_int(value: str) -> str | int:
 
 
 auto_or_int.__name__ = "number"  # in error messages
+
+
+def typed_text(text: str) -> str:
+    """A text with its escapes read (:mod:`specbeam.escapes`)."""
+    try:
+        return unescaped(text)
+    except SpecbeamError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def token_and_number(text: str) -> tuple[int, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
+from specbeam.escapes import hint_for_prompt
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
         yield PromptRow("", _read("standard input").rstrip("\n"))
         return
     if prompt is not None:
+        if hint := hint_for_prompt(prompt):
+            print(f"specbeam: {hint}", file=sys.stderr)
         yield PromptRow("", prompt)
         return
     assert file is not None
@@ -59,6 +62,11 @@ def read_lines(file: str) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(_read(_shown(file)).split("\n"), 1):  # splitlines() would also cut at U+2028
         if line.strip():
             yield f"{_shown(file)} line {number}", line.removesuffix("\r")
+
+
+def read_text(file: str) -> str:
+    """The text of a file (- for standard input). Raises SpecbeamError if it cannot be read."""
+    return _read(_shown(file))
 
 
 def read_json(name: str, line: str) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
+from specbeam.escapes import hint_for_prompt
 
 EPILOG = """examples:
   specbeam study 'prompts=["Why is the sky blue?"]'
@@ -66,6 +68,8 @@ def run(given: argparse.Namespace) -> int:
             raise SpecbeamError(
                 f"{word!r} is no KEY=VALUE: give decode.max_new_tokens=64 or so, show RUN, or diff RUN_A RUN_B"
             )
+        if word.partition("=")[0].strip("+") == "prompts" and (hint := hint_for_prompt(word)):
+            print(f"specbeam: {hint}", file=sys.stderr)
     from specbeam.study.composition import as_yaml, compose, sweep
     from specbeam.study.config import check
     from specbeam.study.results import file_name

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from specbeam.cli.arguments import add_revision_to, add_source_to, check_source
+from specbeam.cli.arguments import add_revision_to, add_source_to, check_source, typed_text
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
@@ -30,7 +30,8 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="apply the model's chat template, as generate does, and show the whole prompt",
     )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat, a system message to put first")
+    about = "with --chat, a system message to put first"
+    parser.add_argument("--system", type=typed_text, metavar="TEXT", help=about)
     parser.add_argument(
         "--special",
         action=argparse.BooleanOptionalAction,

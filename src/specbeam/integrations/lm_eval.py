@@ -23,7 +23,7 @@ from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.option_names import LOOKUPS
 from specbeam.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
-from specbeam.prompts import apply_chat_template
+from specbeam.prompts import apply_chat_template, first_token
 from specbeam.scoring import score
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
@@ -128,10 +128,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     @property
     def prefix_token_id(self) -> int:
         """The context of a text without one: BOS, or EOS where there is no BOS."""
-        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *sorted(self.lm.eos_token_ids)):
-            if token is not None:
-                return int(token)
-        raise SpecbeamError(f"{self.lm.source} has neither a BOS nor an EOS token to score a text without a context")
+        return first_token(self.lm)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text. By default, special tokens are added if the text does not begin with BOS."""

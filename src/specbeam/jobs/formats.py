@@ -1,4 +1,4 @@
-"""Files of rows: .parquet, .jsonl and .csv are read, .parquet and .jsonl are written, a few rows at a time."""
+"""Files of rows: .parquet, .jsonl and .csv files are read and written, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID
@@ -46,8 +47,8 @@ CONVERSION_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, NotImp
 """Raised for damaged bytes, and by pyarrow for a cell without a value in Python."""
 
 
-def open_rows(path: Path) -> Rows:
-    """The rows of a file.
+def open_rows(path: Path, limit: int | None = None) -> Rows:
+    """The rows of a file, or the first ``limit`` of them: then the others are not read.
 
     Raises:
         SpecbeamError: the file cannot be read, has another ending, is damaged, or has no rows.
@@ -55,16 +56,17 @@ def open_rows(path: Path) -> Rows:
     kinds: dict[str, type[Rows]] = {".parquet": ParquetRows, ".jsonl": JsonlRows, ".csv": CsvRows}
     if path.suffix.lower() not in kinds:
         raise SpecbeamError(f"{path} has an unknown ending: name it {', '.join(kinds)}, after its format")
-    return kinds[path.suffix.lower()](path)
+    return kinds[path.suffix.lower()](path, limit)
 
 
 class Rows(ABC):
     """The rows of a file. They are read from the disk anew each time, and only a few are in memory at a time.
 
-    A context manager that closes the file. Its constructor reads the whole file, so that it reports any damaged row.
+    A context manager that closes the file. Its constructor reads all of the rows, so that it reports a damaged one.
 
     Attributes:
         path: the file.
+        limit: only so many rows count, the first ones; None: all.
         columns: the names of all columns, in the order in which they first appear.
         digest: the SHA-256 of the file's bytes, as hexadecimal digits.
 
@@ -72,8 +74,8 @@ class Rows(ABC):
         SpecbeamError: the file cannot be read, is damaged, has no rows, or was changed since it was opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, limit: int | None = None) -> None:
+        self.path, self.limit = path, limit
         with self._reporting_damage():
             self._file = seekable(path)
         try:
@@ -108,8 +110,8 @@ class Rows(ABC):
         """
 
     @abstractmethod
-    def cells(self, column: str) -> Iterator[Any]:
-        """The cells of a column, row by row, as Python's values.
+    def cells(self, columns: Sequence[str]) -> Iterator[Row]:
+        """The cells of some columns, row by row, as Python's values. A cell that a row lacks is None.
 
         Raises:
             SpecbeamError: a cell has no value in Python.
@@ -180,13 +182,16 @@ def seekable(path: Path) -> io.BufferedReader | io.BufferedRandom:
 class ParquetRows(Rows):
     """The rows of a Parquet file. Only cells that are asked for become Python's values: the others keep their types."""
 
-    def cells(self, column: str) -> Iterator[Any]:
-        for batch in self._checked(partial(self._batches, [column])):
-            try:
-                cells = batch.column(column).to_pylist()
-            except CONVERSION_ERRORS as error:
-                raise SpecbeamError(f"the column {column!r} of {self.path} cannot be used: {error}") from error
-            yield from cells
+    def cells(self, columns: Sequence[str]) -> Iterator[Row]:
+        for batch in self._checked(partial(self._batches, [*columns])):
+            found = []
+            for column in columns:
+                try:
+                    found.append(batch.column(column).to_pylist())
+                except CONVERSION_ERRORS as error:
+                    raise SpecbeamError(f"the column {column!r} of {self.path} cannot be used: {error}") from error
+            for cells in zip(*found, strict=True):
+                yield dict(zip(columns, cells, strict=True))
 
     def lines(self) -> Iterator[str]:
         for batch in self._checked(self._batches):
@@ -202,7 +207,7 @@ class ParquetRows(Rows):
             key = json_of(column)
             return [f"{key}: {json_of(cell)}" for cell in cells.to_pylist()]
         except CONVERSION_ERRORS as error:
-            message = f"the column {column!r} of {self.path} cannot be in a .jsonl file ({error})"
+            message = f"the column {column!r} of {self.path} cannot be in a .jsonl or .csv file ({error})"
             raise SpecbeamError(f"{message}: name OUT .parquet, or leave the column out") from error
 
     def schema(self) -> Any:
@@ -220,8 +225,12 @@ class ParquetRows(Rows):
 
     def _batches(self, columns: list[str] | None = None) -> Iterator[Any]:
         file = self._parquet_file()
-        batches: Iterator[Any] = file.iter_batches(ROWS_PER_TABLE, columns=columns, use_threads=False)
-        return batches
+        left = file.metadata.num_rows if self.limit is None else self.limit
+        for batch in file.iter_batches(ROWS_PER_TABLE, columns=columns, use_threads=False):
+            yield batch.slice(0, left)
+            left -= batch.num_rows
+            if left <= 0:
+                return
 
     def _parquet_file(self) -> Any:
         # By default pyarrow reads a whole row group at a time, and many files have one row group.
@@ -243,8 +252,8 @@ class TextRows(Rows):
     def _counts(self) -> Iterator[tuple[int, Iterable[str]]]:
         return ((1, row) for row in self._rows())
 
-    def cells(self, column: str) -> Iterator[Any]:
-        return (row.get(column) for row in self)
+    def cells(self, columns: Sequence[str]) -> Iterator[Row]:
+        return ({column: row.get(column) for column in columns} for row in self)
 
     def lines(self) -> Iterator[str]:
         return map(json_of, self)
@@ -284,9 +293,8 @@ class JsonlRows(TextRows):
 
     def _numbered(self) -> Iterator[tuple[int, str]]:
         """The lines that are not empty, with their numbers."""
-        for number, line in enumerate(lines_of(self._file), 1):
-            if line := line.strip(" \t\r\n"):
-                yield number, line
+        stripped = ((number, line.strip(" \t\r\n")) for number, line in enumerate(lines_of(self._file), 1))
+        return islice((numbered for numbered in stripped if numbered[1]), self.limit)
 
 
 @dataclass(frozen=True)
@@ -331,13 +339,12 @@ class CsvRows(TextRows):
         try:
             names = next(reader, [])
             check_distinct(names)
-            for cells in reader:
-                if cells and len(cells) != len(names):
+            for cells in islice(filter(None, reader), self.limit):
+                if len(cells) != len(names):
                     raise ValueError(
                         f"line {reader.line_num} has {len(cells)} cells, but there are {len(names)} columns"
                     )
-                if cells:
-                    yield dict(zip(names, cells, strict=True))
+                yield dict(zip(names, cells, strict=True))
         except csv.Error as error:
             raise ValueError(f"line {reader.line_num}: {error}") from error
 
@@ -416,13 +423,18 @@ def writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
     """A function that writes a whole file of rows with added columns, given their cells, row by row.
 
     Args:
-        path: a .parquet or .jsonl file. The columns of a Parquet file keep their types in another one.
+        path: a .parquet, .jsonl or .csv file. The columns of a Parquet file keep their types in another one.
         types: of the added columns, by name (see :data:`Type`).
 
     Raises:
-        SpecbeamError: the rows do not fit into a Parquet file.
+        SpecbeamError: the rows do not fit into a file of that format.
     """
-    return parquet_writer(path, rows, types) if path.suffix.lower() == ".parquet" else jsonl_writer(path, rows)
+    match path.suffix.lower():
+        case ".parquet":
+            return parquet_writer(path, rows, types)
+        case ".csv":
+            return csv_writer(path, rows, [*types])
+    return jsonl_writer(path, rows)
 
 
 def parquet_writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
@@ -471,6 +483,46 @@ def jsonl_writer(path: Path, rows: Rows) -> Write:
                 file.write(given.encode() + (b"" if given == "{" else b", ") + json_line(added)[1:])
 
     return write
+
+
+def csv_writer(path: Path, rows: Rows, added: list[str]) -> Write:
+    """Texts are cells as they are. Other values are JSON, and a cell without a value is empty."""
+
+    def given() -> Iterator[list[Any]]:
+        for text in rows.lines():
+            row = ROW_DECODER.decode(text)
+            yield [row.get(name) for name in rows.columns]
+
+    head = [*rows.columns, *added]
+    try:
+        for cells in chain([head], given()):
+            csv_line(cells)
+    except UnicodeEncodeError as error:
+        message = f"{rows.path} has half a surrogate pair, which is no character"
+        raise SpecbeamError(f"{message}: name OUT .jsonl, or correct it") from error
+
+    def write(cells: Iterable[Row]) -> None:
+        with replacing(path) as file:
+            file.write(csv_line(head))
+            for before, new in zip(given(), cells, strict=True):
+                file.write(csv_line([*before, *(new[name] for name in added)]))
+
+    return write
+
+
+def csv_line(cells: Iterable[Any]) -> bytes:
+    line = ",".join(map(csv_cell, cells))
+    return (line or '""').encode() + b"\n"  # an empty line is no row
+
+
+def csv_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, LargeNumber):
+        return value.digits
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda n: n.digits)
+    # Python's csv.writer leaves a lone carriage return unquoted before 3.13, and its reader then ends the row there.
+    return '"{}"'.format(text.replace('"', '""')) if re.search('[",\r\n]', text) else text
 
 
 def json_of(value: Any) -> str:

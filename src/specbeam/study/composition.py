@@ -10,11 +10,12 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, located
+from specbeam.escapes import unescaped
 from specbeam.plugins import entry_point_names, is_name
 
 ABOVE_STUDY = "study_and_config"
@@ -31,6 +32,10 @@ INSTEAD_OF_HYDRAS = {
     "hydra.searchpath": "give --config-dir DIR",
 }
 """The study's own words for Hydra's keys. Hydra composes the configuration here, but does not run the study."""
+TEXT_KEYS = ("template", "system_prompt", "stop_strings")
+"""Settings in whose typed texts escapes are read (:mod:`specbeam.escapes`). Texts of files stay as they are."""
+Keys = tuple[Any, ...]
+"""The keys, and the places in lists, that lead to a value of the configuration."""
 SET_BY_HYDRA = ("hydra.overrides", "hydra.runtime", "hydra.searchpath", "hydra.job.config_name", "hydra.job.override")
 """The keys of Hydra's own that differ from run to run by themselves."""
 PATHS = ("output", "target_model", "draft_model", "source", "perplexity")
@@ -95,6 +100,8 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
         raise SpecbeamError(f"a configuration file is not UTF-8 text (byte {error.start:,}): convert it") from error
     except Exception as error:  # Hydra raises ValueError, AssertionError and others for wrong words and files, too
         raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
+    for path in {path for override in parsed if not override.is_delete() for path in _typed_texts(override)}:
+        _read_escapes(plain, path)
     metrics = plain.get("metrics")
     if isinstance(metrics, dict) and metrics.get("baseline") in [*MODES] and not plain.get("methods"):
         metrics["baseline"] = MODES[metrics["baseline"]]  # methods are named by their modes
@@ -147,6 +154,29 @@ def _above_study(own: Any) -> dict[str, Any]:
     before = [] if "study" in plain else ["study"]
     after = [] if "_self_" in plain else ["_self_"]
     return {"defaults": [*before, *plain, *after, *overrides], **keys}
+
+
+def _typed_texts(override: Any) -> Iterator[Keys]:
+    """The places of the texts of an override in which escapes are read."""
+
+    def places(value: Any, path: Keys) -> Iterator[Keys]:
+        if isinstance(value, Mapping | list):
+            for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+                yield from places(part, (*path, key))
+        elif any(key in TEXT_KEYS for key in path[-2:]):  # a text, or one of a list
+            yield path
+
+    return places(override.value(), tuple(override.key_or_group.split(".")))
+
+
+def _read_escapes(config: Any, path: Keys) -> None:
+    """Read the escapes of the text at a place, if it is one."""
+    *above, last = path
+    for key in above:
+        config = config[key]
+    if isinstance(config[last], str):
+        with located(".".join(map(str, path))):
+            config[last] = unescaped(config[last])
 
 
 def _missing(error: Any) -> str:

@@ -1,0 +1,445 @@
+"""Commands that make an answer for each row of a file, here or on a cluster, and go on where they were interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specbeam import plugins
+from specbeam.cli.arguments import load_strategy, own_drafter
+from specbeam.cli.printing import check_writable, one_line, print_lines
+from specbeam.cli.prompts import read_rows
+from specbeam.errors import FAILED, SpecbeamError, located
+from specbeam.option_names import LOOKUPS
+from specbeam.options import ARGUMENTS, Options, check_names
+
+if TYPE_CHECKING:
+    from specbeam.jobs import Work
+    from specbeam.jobs.finished_rows import FinishedRows
+    from specbeam.jobs.formats import Rows, Type
+    from specbeam.scoring import Text
+
+Asked = TypeVar("Asked")
+NumberedItem = tuple[int, Any]
+"""The number of a row, and what its answer is made of."""
+Answer = dict[str, Any]
+"""The values of a task's columns for one row, and the row's number as "row"."""
+Tell = Callable[[], object]
+"""Called once for each row that is finished, before the others of its job are."""
+
+OPTION_NAMES = [field.name for field in fields(Options)]
+SETTINGS_WITHOUT_EFFECT = (
+    *("command", "run", "input", "output", "batch_size"),
+    *("threads", "launcher", "address", "workers", "cpus", "gpus"),
+    *("column", "candidates", "given", "template", "labels", "choices"),
+)
+"""Settings on which no answer depends, or which a task's facts have in another form. The fingerprint has all others."""
+BATCHES_PER_JOB = 4
+"""The rows of a job are this many batches. With few batches, many passes run half empty for the job's last texts."""
+SECONDS_PER_LINE = 5.0
+"""Without a terminal, a line says this often how many rows are finished."""
+MAX_COUNTS_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a command does with the rows of a file.
+
+    Attributes:
+        reads: the columns of IN that answers are made of.
+        item: makes of these cells of a row what the work takes.
+        columns: the types of the columns that are added, by name, "error" among them.
+        facts: all that answers depend on beside the command's other settings, IN and the models.
+        make_work: makes the work of a worker. It takes a :data:`Tell`, or None where rows are counted job by job.
+        counted: a column whose values are counted at the end, such as "finish_reason"; None: none is.
+        tokens: the column with a row's number of tokens; None: they are not summed up.
+    """
+
+    reads: Sequence[str]
+    item: Callable[[Mapping[str, Any]], Any]
+    columns: Mapping[str, Type]
+    facts: Sequence[Any]
+    make_work: Callable[[Tell | None], Work]
+    counted: str | None = None
+    tokens: str | None = None
+
+
+def add_files_to(parser: argparse.ArgumentParser, reads: str) -> None:
+    """The arguments for IN and OUT."""
+    parser.add_argument("input", metavar="IN", help=f"a .parquet, .jsonl or .csv file with {reads}")
+    parser.add_argument("output", metavar="OUT", help="a .parquet, .jsonl or .csv file that does not exist yet")
+
+
+def add_running_to(parser: argparse.ArgumentParser) -> None:
+    """Options for how many rows there are, how many share a pass, and where workers run."""
+    parser.add_argument("--limit", type=int, metavar="N", help="take only the first N rows")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="prompts that share a pass (default %(default)s)"
+    )
+    add = parser.add_argument_group("workers").add_argument
+    add("--launcher", choices=("local", "ray"), default="local", help="here, or on a Ray cluster (default %(default)s)")
+    add("--address", help="the cluster: auto, host:port or ray://host:port (default: one that is started here)")
+    add("--workers", type=int, metavar="N", help="the most workers (default: as many as the cluster has room for)")
+    add("--cpus", type=float, metavar="N", help="CPUs, and so threads, per worker (default 1)")
+    add("--gpus", type=float, metavar="N", help="GPUs per worker; a number below 1 shares one (default 0)")
+
+
+def launcher_of(given: argparse.Namespace) -> Callable[..., None]:
+    """The launcher that the options of add_running_to ask for.
+
+    Raises:
+        SpecbeamError: options of a cluster without a cluster.
+    """
+    from specbeam.jobs.launchers import run_here, run_on_ray
+
+    cluster = {name: getattr(given, name) for name in ("address", "workers", "cpus", "gpus")}
+    cluster = {name: value for name, value in cluster.items() if value is not None}
+    if given.launcher == "ray":
+        return partial(run_on_ray, **cluster, warn=lambda line: print_lines(f"specbeam: {line}", file=sys.stderr))
+    for name in cluster:
+        raise SpecbeamError(f"--{name} goes with --launcher ray")
+    return run_here
+
+
+def run_rows(given: argparse.Namespace, task_of: Callable[[Rows], Task]) -> int:
+    """Make the answers for all rows of IN, and write them to OUT. Returns the exit status.
+
+    Args:
+        given: the arguments of add_files_to and add_running_to, and others.
+        task_of: what to do with the rows. It raises SpecbeamError for columns that IN does not have.
+    """
+    from specbeam.jobs.lock import locked
+
+    for name in ("batch_size", "limit"):
+        if (number := getattr(given, name)) is not None and number < 1:
+            raise SpecbeamError(f"--{name.replace('_', '-')} {number} is not allowed: give at least 1")
+    launch = launcher_of(given)
+    source, output = Path(given.input), Path(given.output)
+    check_output(source, output)
+    with locked(output.with_name(f".{output.name}.lock"), output, "another OUT"):
+        return _run_alone(given, task_of, launch, source, output)
+
+
+def _run_alone(
+    given: argparse.Namespace,
+    task_of: Callable[[Rows], Task],
+    launch: Callable[..., None],
+    source: Path,
+    output: Path,
+) -> int:
+    """Make the answers for the rows that are not finished, and write all rows. Returns the exit status."""
+    from specbeam.jobs.finished_rows import FinishedRows
+    from specbeam.jobs.formats import chunks, open_rows, writer
+
+    with open_rows(source, given.limit) as rows:
+        task = task_of(rows)
+
+        def items() -> Iterator[NumberedItem]:
+            return enumerate(map(task.item, rows.cells(task.reads)))
+
+        for _ in items():  # a cell that cannot be used is reported before a model is loaded
+            pass
+        added = added_columns(source, rows.columns, [*task.columns])
+        write = writer(output, rows, {new: task.columns[name] for name, new in added.items()})
+        for notice in notices(source, rows.columns, task.reads, added):
+            print(f"specbeam: {notice}", file=sys.stderr)
+        end = Summary(task)
+        with (
+            FinishedRows(output, fingerprint(rows.digest, task.facts, given), len(rows)) as finished,
+            Progress(finished, len(rows)) as progress,
+        ):
+            if output.exists() and finished.count < len(rows):
+                raise SpecbeamError(f"{output} is there already: delete it, or name another")
+
+            def keep(job: list[NumberedItem], result: Any) -> None:
+                if isinstance(result, Exception):
+                    result = [failure(task.columns, number, result) for number, _ in job]
+                finished.add(result)
+                end.made(result)
+                progress.kept()
+
+            def cells() -> Iterator[Answer]:
+                for number, answer in enumerate(finished, 1):
+                    end.written(number, answer)
+                    yield {new: answer.get(name) for name, new in added.items()}
+
+            todo = (item for item in items() if item[0] not in finished)
+            tell = None if given.launcher == "ray" else progress.told  # no call comes back from a cluster
+            try:
+                launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), partial(task.make_work, tell), keep)
+                with finished.reporting_kept_rows():
+                    write(cells())
+            except KeyboardInterrupt:
+                kept = f"{finished.count:,} of {len(rows):,} rows are finished"
+                where = f", in {finished.path}. The same command goes on from there" if finished.count else ""
+                raise KeyboardInterrupt(kept + where) from None
+        finished.path.unlink(missing_ok=True)
+    print(*end.lines(len(rows), progress.earlier, output), sep="\n", file=sys.stderr)
+    return FAILED if end.failed else 0
+
+
+@dataclass
+class Summary:
+    """What the last lines say.
+
+    Attributes:
+        tokens: of the rows whose answers this process made.
+        failed: rows with an error.
+        first: the first of these rows, and its error.
+        counts: how often each value of the counted column is there.
+    """
+
+    task: Task
+    tokens: int = 0
+    failed: int = 0
+    first: str = ""
+    counts: Counter[str] = field(default_factory=Counter)
+    began_at: float = field(default_factory=time.perf_counter)
+
+    def made(self, answers: Sequence[Answer]) -> None:
+        """Take answers that this process made."""
+        if self.task.tokens is not None:
+            self.tokens += sum(answer[self.task.tokens] or 0 for answer in answers)
+
+    def written(self, number: int, answer: Answer) -> None:
+        """Take the answer to a row of OUT. The first row has number 1."""
+        if answer["error"] is not None:
+            self.failed += 1
+            self.first = self.first or f"first row {number}: {answer['error']}"
+        elif self.task.counted is not None:  # a damaged file of finished rows may lack it
+            self.counts[str(answer.get(self.task.counted))] += 1
+
+    def lines(self, rows: int, earlier: int, output: Path) -> Iterator[str]:
+        """The lines, given the number of rows and how many of them were finished earlier."""
+        seconds = time.perf_counter() - self.began_at
+        if self.failed:
+            yield f"specbeam: {self.failed} of {rows} rows failed, {self.first}"
+        if self.counts:
+            shown = [f"{count:,} {value}" for value, count in self.counts.most_common(MAX_COUNTS_SHOWN)]
+            more = len(self.counts) - len(shown)
+            yield f"[{self.task.counted}: {', '.join(shown)}{f', and {more} others' if more else ''}]"
+        before = f" ({earlier:,} of them earlier)" if earlier else ""
+        speed = f"{(rows - earlier) / seconds:,.1f} rows/s"
+        if self.task.tokens is not None:
+            speed = f"{self.tokens:,} tokens, {self.tokens / seconds:,.1f} tokens/s"
+        yield f"[{rows:,} rows{before}, {self.failed:,} failed, {speed}, {seconds:,.1f} s, in {output}]"
+
+
+class Progress:
+    """How many rows are finished: a bar on a terminal, and elsewhere a line every few seconds.
+
+    Attributes:
+        earlier: rows that an earlier process finished.
+    """
+
+    def __init__(self, finished: FinishedRows, total: int) -> None:
+        from tqdm import tqdm
+
+        self._finished, self._total, self.earlier = finished, total, finished.count
+        self._bar = tqdm(total=total, initial=finished.count, unit="row", disable=None)
+        self._running = 0  # finished rows of the job that is not kept yet
+        self._began_at = self._said_at = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def told(self) -> None:
+        """A row is finished. It is not kept before the others of its job are."""
+        self._running += 1
+        self._show()
+
+    def kept(self) -> None:
+        """All finished rows are kept."""
+        self._running = 0
+        self._show()
+
+    def _show(self) -> None:
+        done = self._finished.count + self._running
+        self._bar.update(done - self._bar.n)
+        now = time.monotonic()
+        if self._bar.disable and done < self._total and now - self._said_at >= SECONDS_PER_LINE:
+            self._said_at = now
+            speed = (done - self.earlier) / (now - self._began_at)
+            left = f", {speed:,.1f} rows/s, about {(self._total - done) / speed:,.0f} s left" if speed else ""
+            print(f"specbeam: {done:,} of {self._total:,} rows{left}", file=sys.stderr, flush=True)
+
+
+def notices(source: Path, columns: list[str], reads: Sequence[str], added: dict[str, str]) -> Iterator[str]:
+    """Lines about columns that one may expect elsewhere, or to have an effect."""
+    for name, new in added.items():
+        if new != name:
+            yield f"{source} has a column {name}, so the new {name} is in the column {new}"
+    for name in columns:
+        if name not in reads and name in (*OPTION_NAMES, *ARGUMENTS):
+            yield f"the column {name} of {source} is kept as data: options come from the command line, for all rows"
+
+
+def check_output(source: Path, output: Path) -> None:
+    """Raise SpecbeamError unless rows can be written to the output."""
+    from specbeam.jobs.formats import pyarrow
+
+    if output.suffix.lower() not in (".parquet", ".jsonl", ".csv"):
+        raise SpecbeamError(f"{output} has an unknown ending: name it .parquet, .jsonl or .csv")
+    if output.suffix.lower() == ".parquet" or source.suffix.lower() == ".parquet":
+        pyarrow()
+    finished_rows = Path(f"{output}.partial.jsonl")
+    if source.exists() and finished_rows.exists() and source.samefile(finished_rows):
+        raise SpecbeamError(f"{source} is where {output} keeps its finished rows: name another OUT, or rename it")
+    if output.exists() and not finished_rows.exists():
+        raise SpecbeamError(f"{output} is there already: delete it, or name another")
+    check_writable(output, output)
+
+
+def column_of(rows: Rows, asked: str | None, usual: Sequence[str], what: str) -> str:
+    """The column that an option names, or else the only usual one. The first usual name goes before the others.
+
+    Raises:
+        SpecbeamError: there is none, or several may be meant.
+    """
+    if asked is not None:
+        check_column(rows, asked)
+        return asked
+    found = [name for name in usual if name in rows.columns]
+    if found[:1] == [usual[0]] or len(found) == 1:
+        return found[0]
+    raise SpecbeamError(f"{rows.path} has the columns {', '.join(rows.columns)}: say with --column which one {what}")
+
+
+def check_column(rows: Rows, name: str) -> None:
+    """Raise SpecbeamError if there is no column of that name."""
+    with located(str(rows.path)):
+        check_names([name], rows.columns, "column")
+
+
+def added_columns(source: Path, columns: list[str], wanted: Sequence[str]) -> dict[str, str]:
+    """The names of added columns, each with its name in the output, where the columns of the input keep theirs."""
+    added = {name: f"generated_{name}" if name in columns else name for name in wanted}
+    for name, new in added.items():
+        if new in columns:
+            raise SpecbeamError(f"{source} has the columns {name} and {new}: rename one")
+    return added
+
+
+def fingerprint(digest: str, facts: Sequence[Any], given: argparse.Namespace) -> str:
+    """A hash of all that the answers depend on. The number of workers, and their place, is no part of it.
+
+    Raises:
+        SpecbeamError: a model is not there, cannot be fetched, or is damaged.
+    """
+    from specbeam.version import __version__
+
+    left_out = {*SETTINGS_WITHOUT_EFFECT, *OPTION_NAMES}
+    settings = sorted((name, repr(value)) for name, value in vars(given).items() if name not in left_out)
+    everything = [given.command, __version__, facts, settings, digest, _contents(given)]
+    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+
+
+def _contents(given: argparse.Namespace) -> list[str]:
+    """Digests of all that keeps its name while its contents change.
+
+    They are of the model with its adapter, a draft model, a draft's corpus, and the file of a strategy of one's own.
+    """
+    from specbeam.checkpoints import locate, open_checkpoint
+
+    adapter = None if given.adapter is None else locate(given.adapter)
+    found = [open_checkpoint(locate(given.model, given.revision), adapter).fingerprint()]
+    strategy = load_strategy(given)
+    if strategy is not None and (file := plugins.source_file(strategy)) is not None:
+        found.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    draft, corpus = (getattr(given, name, None) for name in ("draft", "draft_corpus"))  # not all commands have them
+    if draft not in (None, *LOOKUPS) and own_drafter(draft) is None:
+        found.append(open_checkpoint(locate(draft)).fingerprint())
+    if corpus is not None:
+        texts = [row.prompt for row in read_rows(None, corpus)]
+        found.append(hashlib.sha256(json.dumps(texts).encode()).hexdigest())
+    return found
+
+
+def collected(
+    tell: Tell | None, answers: Callable[[list[NumberedItem]], Iterator[Answer]], job: list[NumberedItem]
+) -> list[Answer]:
+    """The work of a worker: the answers to a job. Each is told as soon as it is there."""
+    made = []
+    for answer in answers(job):
+        made.append(answer)
+        if tell is not None:
+            tell()
+    return made
+
+
+def failure(columns: Iterable[str], number: int, error: Exception) -> Answer:
+    """The answer to a row that failed."""
+    return {"row": number, **dict.fromkeys(columns), "error": one_line(error)}
+
+
+def scored(
+    lm: Any,
+    job: list[NumberedItem],
+    ask: Callable[[Any], tuple[Asked, list[Text]]],
+    tell: Callable[[Asked, list[float]], Answer],
+    columns: Iterable[str],
+    max_contexts: int,
+) -> Iterator[Answer]:
+    """The answers to a job that follow from log-probabilities of texts, as soon as these are known.
+
+    Args:
+        ask: makes of a row's item the texts to score, and what ``tell`` needs beside their log-probabilities. An item
+            may be a SpecbeamError, which becomes the row's.
+        tell: makes the values of a row's columns, "error" left out.
+        max_contexts: as for :func:`specbeam.scoring.score`.
+    """
+    asked: dict[int, Asked] = {}
+    texts: dict[int, list[Text]] = {}
+    for number, item in job:
+        try:
+            if isinstance(item, SpecbeamError):
+                raise item
+            asked[number], texts[number] = ask(item)
+        except SpecbeamError as error:
+            yield failure(columns, number, error)
+    for number, found in _log_probs(lm, texts, max_contexts):
+        if isinstance(found, Exception):
+            yield failure(columns, number, found)
+        else:
+            yield {"row": number, **tell(asked[number], found), "error": None}
+
+
+def _log_probs(
+    lm: Any, texts: Mapping[int, list[Text]], max_contexts: int
+) -> Iterator[tuple[int, list[float] | Exception]]:
+    """The log-probabilities of the texts of each row, as soon as they are known, or the error that they gave.
+
+    All rows are scored together. If that fails, whatever the reason, each is scored alone, so that the others go on.
+    """
+    from specbeam.scoring import score
+
+    owners = [(row, place) for row, some in texts.items() for place in range(len(some))]
+    log_probs = {row: [0.0] * len(some) for row, some in texts.items()}
+    left = Counter(row for row, _ in owners)
+    try:
+        for index, log_prob, _ in score(lm, list(chain.from_iterable(texts.values())), max_contexts=max_contexts):
+            row, place = owners[index]
+            log_probs[row][place] = log_prob
+            left[row] -= 1
+            if not left[row]:
+                del left[row]
+                yield row, log_probs[row]
+    except Exception as error:
+        if len(texts) == 1:
+            yield next(iter(texts)), error
+            return
+        for row in [*left]:
+            yield from _log_probs(lm, {row: texts[row]}, max_contexts)
