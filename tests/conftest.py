@@ -310,8 +310,8 @@ def biases_and_bans(data, vocab_size, prompt_length):
 def reference_model(name):
     """The file of a real model, or a skip that says how to get it."""
     folder = Path(os.environ.get("SPECBEAM_REFERENCE_MODELS", Path.home() / ".cache/specbeam-reference-models"))
-    for path in (folder / f"{name}.gguf", registry.location(name)):
-        if path.is_file():
+    for path in (folder / f"{name}.gguf", registry.find(name) if name in registry.ALIASES else None):
+        if path is not None and path.is_file():
             return path
     pytest.skip(f"{name} is not on this machine: fetch the reference models")
 

