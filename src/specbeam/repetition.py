@@ -9,7 +9,7 @@ MIN_TIMES = 4
 MIN_CHARACTERS = 80
 """Of all the repetitions together: "no, no, no, no" is no loop."""
 MAX_CHARACTERS = 20_000
-"""Only so much of a text's end is looked at."""
+"""Of a text's end. Nothing before it is looked at."""
 
 
 def repeated_end(text: str) -> str:

@@ -34,23 +34,28 @@ class SamplingDefaults:
     Attributes:
         settings: by the names of :class:`specbeam.Options`; without a temperature for greedy.
         origin: who says so, as the end of a sentence.
-        always: those that hold for greedy texts and for beams, too.
+        always: settings that hold for greedy texts and for beams, too.
     """
 
     settings: Mapping[str, float]
     origin: str
     always: Mapping[str, float] = field(default_factory=dict)
 
-    def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The given options, and these for the ones that are not given or None.
+    def fill(self, given: Mapping[str, Any], *, searches: bool = False) -> dict[str, Any]:
+        """The given options, and these settings in the place of options that are not given or None.
 
         Greedy search stays greedy without a penalty of ours. Beams do not sample unless an option says so.
+
+        Args:
+            searches: by beams, even by a single one.
         """
         given = {name: value for name, value in given.items() if value is not None}
         beams = given.get("num_beams", 1)
-        searches = isinstance(beams, int) and beams > 1 and not any(name in given for name in SAYS_HOW)
-        is_greedy = given.get("temperature") == 0 or given.get("do_sample") is False
-        return {**(self.always if searches or is_greedy else self.settings), **given}
+        searches = searches or (isinstance(beams, int) and beams > 1)
+        if given.get("do_sample") is False or (searches and not any(name in given for name in SAYS_HOW)):
+            return {**self.always, **given}
+        filled = {**self.settings, **given}
+        return {"temperature": 0, **self.always, **given} if filled.get("temperature") == 0 else filled
 
     def changed(self, own: Mapping[str, float]) -> SamplingDefaults:
         """These with other settings of a user's or an operator's own. A penalty among them holds for every text.
@@ -75,8 +80,10 @@ class SamplingDefaults:
 SAYS_HOW = ("do_sample", *SAMPLING_OPTIONS)
 """The options that ask for samples or for greedy search."""
 PENALTY = "repetition_penalty"
+DRAWN_BY = (*SAMPLING_OPTIONS, PENALTY, "frequency_penalty")
+"""The options that may be among a model's sampling options."""
 GREEDY = SamplingDefaults({}, "as models with an encoder do")
-FALLBACK = SamplingDefaults({"temperature": 0.7, "top_p": 0.9, PENALTY: 1.1}, "which are specbeam's own defaults")
+FALLBACK = SamplingDefaults({"temperature": 0.7, "top_p": 0.9, PENALTY: 1.1}, "as specbeam does by default")
 
 
 class Recommendation(NamedTuple):
@@ -87,7 +94,8 @@ class Recommendation(NamedTuple):
         pattern: a regular expression for names of models, in lower case.
         settings: by the names of :class:`specbeam.Options`.
         source: where the publisher says so.
-        ours: what specbeam adds, because short tests went into loops without it.
+        ours: what specbeam adds. Without it, 12 of 12 answers of SmolLM2-135M went on to 1,024 tokens, in loops. With
+            it, 8 of 8 ended within 400. A repetition_penalty counts the prompt, too, and spoilt words.
     """
 
     family: str
@@ -139,7 +147,7 @@ RECOMMENDED = (
         r"smollm.?2",
         {"temperature": 0.2, "top_p": 0.9},
         "cards of SmolLM2-135M-Instruct and SmolLM2-1.7B-Instruct",
-        ours={PENALTY: 1.1},
+        ours={"frequency_penalty": 0.3},
     ),
     Recommendation("SmolLM3", r"smollm.?3", {"temperature": 0.6, "top_p": 0.95}, "card of SmolLM3-3B"),
     Recommendation(
@@ -208,5 +216,5 @@ def _of_publisher(lm: LanguageModel) -> SamplingDefaults | None:
     one = next((one for one in RECOMMENDED if re.search(one.pattern, names)), None)
     if one is None:
         return None
-    ours = f", with a {PENALTY} of specbeam's own" if one.ours else ""
+    ours = f", with a {' and '.join(one.ours)} of specbeam's own" if one.ours else ""
     return SamplingDefaults({**one.settings, **one.ours}, f"as the publisher of {one.family} recommends{ours}")

@@ -28,9 +28,9 @@ from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.errors import FAILED, SpecbeamError, shown
 from specbeam.option_names import nearest_name
-from specbeam.options import SAMPLING_OPTIONS, Options, check_names
+from specbeam.options import Options, check_names
 from specbeam.repetition import repeated_end
-from specbeam.sampling_defaults import FALLBACK, PENALTY, SAYS_HOW, SamplingDefaults, sampling_defaults
+from specbeam.sampling_defaults import DRAWN_BY, FALLBACK, SAYS_HOW, SamplingDefaults, sampling_defaults
 
 if TYPE_CHECKING:
     from specbeam.model import LanguageModel
@@ -171,8 +171,7 @@ class Chat:
             beams = options.num_beams
             chosen = f"searches with {beams} beams" if beams > 1 else "takes the likeliest token (greedy)"
             return f"{chosen}, {'as you say' if given & {*SAYS_HOW, 'num_beams'} else self.sampling.origin}"
-        settings = {name: getattr(options, name) for name in (*SAMPLING_OPTIONS, PENALTY)}
-        drawn = {"temperature": 1.0} | {name: value for name, value in settings.items() if value is not None}
+        drawn = {"temperature": 1.0} | {name: value for name in DRAWN_BY if (value := getattr(options, name))}
         others = SamplingDefaults({n: v for n, v in drawn.items() if n not in given}, self.sampling.origin)
         return str(others.changed({n: v for n, v in drawn.items() if n in given}))
 
@@ -282,7 +281,7 @@ class Chat:
     do_bye = do_quit = do_exit
 
     def do_models(self, argument: str) -> None:
-        """/models: list the models with a short name, and those that the hub's cache has."""
+        """/models: list the models with a short name, and the models in the hub's cache."""
         from specbeam.cli.models import list_models
 
         with contextlib.redirect_stdout(sys.stderr):

@@ -205,7 +205,7 @@ class Decoding(Fields):
             "constraint": "structured_outputs",
         }
         try:
-            options = Options.of(model.sampling.fill(values))
+            options = Options.of(model.sampling.fill(values, searches=searches))
             if self.seed is not None and options.samples:  # a text that is not drawn is the same for each seed
                 options = replace(options, seed=self.seed % SEEDS)
         except SpecbeamError as error:
