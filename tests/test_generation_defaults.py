@@ -22,6 +22,7 @@ from specbeam.generation_defaults import (
     defaults_of_config,
 )
 from specbeam.options import SAMPLING_OPTIONS
+from specbeam.sampling_defaults import FALLBACK
 from specbeam.server.completions import CompletionRequest
 from specbeam.server.limits import Limits
 from tests.backends.test_encoder_decoder import make
@@ -246,7 +247,8 @@ def test_options_of_the_caller_win(load):
 
 
 def test_over_http_min_tokens_0_is_given_and_null_is_not():
-    served = SimpleNamespace(lm=SimpleNamespace(eos_token_ids=frozenset([EOS])), draft=lambda name: None)
+    lm = SimpleNamespace(eos_token_ids=frozenset([EOS]))
+    served = SimpleNamespace(lm=lm, sampling=FALLBACK, draft=lambda name: None)
     for given, expected in (({}, None), ({"min_tokens": None}, None), ({"min_tokens": 0}, 0), ({"min_tokens": 3}, 3)):
         plan = CompletionRequest(prompt="a", **given).plan(served, Limits(), "max_tokens", 16, None)
         assert plan.options.min_new_tokens == expected

@@ -127,11 +127,18 @@ class GenerationDefaults(dict[str, Any]):
 
     Attributes:
         file: where they stand, for messages.
+        when_sampling: further ones, for chat and the server alone (:mod:`specbeam.sampling_defaults`).
     """
 
-    def __init__(self, settings: Mapping[str, Any] | None = None, file: str = FILE) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any] | None = None,
+        file: str = FILE,
+        when_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__({name: value for name, value in (settings or {}).items() if value is not None})
         self.file = file
+        self.when_sampling = when_sampling or {}
 
     @property
     def of_texts(self) -> dict[str, Any]:

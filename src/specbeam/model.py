@@ -62,6 +62,7 @@ class LanguageModel:
             are token ids and texts are empty.
         eos_token_ids: the tokens that end its texts.
         generation_defaults: its checkpoint's generation settings.
+        names: what its checkpoint and its source call it, its architecture too; empty if another function made it.
         placement: the arguments that :func:`load` was given; None if another function made this model. Drafts that are
             named by their source are loaded in the same way, or on the device of this model.
         weights: a digest of the weights and the configuration. The cpu backend's is of every byte that its kernels
@@ -81,6 +82,7 @@ class LanguageModel:
     placement: Placement | None = None
     weights: str | None = None
     origin: Origin | None = None
+    names: tuple[str, ...] = ()
     _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False)
     _loading: Lock = field(default_factory=Lock, init=False)
 
@@ -114,7 +116,7 @@ class LanguageModel:
         with self._loading:
             if name not in self._drafts:
                 placement = self.placement or Placement(device=str(self.backend.device))
-                self._drafts[name] = _load(name, placement)
+                self._drafts[name] = load_silently(name, placement)
             return self._drafts[name]
 
     @property
@@ -273,7 +275,7 @@ def load(
         SpecbeamError: no such source, an unsupported architecture, a damaged file, a tokenizer with tokens that the
             model lacks, a device that is not there. Also an unknown keyword.
     """
-    lm = _load(source, Placement(backend, device, dtype, quantize, threads), revision, adapter)
+    lm = load_silently(source, Placement(backend, device, dtype, quantize, threads), revision, adapter)
     is_quantized = lm.backend.precision not in ("float32", "bfloat16", "float16")
     _say_precision(lm, chosen_here=is_quantized and quantize == dtype == "auto")
     warn_of_settings(lm)
@@ -314,7 +316,7 @@ def _open(
     return checkpoint, backend, reason
 
 
-def _load(
+def load_silently(
     source: str | os.PathLike[str],
     placement: Placement,
     revision: str | None = None,
@@ -357,6 +359,7 @@ def _load(
         placement=placement,
         weights=loaded.weights_digest or checkpoint.fingerprint(CONFIGURATIONS),
         origin=Origin(_absolute(source), revision, None if adapter is None else _absolute(adapter)),
+        names=(*checkpoint.names, os.path.basename(os.path.normpath(source))),
     )
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import sys
 
@@ -12,21 +13,25 @@ from prompt_toolkit.output import DummyOutput
 
 import specbeam
 from specbeam.cli.chat import line_reader
+from specbeam.sampling_defaults import FALLBACK
 from tests.backends.test_encoder_decoder import make
 from tests.cli.conftest import flags, press_ctrl_c_in
-from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
+from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, random_model, rewrite
 
-SHORT = ("--max-new-tokens", "9")
+SHORT = ("--max-new-tokens", "9", "--temperature", "0")
+DRAWN = ("--max-new-tokens", "9", "--seed", "5")
+INTRODUCTION = re.compile(r"^\S+ (samples|takes|searches) .*\nIt runs on the .*\n", re.MULTILINE)
 
 
 @pytest.fixture
 def chat(folder, specbeam_command, monkeypatch):
-    """Say some lines in a chat. Returns its exit status, the answers, and its notes."""
+    """Say some lines in a chat. Returns its exit status, the answers, and its notes, without the introduction."""
 
-    def chat(*lines, options=SHORT, model=folder):
+    def chat(*lines, options=SHORT, model=folder, whole=False):
         text = "".join(f"{line}\n" for line in lines)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode(errors="surrogateescape"))))
-        return specbeam_command("chat", "--model", str(model), *options)
+        status, out, err = specbeam_command("chat", "--model", str(model), *options)
+        return status, out, err if whole else INTRODUCTION.sub("", err, count=1)
 
     return chat
 
@@ -52,7 +57,7 @@ def printed(texts):
 def test_every_turn_answers_the_whole_conversation(chat, model):
     status, out, err = chat("hi", "", "and now?", "thanks")
     assert (status, out) == (0, printed(answers(model, "hi", "and now?", "thanks")[0]))
-    assert err == "[ended after 9 tokens: --max-new-tokens allows longer answers]\n" * 3
+    assert err == "[ended after 9 tokens: /set max_new_tokens 18 allows longer answers]\n" * 3
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,7 @@ def test_every_turn_answers_the_whole_conversation(chat, model):
 )
 def test_options_of_generate_hold_for_every_answer(chat, model, options):
     _, out, _ = chat("hi", "and now?", options=[*SHORT, *flags(**options)])
+    options = FALLBACK.fill({"temperature": 0} | options)
     assert out == printed(answers(model, "hi", "and now?", **options)[0])
 
 
@@ -78,7 +84,7 @@ def test_a_draft_model_drafts_for_every_answer(chat, model, folder):
 
 def test_statistics_show_what_was_not_read_again(chat, model):
     """The tokens are compared: this template writes the assistant's name in another way once it has answered."""
-    _, _, err = chat("/stats", "hi", "/stats", "and now?", "/stats", options=("--max-new-tokens", "1"))
+    _, _, err = chat("/stats", "hi", "/stats", "and now?", "/stats", options=[*SHORT, "--max-new-tokens", "1"])
     _, (*messages, _) = answers(model, "hi", "and now?", max_new_tokens=1)
     first, second = (specbeam.Engine(model).check(messages[:end]) for end in (1, 3))
     common = next(at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
@@ -91,8 +97,8 @@ def test_statistics_show_what_was_not_read_again(chat, model):
 
 
 def test_regenerate_draws_another_answer_in_the_place_of_the_last(chat, model):
-    options = {"temperature": 1.0, "seed": 5}
-    _, out, _ = chat("hi", "/regenerate", "more", options=[*SHORT, *flags(**options)])
+    options = FALLBACK.settings | {"seed": 5}
+    _, out, _ = chat("hi", "/regenerate", "more", options=DRAWN)
     (first,), _ = answers(model, "hi", **options)
     (second,), messages = answers(model, "hi", **options | {"seed": 6})
     assert first != second
@@ -103,7 +109,7 @@ def test_regenerate_says_that_greedy_answers_stay(chat, model):
     _, out, err = chat("/regenerate", "hi", "/regenerate")
     assert "there is no message yet" in err
     assert out == printed(2 * answers(model, "hi")[0])
-    assert "[the same answer, as you do not sample: begin the chat with --temperature 0.8" in err
+    assert "[the same answer, as you do not sample: /temperature 0.7 draws others]" in err
 
 
 def test_turns_and_system_messages_can_be_changed(chat, model):
@@ -160,6 +166,13 @@ def test_a_loaded_question_is_answered(chat, model, tmp_path):
         ("/load {wrong}", 'a conversation is a list of messages with "role" and "content"'),
         ("/drop many", "/drop many: give a number of turns, at least 1"),
         ("x" * 300, "tokens, and the context of"),
+        ("/set num_predict 5", "specbeam: unknown option 'num_predict': did you mean 'max_new_tokens'?"),
+        ("/set top_p 2", "specbeam: top_p=2.0 is not allowed: give over 0 and at most 1 (/set NAME default"),
+        ("/set num_beams many", "specbeam: num_beams='many' is not allowed: give a whole number"),
+        ("/set num_draft_tokens 3", "specbeam: num_draft_tokens=3 has no effect without a draft"),
+        ("/temperature hot", "specbeam: temperature='hot' is not allowed: give a number"),
+        ("/model nosuch", "specbeam: unknown model 'nosuch'"),
+        ("/model {there}", "there.json"),
         *(
             (f"/{command} {name}", f"specbeam: /{command} {name}: the file cannot be {done} (")
             for command, done in {"save": "written", "load": "read"}.items()
@@ -179,7 +192,7 @@ def test_wrong_input_is_one_line_and_the_chat_goes_on(chat, model, tmp_path, lin
 
 
 def test_a_full_context_says_what_to_do(chat, model):
-    long, full = "x" * 180, {"max_new_tokens": 500, "min_new_tokens": 500}
+    long, full = "x" * 180, {"max_new_tokens": 500, "min_new_tokens": 500, "temperature": 0}
     status, out, err = chat(long, long, "/drop", "hi", options=flags(**full))
     assert (status, out) == (1, printed(answers(model, text, **full)[0][0] for text in (long, "hi")))
     assert err.count("[the context of 256 tokens is full: /drop forgets the oldest turn, /clear all turns]") == 2
@@ -197,12 +210,15 @@ def test_bytes_that_are_no_text_are_replaced(chat, model):
 
 def test_help_lists_every_command(chat):
     _, _, err = chat("/help")
-    for command in ("clear", "drop", "exit", "help", "load", "regenerate", "save", "stats", "system"):
-        assert f"\n/{command}" in f"\n{err}"
+    for command in ("bye", "clear", "drop", "exit", "help", "load", "model", "models", "quit", "regenerate", "save"):
+        assert f"/{command}" in err
+    for command in ("set", "stats", "system", "temperature"):
+        assert f"\n/{command} [" in err or f"\n/{command}:" in err
 
 
-def test_exit_ends_the_chat(chat):
-    assert chat("/exit", "hi")[:2] == (0, "")
+@pytest.mark.parametrize("word", ["/exit", "/bye", "/quit"])
+def test_words_that_end_the_chat(chat, word):
+    assert chat(word, "hi")[:2] == (0, "")
 
 
 def test_a_model_without_a_chat_template_reads_a_transcript(chat, save):
@@ -239,7 +255,8 @@ def test_the_chat_goes_on_after_a_failed_pass(chat, model, before_passes):
 
 def test_ctrl_c_keeps_the_part_and_the_conversation_goes_on(chat, save, terminal, tmp_path):
     folder = save(random_model("llama", max_position_embeddings=2000), byte_tokenizer(CHAT_TEMPLATE))
-    lm, file, long = specbeam.load(folder), tmp_path / "talk.json", {"max_new_tokens": 60, "eos_token_id": EOS + 1}
+    lm, file = specbeam.load(folder), tmp_path / "talk.json"
+    long = {"max_new_tokens": 60, "eos_token_id": EOS + 1, "temperature": 0}
     (whole,), _ = answers(lm, "hi", **long)
     shown, before = terminal(interrupt_at=whole[:10]), signal.getsignal(signal.SIGINT)
     status, _, err = chat("hi", "more", "/stats", f"/save {file}", options=flags(**long), model=folder)
@@ -287,7 +304,10 @@ def test_ctrl_c_before_another_answer_keeps_the_conversation(chat, model, before
         ("one\\\rtwo\x1b\rthree\r", ["one\ntwo\nthree"]),
         ("a typo\x03better\r", ["better"]),
         ("/rege\t\r", ["/regenerate"]),
-        ("hi\r\x03", ["hi", EOFError]),
+        ("hi\r\x03\x03", ["hi", EOFError]),
+        ("\x03hi\r", ["hi"]),
+        ("\x03a typo\x03\x03better\r", ["better"]),
+        ("\x03a\r\x03b\r", ["a", "b"]),
         ("\x04", [EOFError]),
     ],
 )
@@ -310,3 +330,120 @@ def test_without_prompt_toolkit_lines_are_read_plainly(monkeypatch):
     assert [read(), read()] == ["hi", "one\ntwo"]
     with pytest.raises(EOFError):
         read()
+
+
+def test_answers_are_drawn_as_the_first_line_says(chat, model, folder):
+    _, out, err = chat("hi", options=DRAWN, whole=True)
+    assert out == printed(answers(model, "hi", **FALLBACK.settings, seed=5)[0])
+    how = "temperature 0.7, top_p 0.9, repetition_penalty 1.1, as specbeam does by default"
+    rounded = "It runs on the cpu with weights rounded to 8 bits (--dtype float32 does not round them)."
+    assert err.splitlines()[:2] == [f"{folder} samples with {how}", rounded]
+    assert "int8" not in err  # once, in these words
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "says"),
+    [
+        ({"temperature": 0}, {}, "takes the likeliest token (greedy), as you say"),
+        ({"num_beams": 3}, {"num_beams": 3}, "searches with 3 beams, as you say"),
+        (
+            {"top_p": 0.5, "seed": 5},
+            FALLBACK.settings | {"top_p": 0.5, "seed": 5},
+            "temperature 0.7, repetition_penalty 1.1, top_p 0.5, as you say, and else as specbeam does",
+        ),
+    ],
+)
+def test_flags_win_field_by_field(chat, model, given, used, says):
+    _, out, err = chat("hi", options=["--max-new-tokens", "9", *flags(**given)], whole=True)
+    assert out == printed(answers(model, "hi", **used)[0])
+    assert says in err.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "used", "says"),
+    [
+        (
+            {"do_sample": True, "temperature": 0.5, "top_k": 9},
+            {"temperature": 0.5, "top_k": 9},
+            "temperature 0.5, top_k 9",
+        ),
+        ({"do_sample": False}, None, "takes the likeliest token (greedy)"),
+    ],
+)
+def test_the_checkpoint_says_how_to_sample(chat, save, settings, used, says):
+    folder = save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE))
+    rewrite(folder, "generation_config.json", **settings)
+    seed = {"seed": 5} if used else {}
+    _, out, err = chat("hi", options=["--max-new-tokens", "9", *flags(**seed)], model=folder, whole=True)
+    assert out == printed(answers(specbeam.load(folder), "hi", **used or {}, **seed)[0])
+    assert f"{says}, as the model's generation_config.json says\n" in err
+
+
+def test_options_are_changed_without_a_restart(chat, model):
+    said = [
+        "hi",
+        "/set seed 5",
+        "/temperature 0.9",
+        "/set seed 5",
+        "hi",
+        "/set --top-p",
+        "/temperature default",
+        "/set seed",
+    ]
+    status, out, err = chat("/set max_new_tokens 9", *said, "/set", options=("--temperature", "0"))
+    (first,), messages = answers(model, "hi")
+    second = answer(model, messages, "hi", **FALLBACK.settings | {"temperature": 0.9, "seed": 5})
+    assert (status, out) == (1, printed([first, second]))  # a seed has no effect on greedy answers
+    notes = err.splitlines()
+    assert notes[0] == "max_new_tokens 9"
+    assert "temperature 0.9" in notes
+    assert "top_p 0.9, as specbeam does by default" in notes
+    assert "temperature 0.7, as specbeam does by default" in notes
+    assert notes.count("seed 5") == 3
+    assert "not set: min_new_tokens, do_sample, top_k" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "option"), [("/set stop_strings e", ["e"]), ('/set stop_strings ["e", "5"]', ["e", "5"])]
+)
+def test_texts_and_lists_are_options_too(chat, model, line, option):
+    assert chat(line, "hi")[1] == printed(answers(model, "hi", stop_strings=option)[0])
+
+
+def test_another_model_goes_on_with_the_conversation(chat, model, save):
+    other = save(random_model("llama", seed=1), byte_tokenizer(CHAT_TEMPLATE))
+    encoder = save(make("t5"), byte_tokenizer())
+    status, out, err = chat("hi", f"/model {encoder}", f"/model {other}", "more", "/model", "/bye")
+    (first,), messages = answers(model, "hi")
+    assert (status, out) == (1, printed([first, answer(specbeam.load(other), messages, "more")]))
+    assert "has an encoder" in err
+    assert err.count(f"{other} takes the likeliest token") == 2  # once it is loaded, and when it is asked for
+
+
+def test_a_model_that_is_stopped_while_it_loads_changes_nothing(chat, model, monkeypatch):
+    from specbeam.cli import chat as command
+
+    load, loads = command.load_model, []
+
+    def load_once(*given, **how):
+        loads.append(given)
+        if len(loads) > 1:
+            raise KeyboardInterrupt
+        return load(*given, **how)
+
+    monkeypatch.setattr(command, "load_model", load_once)
+    _, out, err = chat("hi", "/model smollm2-135m-instruct", "more")
+    assert out == printed(answers(model, "hi", "more")[0])
+    assert f"[stopped: {model.source} stays]" in err
+
+
+def test_models_are_listed(chat):
+    assert "smollm2-135m-instruct" in chat("/models")[2]
+
+
+def test_an_answer_that_repeats_itself_says_so(chat):
+    loop = ("--max-new-tokens", "100", "--temperature", "0", "--logit-bias", "65=1000")
+    _, out, err = chat("hi", options=loop)
+    repeated, advice = out.strip()[:1], "/set repetition_penalty 1.2 makes that less likely"
+    assert err.startswith(f'[the answer repeats itself: "{repeated}". {advice}')
+    assert "longer" not in err

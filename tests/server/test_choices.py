@@ -3,6 +3,7 @@
 import pytest
 
 import specbeam
+from specbeam.sampling_defaults import FALLBACK
 from tests.server.test_rounds import watched
 
 CHOICES = ["abc", "abd", "ba", "bab", "zz"]
@@ -20,7 +21,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
     ],
 )
 def test_the_texts_are_those_of_the_library_under_the_same_constraint(served, chat_lm, draft_lm, how):
-    options = {"n": 1, **how, "constraint": specbeam.TokenTrie(CHOICES, chat_lm), "max_new_tokens": 8}
+    options = {"n": 1, **FALLBACK.fill(how), "constraint": specbeam.TokenTrie(CHOICES, chat_lm), "max_new_tokens": 8}
     options["num_return_sequences"] = options.pop("n")
     if options.get("draft") == "small":
         options["draft"] = draft_lm

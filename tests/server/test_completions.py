@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import specbeam
+from specbeam.sampling_defaults import FALLBACK
 from tests.conftest import UNUSED, beams_of_transformers, random_model
 from tests.prefix_spaces import prefix_space_tokenizer
 
@@ -123,7 +124,7 @@ def test_several_samples_have_their_own_seeds(served, chat_lm):
 
 def drawn(lm, number):
     """Samples of the library, with the seeds of the server for seed 2."""
-    how = {"raw": True, "max_new_tokens": 6, "temperature": 1.0}
+    how = {"raw": True, "max_new_tokens": 6, **FALLBACK.settings}
     return [specbeam.generate(lm, "abc", **how, seed=2 + sample).sequences[0] for sample in range(number)]
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import specbeam
+from specbeam.sampling_defaults import FALLBACK
 
 SIZES = {"num_draft_tokens": 3, "draft_width": 2, "draft_budget": 6}
 BEAMS = {"num_beams": 4, "draft": "ngram", "temperature": 0, **SIZES}
@@ -28,7 +29,7 @@ def without_times(rounds):
 def test_the_events_are_the_trace_of_the_engine(served, chat_lm, draft_lm, fields):
     prompt = "ab ab ab"
     first, *rounds, last = watched(served, "/rounds/completions", prompt=prompt, max_tokens=24, logprobs=3, **fields)
-    options = {"raw": True, "max_new_tokens": 24, "top_logprobs": 3, "trace": True, **fields}
+    options = {"raw": True, "max_new_tokens": 24, "top_logprobs": 3, "trace": True, **FALLBACK.fill(fields)}
     if fields.get("draft") == "small":
         options["draft"] = draft_lm
     here = specbeam.generate(chat_lm, prompt, **options)

@@ -94,6 +94,11 @@ class Checkpoint(ABC):
     def facts(self) -> Facts:
         """The facts in the headers, also for architectures that are not supported."""
 
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """What the model is called: in its metadata, on the disk, and its architecture."""
+
     @cached_property
     @abstractmethod
     def config(self) -> Config:

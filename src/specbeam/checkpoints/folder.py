@@ -94,6 +94,10 @@ class FolderCheckpoint(Checkpoint):
         found = re.search(r"^license:[\s-]*(\S.*)$", head[1], re.MULTILINE) if len(head) > 2 else None
         return found[1].strip().strip("\"'") if found else None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return str(self._config.get("_name_or_path", "")), self.path.name, self.facts.architecture
+
     @cached_property
     def config(self) -> Config:
         if quantized := self._quantized():

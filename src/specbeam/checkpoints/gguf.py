@@ -56,9 +56,12 @@ SAMPLING: dict[str, tuple[str, type, Callable[[float], bool]]] = {
     "min_p": ("general.sampling.min_p", float, lambda x: 0 < x < 1),
 }
 """The keys with sampling options that a file recommends, their types, and which of their values change anything."""
+PENALTY = "general.sampling.penalty_repeat"
+"""llama.cpp's penalty looks at the last tokens, and ours at the whole text. So only chat and the server take it."""
 
 KINDS: dict[str, tuple[type, ...]] = {
     **{key: (kind,) for key, kind, _ in SAMPLING.values()},
+    PENALTY: (float,),
     **dict.fromkeys(("general.architecture", "general.name", "general.type"), (str,)),
     **dict.fromkeys(("tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"), (str,)),
     **dict.fromkeys((f"tokenizer.ggml.add_{x}" for x in ("bos_token", "eos_token", "space_prefix")), (bool,)),
@@ -125,6 +128,13 @@ class GGUFCheckpoint(Checkpoint):
             license=name if isinstance(name := self.metadata.get("general.license"), str) else None,
         )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        def get(*keys: str) -> str:
+            return " ".join(str(self.metadata[f"general.{key}"]) for key in keys if f"general.{key}" in self.metadata)
+
+        return get("name"), get("basename", "size_label", "finetune"), self.path.stem, get("architecture")
+
     def _file_type(self) -> str | None:
         """The mixture of types with which llama.cpp made the file, such as "Q4_K_M"."""
         number = self.metadata.get("general.file_type")
@@ -165,11 +175,16 @@ class GGUFCheckpoint(Checkpoint):
     def generation_defaults(self) -> GenerationDefaults:
         taken = {key: name for name, (key, _, changes) in SAMPLING.items() if changes(self.metadata.get(key, 0))}
         found = {name: self.metadata[key] for key, name in taken.items()}
-        known = {key for key, *_ in SAMPLING.values()}
+        known = {PENALTY, *(key for key, *_ in SAMPLING.values())}
+        penalty = self.metadata.get(PENALTY, 1.0)
         if others := sorted(key for key in self.metadata if key.startswith("general.sampling.") and key not in known):
             logger.warning("%s recommends options that specbeam lacks: %s", self.path, ", ".join(others))
         suppressed = [i for i in self.metadata.get("tokenizer.ggml.suppress_tokens", []) if i >= 0]
-        return GenerationDefaults(found | {"suppress_tokens": suppressed or None}, self.path.name)
+        return GenerationDefaults(
+            found | {"suppress_tokens": suppressed or None},
+            self.path.name,
+            {} if penalty == 1 else {"repetition_penalty": penalty},
+        )
 
     @property
     def modules(self) -> Mapping[str, str]:

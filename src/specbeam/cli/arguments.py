@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("auto", "keep", "int8", "int4", "float32")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def completer(*names: str) -> Callable[..., list[str]]:
@@ -86,12 +87,8 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None
     add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=about)
     add("--min-new-tokens", type=int, metavar="N", help="do not end before N new tokens (default: the model's own)")
     add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens instead of taking the likeliest")
-    add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")
-    add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
-    add("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that sum to P")
-    add("--min-p", type=float, metavar="P", help="draw among tokens at least P times as likely as the likeliest")
+    add_sampling_to(options)
     add("--typical-p", type=float, metavar="P", help="draw among tokens of expected surprise that sum to P")
-    add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely")
     add("--no-repeat-ngram-size", type=int, metavar="N", help="no N tokens in a row come twice")
     add("--frequency-penalty", type=float, metavar="X", help="subtracted from a token's score for each time it came")
     add("--presence-penalty", type=float, metavar="X", help="subtracted from a token's score once it came")
@@ -129,6 +126,16 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None
     add("--eos-token-id", type=int, action="append", metavar="ID", help="a token that ends the text (repeatable)")
     about = r"end before this text (repeatable); \n is a new line"
     add("--stop-strings", type=typed_text, action="append", metavar="TEXT", help=about)
+
+
+def add_sampling_to(group: Any) -> None:
+    """The options that say how tokens are drawn: ``SAMPLING``."""
+    add = group.add_argument
+    add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")
+    add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
+    add("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that sum to P")
+    add("--min-p", type=float, metavar="P", help="draw among tokens at least P times as likely as the likeliest")
+    add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely")
 
 
 def add_draft_to(parser: argparse.ArgumentParser) -> None:
@@ -214,10 +221,15 @@ def options_of(given: argparse.Namespace, own: dict[str, Any] | None = None) -> 
     Raises:
         SpecbeamError: an option is wrong, or contradicts having a draft or none.
     """
-    values = {field.name: getattr(given, field.name, None) for field in fields(Options)}
-    options = Options.of({name: value for name, value in values.items() if value is not None} | (own or {}))
+    options = Options.of(values_of(given) | (own or {}))
     options.check_drafting(given.draft is not None)
     return options
+
+
+def values_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The options that the command line gives, by the names of Options."""
+    values = {field.name: getattr(given, field.name, None) for field in fields(Options)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def check_sources(given: argparse.Namespace) -> None:
@@ -253,14 +265,22 @@ def check_source(source: str) -> None:
         locate(source)
 
 
-def load_model(given: argparse.Namespace) -> LanguageModel:
-    """Load the model as the options of ``add_model_to`` say."""
+def load_model(given: argparse.Namespace, says_precision: bool = True) -> LanguageModel:
+    """Load the model as the options of ``add_model_to`` say.
+
+    Args:
+        says_precision: False for a command that says it in words of its own.
+    """
     if not given.raw:
         chat_templates.render.start()  # while this process imports and loads
-    from specbeam.model import load
+    from specbeam.model import Placement, load, load_silently, warn_of_settings
 
-    names = ("revision", "adapter", "backend", "device", "dtype", "quantize", "threads")
-    return load(given.model, **{name: getattr(given, name) for name in names})
+    placement = {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
+    if says_precision:
+        return load(given.model, **placement, revision=given.revision, adapter=given.adapter)
+    lm = load_silently(given.model, Placement(**placement), given.revision, given.adapter)
+    warn_of_settings(lm)
+    return lm
 
 
 def load_draft(given: argparse.Namespace, lm: Any) -> Any:

@@ -9,18 +9,28 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
+from specbeam.cli.arguments import (
+    add_generation_to,
+    check_source,
+    check_sources,
+    load_draft,
+    load_model,
+    values_of,
+)
 from specbeam.cli.generate import drain, summary
 from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import one_line, printing_to
-from specbeam.errors import FAILED, SpecbeamError
+from specbeam.errors import FAILED, SpecbeamError, shown
 from specbeam.option_names import nearest_name
-from specbeam.options import Options
+from specbeam.options import Options, check_names
+from specbeam.repetition import repeated_end
+from specbeam.sampling_defaults import DRAWN_BY, FALLBACK, SAYS_HOW, SamplingDefaults, sampling_defaults
 
 if TYPE_CHECKING:
     from specbeam.model import LanguageModel
@@ -28,8 +38,20 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 1024
 """Of an answer, by default."""
+ONCE_MORE = "[Ctrl-C once more ends the chat, and so does /bye]"
 COMMAND = re.compile(r"/\w+")
 """A first word like this is a command. The path /usr/bin is a message."""
+NOT_SETTABLE = {
+    *("constraint", "prefix_allowed_tokens_fn", "logits_processor"),
+    *("num_return_sequences", "top_logprobs", "trace", "share_prefix", "bound_rule"),
+}
+"""The options that are objects of Python, or have no use in a chat."""
+SETTABLE = [option.name for option in fields(Options) if option.name not in NOT_SETTABLE]
+PAGE_WIDTH = 80
+SHOWN_CHARACTERS = 40
+"""Of a part that an answer repeats."""
+STRONG_PENALTY = 1.2
+"""The least repetition_penalty to suggest after an answer that repeats itself."""
 SPEAKERS = {"user": "User", "assistant": "Assistant"}
 """In the transcript that a model without a chat template reads."""
 
@@ -47,18 +69,28 @@ def add_to(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    options = options_of(given)  # wrong input is refused before the slow imports
+    values = values_of(given)
+    options = Options.of(FALLBACK.fill(values))  # wrong input is refused before the slow imports
+    options.check_drafting(given.draft is not None)
     if options.num_return_sequences > 1:
         raise SpecbeamError("--num-return-sequences has no use in a chat, which goes on with one answer: leave it out")
     check_sources(given)
-    lm = load_model(given)
-    chat = Chat(lm, options, load_draft(given, lm), given.system, given.raw)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def load(source: str) -> tuple[LanguageModel, Any]:
+        if on_terminal:
+            note(f"[loading {source}]")  # the libraries alone take seconds
+        own = {} if source == given.model else {"revision": None, "adapter": None}
+        lm = load_model(argparse.Namespace(**vars(given) | own | {"model": source}), says_precision=False)
+        return lm, load_draft(given, lm)
+
+    chat = Chat(load, given.model, values, given.system, given.raw)
+    chat.introduce()
     read = line_reader(chat.commands) if on_terminal else piped_line
     if on_terminal:
-        note(f"{lm.source}, {lm.precision}. /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.")
+        note("/help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.")
     with contextlib.suppress(EOFError):
         while True:
             chat.hear(read())
@@ -69,36 +101,79 @@ class Chat:
     """A conversation. Its commands are the methods whose names begin with ``do_``.
 
     Args:
-        draft: as for :meth:`specbeam.Engine.submit`.
+        load: loads a model by its source, and the draft for it as for :meth:`specbeam.Engine.submit`.
+        source: of the first model.
+        given: the options that the user gives, by their names.
         raw: use a transcript in place of the chat template.
 
     Attributes:
         failed: the number of messages and commands that gave an error.
     """
 
-    def __init__(self, lm: LanguageModel, options: Options, draft: Any, system: str | None, raw: bool) -> None:
+    def __init__(
+        self,
+        load: Callable[[str], tuple[LanguageModel, Any]],
+        source: str,
+        given: dict[str, Any],
+        system: str | None,
+        raw: bool,
+    ) -> None:
+        self.load = load
+        self.given = given
+        self.system = system
+        self.raw = raw
+        self.messages: list[dict[str, str]] = []
+        self.results: list[Result] = []  # of all answers
+        self.tries = 0  # answers to the last message
+        self.failed = 0
+        self.own_files: set[Path] = set()
+        self.use(*load(source))
+
+    def use(self, lm: LanguageModel, draft: Any) -> None:
+        """Answer with this model from now on.
+
+        Raises:
+            SpecbeamError: it cannot be used for a conversation, or not with the options. The model before it stays.
+        """
         from specbeam.engine import Engine
 
         if lm.backend.start_token_ids is not None:
             raise SpecbeamError(
                 f"{lm.source} has an encoder: it reads one text and no conversation. Use specbeam generate"
             )
-        self.lm = lm
+        sampling = sampling_defaults(lm)
+        Options.of(sampling.fill(self.given))
         self.engine = Engine(lm, max_requests=1)
-        self.options = options
-        self.draft = draft
-        self.system = system
-        self.messages: list[dict[str, str]] = []
-        self.results: list[Result] = []  # of all answers
-        self.tries = 0  # answers to the last message
-        self.failed = 0
-        self.own_files: set[Path] = set()
-        self.has_template = not raw and lm.tokenizer is not None and bool(lm.tokenizer.chat_template)
-        if not self.has_template:
-            stops = [*options.stop_strings, *(f"\n{speaker}:" for speaker in SPEAKERS.values())]
-            self.options = replace(options, stop_strings=stops)
-            if not raw:
-                note(f'{lm.source} has no chat template: it reads a transcript of "User:" and "Assistant:"')
+        self.lm, self.draft, self.sampling = lm, draft, sampling
+        self.has_template = not self.raw and lm.tokenizer is not None and bool(lm.tokenizer.chat_template)
+
+    def introduce(self) -> None:
+        """Say how the model answers, and with which weights."""
+        note(f"{self.lm.source} {self.how}")
+        note(f"It runs {numbers_of(self.lm)}.")
+        if not self.has_template and not self.raw:
+            note(f'{self.lm.source} has no chat template: it reads a transcript of "User:" and "Assistant:"')
+
+    @property
+    def options(self) -> Options:
+        """The options of the next answer: the given ones, and else the model's."""
+        options = Options.of(self.sampling.fill(self.given))
+        if self.has_template:
+            return options
+        return replace(options, stop_strings=[*options.stop_strings, *(f"\n{name}:" for name in SPEAKERS.values())])
+
+    @property
+    def how(self) -> str:
+        """How the model chooses tokens, as the end of a sentence."""
+        options = self.options.with_defaults(self.lm.generation_defaults)
+        given = {name for name, value in self.given.items() if value is not None}
+        if not options.samples:
+            beams = options.num_beams
+            chosen = f"searches with {beams} beams" if beams > 1 else "takes the likeliest token (greedy)"
+            return f"{chosen}, {'as you say' if given & {*SAYS_HOW, 'num_beams'} else self.sampling.origin}"
+        drawn = {"temperature": 1.0} | {name: value for name in DRAWN_BY if (value := getattr(options, name))}
+        others = SamplingDefaults({n: v for n, v in drawn.items() if n not in given}, self.sampling.origin)
+        return str(others.changed({n: v for n, v in drawn.items() if n in given}))
 
     @property
     def commands(self) -> list[str]:
@@ -130,8 +205,10 @@ class Chat:
             tries: how many answers to it there were.
         """
         ids = self.token_ids(messages)
-        seed = None if self.options.seed is None else self.options.seed + tries
-        request = self.engine.submit(ids, replace(self.options, seed=seed), draft=self.draft)
+        options = self.options
+        if options.seed is not None:
+            options = replace(options, seed=options.seed + tries)
+        request = self.engine.submit(ids, options, draft=self.draft)
         text = ""
         with CtrlCCancels([request]):
             more = True
@@ -157,13 +234,20 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.results.append(result)
         self.tries = tries + 1
-        context = self.lm.backend.context_length
+        new, context = len(result.token_ids), self.lm.backend.context_length
         if result.finish_reason == "cancelled":
             note("[stopped]")
-        elif result.finish_reason == "length" and len(ids) + len(result.token_ids) == context:
+        elif result.finish_reason == "length" and len(ids) + new == context:
             note(f"[the context of {context:,} tokens is full: /drop forgets the oldest turn, /clear all turns]")
+        elif result.finish_reason == "length" and (part := repeated_end(answer)):
+            less = max(STRONG_PENALTY, round((options.repetition_penalty or 1) + 0.1, 2))
+            again = textwrap.shorten(part, SHOWN_CHARACTERS, placeholder=" ...")
+            note(
+                f'[the answer repeats itself: "{again}". /set repetition_penalty {less:g} makes that less likely, as '
+                "--repetition-penalty does. /regenerate answers again]"
+            )
         elif result.finish_reason == "length":
-            note(f"[ended after {len(result.token_ids):,} tokens: --max-new-tokens allows longer answers]")
+            note(f"[ended after {new:,} tokens: /set max_new_tokens {2 * new} allows longer answers]")
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
@@ -185,14 +269,73 @@ class Chat:
 
     def do_help(self, argument: str) -> None:
         """/help: list the commands."""
-        for command in self.commands:
-            note((getattr(self, f"do_{command[1:]}").__doc__ or "").strip())
+        for about in dict.fromkeys(getattr(self, f"do_{command[1:]}").__doc__ for command in self.commands):
+            note(about)
         note("Alt-Enter, or a backslash before Enter, begins a new line.")
-        note("Ctrl-C stops an answer. A second Ctrl-C, or Ctrl-D, ends the chat.")
+        note("Ctrl-C stops an answer. Where nothing is typed, Ctrl-C twice, or Ctrl-D, ends the chat.")
 
     def do_exit(self, argument: str) -> None:
-        """/exit: end the chat."""
+        """/bye, /exit, /quit: end the chat."""
         raise EOFError
+
+    do_bye = do_quit = do_exit
+
+    def do_models(self, argument: str) -> None:
+        """/models: list the models with a short name, and the models in the hub's cache."""
+        from specbeam.cli.models import list_models
+
+        with contextlib.redirect_stdout(sys.stderr):
+            list_models(argparse.Namespace(json=False))
+
+    def do_model(self, argument: str) -> None:
+        """/model [NAME]: go on with another model: a name of /models, a folder, a .gguf file or a hub id."""
+        if argument:
+            check_source(argument)
+            try:
+                self.use(*self.load(argument))
+            except KeyboardInterrupt:
+                note(f"[stopped: {self.lm.source} stays]")
+                return
+            except SpecbeamError:
+                raise
+            except Exception as error:  # the conversation goes on after any error
+                raise SpecbeamError(f"/model {argument}: {one_line(error)}") from error
+        self.introduce()
+
+    def do_set(self, argument: str) -> None:
+        """/set [NAME [VALUE]]: show or change an option of the answers; "default" as the value takes it back."""
+        name, _, text = argument.removeprefix("parameter ").partition(" ")  # as ollama has it
+        name = name.strip("-").replace("-", "_")
+        if name == "system":
+            self.do_system(text.strip())
+            return
+        if name:
+            check_names([name], SETTABLE, "option")
+        value = value_of(name, text.strip())
+        if value is not None:
+            before, self.given = self.given, {**self.given, **value}
+            try:
+                self.options.check_drafting(self.draft is not None)
+            except SpecbeamError as error:
+                self.given = before
+                raise SpecbeamError(f"{error} (/set NAME default takes an option back)") from error
+        options, others = self.options, []
+        for one in [name] if name else SETTABLE:
+            now = getattr(options, one)
+            if self.given.get(one) is not None:
+                note(f"{one} {number(now)}")
+            elif one in self.sampling.settings and now is not None:
+                note(f"{one} {number(now)}, {self.sampling.origin}")
+            elif name:
+                note(f"{one} is not set")
+            else:
+                others.append(one)
+        if others:
+            note(textwrap.fill(f"not set: {', '.join(others)}", PAGE_WIDTH, subsequent_indent="  "))
+
+    def do_temperature(self, argument: str) -> None:
+        """/temperature [T]: show or set the temperature. 0 takes the likeliest token, higher ones draw more freely."""
+        self.do_set(f"temperature {argument}")
 
     def do_clear(self, argument: str) -> None:
         """/clear: forget all turns. The system message stays."""
@@ -219,7 +362,7 @@ class Chat:
         self.answer(before if last["role"] == "assistant" else self.messages, self.tries)
         answer = self.messages[-1]  # the last one itself if this one was stopped before there was a text
         if answer is not last and answer == last and not self.options.samples:
-            note("[the same answer, as you do not sample: begin the chat with --temperature 0.8 to draw others]")
+            note("[the same answer, as you do not sample: /temperature 0.7 draws others]")
 
     def do_system(self, argument: str) -> None:
         """/system [TEXT]: set the system message, also of the turns so far. Without TEXT, remove it."""
@@ -278,6 +421,33 @@ class Chat:
             self.answer(self.messages)
 
 
+def value_of(name: str, text: str) -> dict[str, Any] | None:
+    """The option that a user writes, with its value as JSON or as it is; None if there is no value."""
+    if not text:
+        return None
+    if text == "default":
+        return {name: MAX_NEW_TOKENS if name == "max_new_tokens" else None}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    return {name: text if name == "stop_strings" and not isinstance(value, str | list) else value}
+
+
+def number(value: Any) -> str:
+    """The value of an option, for a person."""
+    return f"{value:g}" if isinstance(value, float) else shown(value)
+
+
+def numbers_of(lm: LanguageModel) -> str:
+    """The numbers in which a model runs, and where, for a person."""
+    precision, device = lm.backend.precision, lm.backend.device
+    if precision in ("int8", "int4"):
+        return f"on the {device} with weights rounded to {precision[3:]} bits (--dtype float32 does not round them)"
+    own = "" if precision.startswith(("float", "bfloat")) else "the file's own weights in "
+    return f"on the {device} with {own}{precision}"
+
+
 @contextlib.contextmanager
 def file_errors(what: str) -> Iterator[None]:
     """One line that begins with ``what``, in place of an error of the file system or of the file's name.
@@ -321,13 +491,16 @@ def piped_line() -> str:
 
 
 def line_reader(commands: list[str]) -> Callable[[], str]:
-    """A function that lets the user edit and send a message, and recall earlier ones. Ctrl-C and Ctrl-D end the chat.
+    """A function that lets the user edit and send a message, and recall earlier ones.
+
+    Where nothing is typed, Ctrl-C twice or Ctrl-D ends the chat.
 
     Args:
         commands: Tab completes them.
     """
     try:
         from prompt_toolkit import PromptSession
+        from prompt_toolkit.application import run_in_terminal
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.formatted_text import ANSI
         from prompt_toolkit.key_binding import KeyBindings
@@ -349,12 +522,18 @@ def line_reader(commands: list[str]) -> Callable[[], str]:
     def begin_line(event: Any) -> None:
         event.current_buffer.insert_text("\n")
 
+    leaves = False  # at the next Ctrl-C
+
     @keys.add("c-c")
     def clear_or_leave(event: Any) -> None:
+        nonlocal leaves
         if event.current_buffer.text:
             event.current_buffer.reset()
-        else:
+        elif leaves:
             event.app.exit(exception=EOFError)
+        else:
+            leaves = True
+            run_in_terminal(lambda: note(ONCE_MORE))
 
     session: Any = PromptSession(
         ANSI("> " if "NO_COLOR" in os.environ else "\x1b[1;32m>\x1b[0m "),
@@ -366,7 +545,18 @@ def line_reader(commands: list[str]) -> Callable[[], str]:
         complete_style=CompleteStyle.READLINE_LIKE,
         reserve_space_for_menu=0,
     )
-    return lambda: str(session.prompt())
+
+    def stay(_: Any = None) -> None:
+        nonlocal leaves
+        leaves = False
+
+    session.default_buffer.on_text_changed += stay
+
+    def read() -> str:
+        stay()
+        return str(session.prompt())
+
+    return read
 
 
 def plain_line() -> str:
@@ -376,6 +566,7 @@ def plain_line() -> str:
         import readline  # lets input() edit lines and recall earlier ones
 
         typed = readline.get_line_buffer
+    leaves = False  # at the next Ctrl-C
     while True:
         try:
             line = input("> ")
@@ -384,5 +575,10 @@ def plain_line() -> str:
             return line
         except KeyboardInterrupt:
             print()
-            if not typed():
+            if typed():
+                leaves = False
+            elif leaves:
                 raise EOFError from None
+            else:
+                leaves = True
+                note(ONCE_MORE)

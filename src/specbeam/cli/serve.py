@@ -19,9 +19,18 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any
 
 from specbeam import chat_templates, plugins
-from specbeam.cli.arguments import DEFAULT_MODEL, add_placement_to, check_source, completer
+from specbeam.cli.arguments import (
+    DEFAULT_MODEL,
+    SAMPLING,
+    add_placement_to,
+    add_sampling_to,
+    check_source,
+    completer,
+)
 from specbeam.errors import SpecbeamError
 from specbeam.option_names import LOOKUPS
+from specbeam.options import Options
+from specbeam.sampling_defaults import FALLBACK
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from starlette.applications import Starlette
@@ -60,6 +69,11 @@ def add_to(commands: Any) -> None:
     )
     draft.completer = completer(*LOOKUPS)
     add_placement_to(model)
+
+    sampling = parser.add_argument_group(
+        "sampling (of requests that do not say how; default: as the model or its publisher recommends)"
+    )
+    add_sampling_to(sampling)
 
     access = parser.add_argument_group("access")
     add = access.add_argument
@@ -167,8 +181,10 @@ def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = 
             raise SpecbeamError(f"--{option} goes with --launcher ray")
     if given.replicas is not None and given.replicas < 1:
         raise SpecbeamError(f"--replicas {given.replicas} is not allowed: give at least 1")
+    sampling = {name: value for name in SAMPLING if (value := getattr(given, name)) is not None}
+    Options.of({**FALLBACK.settings, **sampling})  # wrong input is refused before the models load
     try:
-        return _serve(given, sources, drafts, when_ready)
+        return _serve(given, sources, drafts, sampling, when_ready)
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client"):
             raise
@@ -179,6 +195,7 @@ def _serve(
     given: argparse.Namespace,
     sources: Sequence[tuple[str, str]],
     drafts: Sequence[tuple[str, str]],
+    sampling: dict[str, float],
     when_ready: Callable[[str], object] | None,
 ) -> int:
     from specbeam.server.app import make_app
@@ -206,7 +223,7 @@ def _serve(
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(name for name, _ in sources)
     page = f"http://{shown}:{port}/"
-    precisions: list[str] = []
+    about: list[str] = []
     with ExitStack() as stack:
         if given.launcher == "ray":
             from specbeam.jobs.cluster import import_ray
@@ -228,14 +245,18 @@ def _serve(
                     on_gpu=(given.device or "").startswith("cuda"),
                     logs_prompts=given.log_prompts,
                     allows_control_tokens=given.allow_control_tokens,
+                    sampling=sampling,
                 )
             )
             caches = replicas.cache_limits()
             app: Starlette = make_front(replicas, limits, access)
         else:
-            models = Models(*load(), default_draft, limits, allows_control_tokens=given.allow_control_tokens)
+            models = Models(
+                *load(), default_draft, limits, allows_control_tokens=given.allow_control_tokens, sampling=sampling
+            )
             caches = models.cache_limits
-            precisions = [f"{model.name}: {model.lm.precision}" for model in models]
+            about = [f"{model.name}: {model.lm.precision}" for model in models]
+            about += [f"{model.name} {model.sampling}; a request may say otherwise" for model in models]
             app = make_app(models, limits, access, logs_prompts=given.log_prompts)
         accept(bound)
         gc.collect()
@@ -246,7 +267,7 @@ def _serve(
             *(f"{sentence} (--max-cache-tokens changes that)" for sentence in caches),
             f"beside other requests, prompts are prefilled in chunks of about {limits.max_pass_seconds:g} s "
             "(--max-pass-seconds changes that)",
-            *precisions,
+            *about,
         ]
         for line in lines:
             print(f"specbeam: {line}", file=sys.stderr, flush=True)

@@ -330,4 +330,5 @@ def _about(model: ServedModel) -> dict[str, Any]:
         "max_model_len": model.lm.backend.context_length,
         "has_chat_template": bool(model.lm.tokenizer.chat_template),
         "drafts": [*model.drafts],
+        "sampling": model.sampling.settings,
     }

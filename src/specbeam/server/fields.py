@@ -82,8 +82,10 @@ class Decoding(Fields):
 
     model: str | None = Field(None, description="A name from /v1/models. The first model if it is left out.")
     n: Count | None = Field(None, description="Texts for each prompt. With beams they are the best ones.")
-    temperature: float | None = Field(None, ge=0, description="1 if it is left out and there are no beams. 0: greedy.")
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: float | None = Field(
+        None, ge=0, description="The model's default if it is left out and there are no beams. 0: greedy."
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="The model's default if it is left out and one samples.")
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
     logit_bias: dict[TokenKey, Bias] | None = Field(None, description="Added to scores, by token id.")
@@ -182,8 +184,6 @@ class Decoding(Fields):
         if max_tokens > limits.max_tokens:
             raise Refusal(f"{field}={max_tokens} is more than this server's limit of {limits.max_tokens}", field)
         values = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
-        if self.temperature is None and not searches:
-            values["temperature"] = 1.0
         if self.top_k is not None:
             values["top_k"] = max(self.top_k, 0)
         if self.stop is not None:
@@ -205,7 +205,7 @@ class Decoding(Fields):
             "constraint": "structured_outputs",
         }
         try:
-            options = Options.of(values)
+            options = Options.of(model.sampling.fill(values, searches=searches))
             if self.seed is not None and options.samples:  # a text that is not drawn is the same for each seed
                 options = replace(options, seed=self.seed % SEEDS)
         except SpecbeamError as error:

@@ -19,6 +19,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, Placement, weights_of
 from specbeam.option_names import LOOKUPS
 from specbeam.prompts import DEFAULT_RENDERING, Rendering, encode
+from specbeam.sampling_defaults import sampling_defaults
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
@@ -117,6 +118,7 @@ class ServedModel:
         lm: the model. Its source is the name, so that no message shows where its files are.
         texts: the texts of its tokens.
         drafts: what a request may draft with, by name.
+        sampling: the sampling options of requests that do not say how to sample.
         created: when it was loaded, in seconds since 1970.
     """
 
@@ -129,10 +131,12 @@ class ServedModel:
         limits: Limits,
         *,
         allows_control_tokens: bool = False,
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
         if lm.tokenizer is None:
             raise SpecbeamError(f"{name} has no tokenizer, and a server needs one: give a model with its tokenizer")
         self.lm = replace(lm, source=name)
+        self.sampling = sampling_defaults(lm, sampling)
         self.engine = Engine(
             self.lm,
             max_requests=limits.max_requests,
@@ -191,9 +195,12 @@ class Models:
         default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none".
         sharers: processes of this machine that serve these models, and share its memory.
         allows_control_tokens: control tokens in chat messages reach the models as such.
+        sampling: the operator's sampling options for requests that do not say how to sample. Each model's own come
+            after them.
 
     Raises:
-        SpecbeamError: a model has no tokenizer, or ``limits.max_cache_tokens`` do not fit into memory.
+        SpecbeamError: a model has no tokenizer, or sampling options that are not allowed, or
+            ``limits.max_cache_tokens`` do not fit into memory.
     """
 
     def __init__(
@@ -205,6 +212,7 @@ class Models:
         sharers: int = 1,
         *,
         allows_control_tokens: bool = False,
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
         limits = limits or Limits()
         if limits.max_cache_tokens is None:
@@ -228,6 +236,7 @@ class Models:
                 default_draft,
                 replace(limits, max_cache_tokens=slots[name]),
                 allows_control_tokens=allows_control_tokens,
+                sampling=sampling,
             )
             for name, lm in lms.items()
         }

@@ -169,7 +169,7 @@ class Replica:
 
     Args:
         load: loads the models.
-        default_draft, limits, allows_control_tokens: as for :class:`specbeam.server.models.Models`.
+        default_draft, limits, allows_control_tokens, sampling: as for :class:`specbeam.server.models.Models`.
         sharers: the replicas that share the memory of this machine.
         threads: for models that are loaded without a number of threads.
         logs_prompts: as for :func:`specbeam.server.app.make_app`.
@@ -184,10 +184,19 @@ class Replica:
         threads: int,
         logs_prompts: bool,
         allows_control_tokens: bool,
+        sampling: Mapping[str, float] | None,
     ) -> None:
         os.environ.setdefault("SPECBEAM_THREADS", str(threads))  # other replicas use the other processors
         lms, drafts = load()
-        self._models = Models(lms, drafts, default_draft, limits, sharers, allows_control_tokens=allows_control_tokens)
+        self._models = Models(
+            lms,
+            drafts,
+            default_draft,
+            limits,
+            sharers,
+            allows_control_tokens=allows_control_tokens,
+            sampling=sampling,
+        )
         self._app = make_app(self._models, limits, logs_prompts=logs_prompts)
         self._uncounted: deque[Tally] = deque(maxlen=MAX_UNCOUNTED)
         self._models.start()
@@ -386,12 +395,13 @@ def replicas_on_ray(
     on_gpu: bool = False,
     logs_prompts: bool = False,
     allows_control_tokens: bool = False,
+    sampling: Mapping[str, float] | None = None,
 ) -> Iterator[Replicas]:
     """Start replicas on a Ray cluster, and wait until all of them have their models. Afterwards they are stopped.
 
     Args:
         load: travels to the replicas pickled. specbeam must be installed where they run.
-        default_draft, limits, allows_control_tokens: as for :class:`specbeam.server.models.Models`.
+        default_draft, limits, allows_control_tokens, sampling: as for :class:`specbeam.server.models.Models`.
         name: of the application on the cluster. One that has the name is replaced.
         address: as for :func:`specbeam.jobs.launchers.crew_on_ray`.
         replicas: None for one on each node.
@@ -427,7 +437,7 @@ def replicas_on_ray(
         )
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
         application = deployment.bind(
-            load, default_draft, limits, sharers, max(1, int(cpus)), logs_prompts, allows_control_tokens
+            load, default_draft, limits, sharers, max(1, int(cpus)), logs_prompts, allows_control_tokens, sampling
         )
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         try:
