@@ -42,7 +42,7 @@ export function lineOf(run) {
 function endOf(run) {
   const { stats } = run.end;
   const plain = run.begin.plain_passes;
-  return `Done: ${count(stats.new_tokens, "token")} in ${count(stats.target_passes, "pass")}${plain ? ` instead of the ${plain} that it takes without a draft. The text is the same` : ""}.`.replace("passs", "passes");
+  return `Done: ${count(stats.new_tokens, "token")} in ${count(stats.target_passes, "pass")}${plain ? `. Without a draft it takes ${plain} for the same text` : ""}.`.replace("passs", "passes");
 }
 
 // The terms that first appear in a line: -1 is the beginning, and each round has its number.

@@ -68,7 +68,7 @@ function Narration({ run, player, onTurn, redraw }) {
   return html`<div class=${`narration ${isTour ? "tour" : ""}`}>
     ${isTour && html`<p class="about">A recorded run of ${run.begin.model}</p>`}
     <p class="line" aria-live=${isTour ? "polite" : null}>${lineOf(run)} ${isTour && isOver && onTurn && html`<strong>Your turn: write a prompt, or take an example.</strong>`}</p>
-    <p class="term">${termOf(run)}</p>
+    ${!(isTour && isOver) && html`<p class="term">${termOf(run)}</p>`}
     ${isTour && onTurn && html`<p class="turn">${isOver ? html`<button onClick=${() => onTurn(true)}>Write a prompt</button>` : html`<button onClick=${() => { player.isPlaying = !player.isPlaying; redraw(); }}>${player.isPlaying ? "Pause" : "Go on"}</button><button onClick=${skip}>Skip</button>`}</p>`}
   </div>`;
 }

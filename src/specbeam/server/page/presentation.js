@@ -10,6 +10,7 @@ const KEYS = [
   ["f", "fit the run into the picture"],
   ["1 to 8", "run an example"],
   ["g", "run the prompt"],
+  ["Esc", "leave a field, so that these keys work"],
 ];
 const IN_TREE = [["← → ↑ ↓", "from token to token"], ["+ −", "zoom"], ["0", "all in the window"], ["Esc", "close the token"]];
 
@@ -31,7 +32,8 @@ export function usePresentation() {
   const showKeys = () => keys.current.showModal();
   useEffect(() => {
     const down = (e) => {
-      if (e.altKey || e.ctrlKey || e.metaKey || isTyping(e.target) || keys.current?.open) return;
+      if (e.altKey || e.ctrlKey || e.metaKey || keys.current?.open) return;
+      if (isTyping(e.target)) { if (e.key === "Escape") e.target.blur(); return; }
       if (e.key === "?") showKeys();
       else if (e.key === "p") set(!isOn);
       else if (e.key === "Escape" && isOn) set(false);

@@ -74,7 +74,7 @@ export function RacePage(all) {
 }
 
 function Lane({ name, run, most, times }) {
-  const path = run ? run.bestPath : [];
+  const path = run ? run.bestPath.filter((node) => !node.isEnd) : [];
   let round = -1, stripe = false;
   return html`<article class="lane" aria-label=${name}>
     <h2>${name}</h2>
