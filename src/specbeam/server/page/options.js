@@ -78,7 +78,7 @@ export function Controls({ form, set, setForm, model, error, onGo, run, go, chil
     setForm(next);
     onGo(next);
   };
-  return html`<form class="controls" id=${CONTROLS} aria-label="Prompt" onSubmit=${(e) => { e.preventDefault(); onGo(form); }}>
+  return html`<form class="controls" id=${CONTROLS} aria-label="What to write" onSubmit=${(e) => { e.preventDefault(); onGo(form); }}>
     <div class="field">
       <label for="prompt">Prompt</label>
       <textarea id="prompt" rows="4" value=${form.prompt} placeholder="Write a prompt, or take an example." aria-invalid=${Boolean(ofPrompt)} aria-describedby="prompt-help" onInput=${(e) => set("prompt", e.target.value)}
