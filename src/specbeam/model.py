@@ -381,7 +381,7 @@ def _load_again(
     Raises:
         SpecbeamError: as for :func:`load`. Also if the weights have changed, or have another precision here.
     """
-    lm = _load(origin.source, placement, origin.revision, origin.adapter)
+    lm = load_silently(origin.source, placement, origin.revision, origin.adapter)
     if lm.precision != precision:
         raise SpecbeamError(
             f"{origin.source} was pickled as {precision}, and is {lm.precision} here: give device= and dtype= or "

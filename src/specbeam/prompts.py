@@ -268,6 +268,14 @@ def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[
     return messages
 
 
+def last_message(lm: LanguageModel, prompt: Any, *, raw: bool = False) -> str | None:
+    """The last message of a prompt, without the chat template around it; None for a prompt that has no template."""
+    if raw or lm.tokenizer is None or not lm.tokenizer.chat_template:
+        return None
+    last = check(lm, prompt)[-1]
+    return last["content"] if isinstance(last, dict) else None
+
+
 def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False) -> str:
     """A prompt as the model reads it, with special tokens written out. Arguments and errors as for :func:`encode`."""
     return lm.decode(encode(lm, prompt, system=system, raw=raw), skip_special_tokens=False)

@@ -27,11 +27,14 @@ LEAST_NUMBER = -9999.0
 """JSON has no infinity. This number is written for lower ones, as OpenAI does."""
 
 
-def begin(lm: LanguageModel, prompt_ids: Sequence[int], options: Options, draft: str | None) -> Event:
+def begin(
+    lm: LanguageModel, prompt_ids: Sequence[int], options: Options, draft: str | None, message: str | None = None
+) -> Event:
     """The first event: the model, the tokens of the prompt, and the options that are not the default.
 
     Args:
         draft: the name of the draft; None without one.
+        message: what a person wrote, if the tokens have a chat template around it.
     """
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     default = {field.name: field.default for field in fields(options)}
@@ -44,6 +47,7 @@ def begin(lm: LanguageModel, prompt_ids: Sequence[int], options: Options, draft:
         "draft": draft,
         "options": {**shown, "max_new_tokens": options.max_new_tokens, "num_beams": options.num_beams},
         "prompt": prompt,
+        **({} if message is None else {"message": message}),
     }
 
 
@@ -61,10 +65,15 @@ def end(result: Result) -> Event:
 
 
 def events(
-    lm: LanguageModel, prompt_ids: Sequence[int], options: Options, draft: str | None, result: Result
+    lm: LanguageModel,
+    prompt_ids: Sequence[int],
+    options: Options,
+    draft: str | None,
+    result: Result,
+    message: str | None = None,
 ) -> Iterator[Event]:
     """All events of a run that was made with ``trace=True``."""
-    yield begin(lm, prompt_ids, options, draft)
+    yield begin(lm, prompt_ids, options, draft, message)
     yield from rounds(result.trace or [])
     yield end(result)
 

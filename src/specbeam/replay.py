@@ -14,7 +14,6 @@ from importlib.resources import files
 
 from specbeam.recording import Event, event_line
 
-SCRIPTS = ("vendor/preact.js", "run.js", "tree.js", "app.js")
 IMPORT = re.compile(r'from "\./([\w/.]+)"')
 """An import of another script. A script in a ``data:`` URL has no folder, so there it gets a name without one."""
 TEMPLATE = """<!doctype html>
@@ -51,7 +50,8 @@ def replay_page(recording: Iterable[Event], title: str) -> str:
     def read(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
-    scripts = {f"page/{name}": IMPORT.sub(r'from "page/\1"', read(name)) for name in SCRIPTS}
+    names = ["vendor/preact.js", *sorted(file.name for file in folder.iterdir() if file.name.endswith(".js"))]
+    scripts = {f"page/{name}": IMPORT.sub(r'from "page/\1"', read(name)) for name in names}
     lines = "".join(f"{event_line(event)}\n" for event in recording)
     return TEMPLATE.format(
         policy=POLICY,

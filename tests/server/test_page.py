@@ -207,7 +207,7 @@ def test_a_link_holds_the_prompt_and_all_options(tab, served):
     assert other.get_by_label("a text to go on from").is_checked()
     assert [url for url in asked if "100" in url] == []  # what is behind "#" stays here
     other.get_by_role("button", name="Chat", exact=True).click()
-    assert other.get_by_label("Only these answers").is_visible()  # it has an effect here, too
+    assert other.get_by_label("New tokens").input_value() == "512"  # it has settings of its own
 
 
 def test_a_replay_and_a_reload_give_the_same_picture(tab, served):
@@ -256,7 +256,9 @@ def test_deferred_beams_look_different_and_the_best_text_goes_on_without_them(ta
     deferred = {beam["node"] for step in steps[:-1] for beam in step} - evaluated
     ended = {one["node"] for entry in result.trace for one in entry["ended"]}
     assert nodes_of(tab, ".deferred") == deferred - ended != set()
-    assert f"{100 * result.stats.evaluated_beams:.0f} %" in tab.locator(".numbers").inner_text()
+    possible = 16 * len(steps)
+    counts = f"{round(result.stats.evaluated_beams * possible)} of {possible} possible"
+    assert counts in tab.locator(".numbers").inner_text()
     assert "deferred beam" in tab.locator(".legend").inner_text()
     tab.get_by_text("The same as text").click()
     tab.locator(".rounds").wait_for()
@@ -361,12 +363,12 @@ def test_a_movement_without_a_rest_draws_the_nodes_that_come_into_the_window(tab
     grow(tab, recording("b" * steps, *({"steps": [line]} for line in letters)))
     scroll = "(box) => { box.scrollTop = 200; box.scrollLeft = 200; return [box.scrollTop, box.scrollLeft]; }"
     assert tab.locator(".canvas").evaluate(scroll) == [0, 0]  # as a search in the page does
-    tab.locator(f"[data-node='{beams * steps}']").wait_for()  # the tree is shown at its end
+    tab.locator("[data-node='1']").wait_for()  # the tree is shown where beams go apart
     width = tab.locator(".canvas").bounding_box()["width"]
     columns = int(width // 92) - 1
-    seen = tab.evaluate(MOVE, [40, {"deltaX": -200, "deltaY": 1}, beams * columns])
+    seen = tab.evaluate(MOVE, [40, {"deltaX": 200, "deltaY": 1}, beams * columns])
     first = min(seen)
-    assert steps * beams - 8000 // 92 * beams - beams * columns - first < 2 * beams
+    assert abs(first - beams * 8000 // 92) < 2 * beams
     assert {*range(first, first + beams * columns)} <= {*seen}
     seen = tab.evaluate(MOVE, [20, {"deltaY": 18}, beams * int(columns / 0.6)])  # to 0.56 of the size
     assert {*range(min(seen), min(seen) + beams * int(columns / 0.6))} <= {*seen}
@@ -403,7 +405,12 @@ def test_a_branch_goes_on_and_its_prefix_is_cached(tab, served, lm):
 def test_a_race_ends_with_the_same_text(tab, served):
     show(tab, served, view="race", num_beams=1, max_tokens=24)
     fill_race(tab)
-    assert "Same text: all 24 tokens are equal" in tab.locator(".verdict").inner_text()
+    verdict = tab.locator(".verdict").inner_text()
+    passes = [lane.locator(".numbers dd").first.inner_text() for lane in tab.locator(".lane").all()]
+    assert f"Same text: all 24 tokens are equal. {passes[1]} passes instead of {passes[0]}." in verdict
+    assert passes[0] == "24"
+    assert "by the medians of 3 runs" in verdict
+    assert re.search(r"[\d.]+ s\n.*, [\d.]+ to [\d.]+ s in 3 runs", upright(tab.locator(".lane").first))
     plain, drafted = (lane.locator(".raced").inner_text() for lane in tab.locator(".lane").all())
     assert plain == drafted
     tab.get_by_role("button", name="Replay both together").click()
@@ -433,7 +440,7 @@ def test_the_text_goes_on_from_a_token_of_a_beam_that_lost(tab, rounds, lm):
 
 @on_a_real_model_too
 def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served, lm):
-    show(tab, served, view="chat", num_beams=1, draft="none", max_tokens=50)
+    show(tab, served, view="chat", draft="none", max_tokens=50, temperature=0)
     tab.get_by_label("Message", exact=True).fill("Hi")
     with gate(served.engine) as passes:
         tab.keyboard.press("Enter")
@@ -451,6 +458,7 @@ def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served, lm):
     tab.get_by_role("button", name="Regenerate").click()
     tab.get_by_text("8 tokens in 8 passes").wait_for()
     assert said.text_content() == specbeam.generate(lm, "Hi", max_new_tokens=8).text
+    assert "The limit of 8 new tokens cut it here." in tab.locator(".assistant").inner_text()
     tab.get_by_role("button", name="How was this made?").click()
     tab.locator(".messages .pill").first.wait_for()
     tab.get_by_role("button", name="Edit").click()
@@ -519,8 +527,9 @@ def test_many_tabs_get_their_texts(browser, served, lm):
 @pytest.mark.parametrize(
     ("example", "what"),
     [
-        ("Copied words are drafted", "accepted"),
         ("Beams with a draft", "accepted"),
+        ("One text with a draft", "accepted"),
+        ("A draft that does not help", "pruned"),
         ("Beams disagree", "pruned"),
         ("A wide search", "live"),
         ("Beams that wait", "deferred"),
@@ -528,10 +537,19 @@ def test_many_tabs_get_their_texts(browser, served, lm):
         ("A drawn text", "best"),
     ],
 )
-def test_an_example_shows_what_it_is_about_within_ten_seconds(tab, served, example, what):
+def test_an_example_shows_what_it_is_about_and_ends(tab, served, example, what):
     tab.goto(served.url)
-    tab.get_by_role("button", name=example).click()
-    tab.locator(f".pill.{what}").first.wait_for(timeout=10_000)
+    button = tab.get_by_role("button", name=example)
+    button.click()
+    tab.locator(f".pill.{what}").first.wait_for()
+    tab.get_by_label("Speed").select_option("Infinity")
+    tab.get_by_text("Done:").wait_for()
+    assert tab.locator(".cut").count() == 0  # it does not end in the middle of a sentence
+    if stated := re.search(r"(\d+) (passes )?instead of (\d+)", button.inner_text()):
+        assert tab.locator(".numbers dd").first.inner_text() == stated[1]
+        tab.get_by_label("Draft", exact=True).select_option("none")
+        tab.get_by_role("button", name="Grow the tree").click()
+        tab.get_by_text(f"in {stated[3]} passes").wait_for()
 
 
 def test_the_page_asks_for_the_key(browser, start, plain_lm):
@@ -544,6 +562,260 @@ def test_the_page_asks_for_the_key(browser, start, plain_lm):
             tab.get_by_role("button", name="Use this key").click()
             answer.wait_for(state="attached")
         tab.close()
+
+
+def upright(locator):
+    """The text of name and value pairs, whose value stands above its name."""
+    return "\n".join(reversed(locator.locator(".numbers > div").all_inner_texts()[-1].split("\n")))
+
+
+TOUR = [*map(json.loads, (PAGE / "tour.jsonl").read_text(encoding="utf-8").splitlines())]
+
+
+@pytest.fixture
+def opened(browser, served):
+    """A page that was just opened, with motion, and a clock that stands still."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    tab = context.new_page()
+    said = said_by(tab)
+    tab.clock.install(time=0)
+    tab.clock.pause_at(1000)
+    tab.goto(served.url)
+    while (
+        not tab.get_by_text("The search begins with 3 beams.").count()
+        or not tab.locator("option[value=suffix]").count()
+    ):
+        tab.clock.run_for(10)
+    yield tab
+    context.close()
+    assert said == []
+
+
+def test_an_empty_page_begins_with_a_recorded_run_and_then_it_is_the_users_turn(opened):
+    line, term = opened.locator(".narration .line"), opened.locator(".narration .term")
+    assert "A beam is one of" in term.inner_text()
+    assert "A pass is one run" in term.inner_text()
+    lines, terms, seconds = set(), set(), 0.0
+    while "Your turn" not in line.inner_text():
+        lines.add(line.inner_text())
+        terms.add(term.inner_text())
+        opened.clock.run_for(500)
+        seconds += 0.5
+    assert 18 < seconds < 25
+    assert len(terms) == 2
+    assert any(one.startswith("A draft proposes") for one in terms)
+    proposed = [len(one["drafted"]) for one in TOUR if one["event"] == "round" and one["drafted"]]
+    assert all(any(f"The draft proposed {count} token" in one for one in lines) for count in proposed)
+    passes = TOUR[-1]["stats"]["target_passes"]
+    assert f"in {passes} passes. Without a draft it takes {TOUR[0]['plain_passes']}" in line.inner_text()
+    assert opened.get_by_label("Prompt", exact=True).evaluate("(one) => one === document.activeElement")
+
+
+def test_the_recorded_run_can_be_paused_and_skipped_and_disturbs_nobody(opened):
+    line = opened.locator(".narration .line")
+    opened.clock.run_for(7000)
+    opened.locator(".narration").get_by_role("button", name="Pause").click()
+    opened.clock.run_for(100)
+    before = line.inner_text()
+    opened.clock.run_for(20_000)
+    assert line.inner_text() == before
+    opened.get_by_label("Beams").focus()
+    opened.get_by_role("button", name="Skip").dispatch_event("click")
+    opened.get_by_text("Your turn").wait_for()
+    assert opened.get_by_label("Beams").evaluate("(one) => one === document.activeElement")
+    opened.get_by_label("Prompt", exact=True).fill("ab")
+    opened.get_by_role("button", name="Grow the tree").click()
+    opened.clock.run_for(1000)
+    assert opened.get_by_text("Your turn").count() == 0
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+def test_without_motion_the_recorded_run_is_a_finished_tree_and_a_list(browser, served, width, height):
+    tab = browser.new_page(viewport={"width": width, "height": height}, reduced_motion="reduce")
+    tab.goto(served.url)
+    tab.get_by_text("Your turn").wait_for()
+    assert tab.locator(".told li").count() == sum(one["event"] == "round" for one in TOUR) + 1
+    assert tab.locator(".pill.best").count() > 0
+    canvas, button = (
+        tab.locator(".canvas").bounding_box(),
+        tab.get_by_role("button", name="Grow the tree").bounding_box(),
+    )
+    assert canvas["y"] + canvas["height"] < height
+    assert width < 1000 or button["y"] + button["height"] < height
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab.close()
+
+
+CONTRASTS = """() => {
+    const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    const of = (rgb) => { const [r, g, b] = light(rgb); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+    const card = parts(getComputedStyle(document.querySelector(".stage")).backgroundColor);
+    const over = (top, below, share) => top.slice(0, 3).map((c, i) => share * c + (1 - share) * below[i]);
+    return [...document.querySelectorAll(".pill")].map((pill) => {
+        const [rect, text] = ["rect", "text"].map((name) => getComputedStyle(pill.querySelector(name)));
+        const behind = rect.fill === "none" ? card : over(parts(rect.fill), card, Number(rect.fillOpacity));
+        const ink = over(parts(text.fill), behind, Number(text.fillOpacity) * Number(text.opacity));
+        const [a, b] = [of(ink), of(behind)].sort((x, y) => y - x);
+        return [pill.getAttribute("class"), (a + 0.05) / (b + 0.05)];
+    });
+}"""
+"""The class of each token in the picture, and the contrast of its text."""
+
+
+def test_each_kind_of_token_has_contrast(tab, served, lazy):
+    tab.goto(served.url)
+    tab.get_by_text("Your turn").wait_for()
+    files = [None, lazy[1], "masked"]
+    seen = set()
+    for what in files:
+        if what == "masked":
+            show(tab, served, num_beams=3, draft="none", structured_outputs="abc%0Aabd%0Axyz")
+            grow(tab)
+        elif what is not None:
+            grow(tab, what)
+        most = int(tab.get_by_label("Place in the run").get_attribute("max"))
+        for place in {most, most // 2, most // 2 + 1}:
+            tab.get_by_label("Place in the run").fill(str(place))
+            tab.wait_for_function("(at) => document.querySelector('.player [type=range]').value == at", arg=str(place))
+            for scheme in ("light", "dark"):
+                tab.emulate_media(color_scheme=scheme)
+                found = tab.evaluate(CONTRASTS)
+                seen |= {word for kinds, _ in found for word in kinds.split()}
+                assert [one for one in found if one[1] < 4.5] == [], scheme
+    assert seen >= {"best", "accepted", "rejected", "drafted", "past", "pruned", "deferred", "masked", "live"}
+
+
+def ascii_of(text):
+    """Without characters of which a token has a part."""
+    return re.sub("[^!-~]", "", text)
+
+
+def test_hypotheses_are_ranked_and_what_differs_is_marked(tab, served, lm):
+    for n in (4, 1):  # those that are returned, and those that the search has met
+        show(tab, served, num_beams=4, draft="none", n=n)
+        grow(tab)
+        sequences = specbeam.generate(
+            lm, PROMPT, raw=True, num_beams=4, max_new_tokens=12, num_return_sequences=4
+        ).sequences
+        rows = tab.locator(".hypotheses li")
+        assert rows.locator(".score").all_inner_texts() == [f"{one.score:.3f}" for one in sequences]
+        assert rows.locator("mark").count() > 0
+        assert rows.first.locator("mark").count() == 0
+        kept = "(all) => all.map((one) => [...one.childNodes].filter((part) => part.nodeName !== 'DEL' && part.nodeName !== 'SMALL').map((part) => part.textContent).join('').trimEnd())"
+        assert [*map(ascii_of, rows.locator("p").evaluate_all(kept))] == [ascii_of(one.text) for one in sequences]
+
+
+def test_the_chat_has_settings_of_its_own(tab, served):
+    asked = []
+    tab.on("request", lambda request: asked.append(request) if "/rounds/" in request.url else None)
+    show(tab, served, temperature=0.9, seed=3, max_tokens=5, num_beams=1)
+    grow(tab)
+    tab.get_by_role("button", name="Chat", exact=True).click()
+    tab.get_by_label("Message", exact=True).fill("Hi")
+    tab.keyboard.press("Enter")
+    tab.get_by_role("button", name="Stop").or_(tab.get_by_role("button", name="Regenerate")).wait_for()
+    tree, chat = [request.post_data_json for request in asked]
+    assert (tree["temperature"], tree["seed"], tree["max_tokens"]) == (0.9, 3, 5)
+    assert chat.keys() & {"temperature", "top_p", "top_k", "repetition_penalty", "seed", "num_beams"} == set()
+    assert chat["max_tokens"] == 512
+    if tab.get_by_role("button", name="Stop").count():
+        tab.get_by_role("button", name="Stop").click()
+    tab.get_by_label("Temperature").fill("0.5")
+    tab.get_by_label("New tokens").fill("4")
+    tab.get_by_role("button", name="Regenerate").click()
+    tab.get_by_text("The limit of 4 new tokens cut it here.").wait_for()
+    assert asked[-1].post_data_json["temperature"] == 0.5
+    tab.get_by_role("button", name="Tree", exact=True).click()
+    assert tab.get_by_label("New tokens").input_value() == "5"
+
+
+def test_the_chat_template_is_hidden(tab, served, lm):
+    show(tab, served, num_beams=1, **{"as": "chat"})
+    grow(tab)
+    assert tab.locator(".agreed .prompt").text_content() == f"{PROMPT}\n"
+    tab.get_by_text("The same as text").click()
+    tab.locator(".rounds").wait_for()
+    whole = lm.decode(trace_of_chat(lm).inputs["prompt_ids"], skip_special_tokens=False)
+    assert whole in tab.locator(".as-text").text_content()
+
+
+def trace_of_chat(lm):
+    return specbeam.generate(lm, PROMPT, max_new_tokens=12, draft="ngram", trace=True)
+
+
+def in_window(tab, locator):
+    """Whether each of some elements is in the picture."""
+    inside = """(all) => { const box = document.querySelector(".canvas").getBoundingClientRect();
+        return all.map((one) => one.getBoundingClientRect()).map((at) => at.left >= box.left - 2 && at.right <= box.right + 2 && at.top >= box.top - 2 && at.bottom <= box.bottom + 2); }"""
+    return locator.evaluate_all(inside)
+
+
+def test_fit_keeps_words_that_one_can_read(tab, served):
+    tab.goto(served.url)
+    tab.get_by_text("Your turn").wait_for()
+    assert not all(in_window(tab, tab.locator(".pill.best")))
+    tab.get_by_role("button", name="Fit").click()
+    best = tab.locator(".pill.best")
+    assert best.count() == len(TOUR[-1]["sequences"][0]["token_ids"])
+    assert all(in_window(tab, best))
+    assert (
+        best.evaluate_all(
+            "(all) => Math.min(...all.map((one) => parseFloat(getComputedStyle(one.querySelector('text')).fontSize)))"
+        )
+        >= 11
+    )
+    words = best.locator("text:nth-child(2)").all_inner_texts()
+    assert "coffee" in words
+    where = best.nth(15).bounding_box()  # a token of the second line
+    tab.mouse.move(where["x"] + 20, where["y"] + 8)
+    assert words[15] in tab.locator(".tip .token").inner_text()
+    tab.locator(".canvas").focus()
+    tab.keyboard.press("0")  # all in one line, too small for words: those of the text are below
+    tab.locator(".word-of-text").first.wait_for()
+    text = " ".join(tab.locator(".word-of-text").all_inner_texts()).replace("\u00a0", " ")
+    assert text.replace(" ", "") == TOUR[-1]["sequences"][0]["text"].replace(" ", "")
+    assert all(in_window(tab, tab.locator(".word-of-text")))
+
+
+def test_a_run_ends_where_beams_went_apart_and_not_at_its_tail(tab, served):
+    steps, apart = 60, 20  # two beams from one token on, and one before and after
+    lines, nodes = [], [0]
+    for step in range(1, steps + 1):
+        count = 2 if apart <= step < apart + 3 else 1
+        after = nodes
+        nodes = [2 * step + i for i in range(count)]
+        lines.append([beam(node, after[min(i, len(after) - 1)], "bc"[i]) for i, node in enumerate(nodes)])
+    show(tab, served)
+    grow(tab, recording("b" * steps, *({"steps": [line]} for line in lines)))
+    assert all(in_window(tab, pill(tab, 2 * apart + 1)))
+    assert not any(in_window(tab, pill(tab, 2 * steps)))
+
+
+def test_keys_drive_a_presentation(tab, served):
+    tab.goto(served.url)
+    tab.get_by_text("Your turn").wait_for()
+    tab.keyboard.press("Escape")  # leave the prompt
+    tab.keyboard.press("?")
+    keys = tab.get_by_role("dialog", name="Keys")
+    assert "large type on the full screen" in keys.inner_text()
+    tab.keyboard.press("Escape")
+    size = "() => parseFloat(getComputedStyle(document.querySelector('.narration .line')).fontSize)"
+    small = tab.evaluate(size)
+    tab.keyboard.press("p")
+    tab.locator(".presenting").wait_for()
+    assert tab.evaluate(size) > 1.4 * small
+    assert not tab.get_by_label("Prompt", exact=True).is_visible()
+    place = tab.get_by_label("Place in the run")
+    most = int(place.get_attribute("max"))
+    tab.keyboard.press("ArrowLeft")
+    assert int(place.input_value()) == most - 1
+    tab.keyboard.press("ArrowRight")
+    assert int(place.input_value()) == most
+    tab.keyboard.press("p")
+    assert tab.locator(".presenting").count() == 0
+    tab.get_by_label("Prompt", exact=True).fill("p?")  # typing is no key
+    assert tab.locator(".presenting").count() == 0
 
 
 def fill_tree(tab):
@@ -601,7 +873,7 @@ def test_the_first_picture_waits_for_no_request_but_its_own_files(browser, serve
     tab.route("**/v1/models", lambda route: paths.append("/held"))  # without an answer
     tab.on("response", lambda response: paths.append(response.url.removeprefix(served.url)))
     tab.goto(served.url)
-    tab.get_by_text("Beams grow here.").wait_for()
+    tab.locator(".canvas").wait_for()
     tab.wait_for_function("performance.getEntriesByName('first-contentful-paint').length == 1")  # a frame later
     assert {path.split("/")[1] for path in paths} == {"", "page", "held"}
     tab.close()

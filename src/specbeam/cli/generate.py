@@ -174,7 +174,7 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     """Generate the texts and print them. Returns how many prompts failed."""
     from specbeam.engine import Engine
     from specbeam.jobs.atomic import write_whole
-    from specbeam.prompts import show_prompt
+    from specbeam.prompts import last_message, show_prompt
     from specbeam.recording import event_line, events
     from specbeam.replay import replay_page
 
@@ -202,7 +202,8 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
             raise KeyboardInterrupt(f"{printer.finished:,} of {len(rows):,} prompts were finished")
         raise KeyboardInterrupt
     if given.record is not None and not printer.failed:
-        recording = events(lm, requests[0].prompt_ids, options[0], given.draft, requests[0].result())
+        message = last_message(lm, rows[0].prompt, raw=given.raw)
+        recording = events(lm, requests[0].prompt_ids, options[0], given.draft, requests[0].result(), message)
         if given.record.endswith(".html"):
             content = replay_page(recording, shortened(rows[0].prompt))
         else:

@@ -16,6 +16,7 @@ TYPES = {
     ".css": "text/css",
     ".html": "text/html",
     ".js": "text/javascript",
+    ".jsonl": "application/jsonl",
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
 }

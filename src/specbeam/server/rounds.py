@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from specbeam.prompts import last_message
 from specbeam.recording import Event, begin, end, event_line, rounds
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
@@ -66,7 +67,8 @@ class Rounds:
         call, plan = self._call, self._call.plan
         (request,) = call.requests
         draft = next(name for name, one in call.model.drafts.items() if one is plan.draft)
-        yield frame(begin(call.model.lm, request.prompt_ids, plan.options, draft))
+        message = last_message(call.model.lm, call.prompts[0], raw=call.raw)
+        yield frame(begin(call.model.lm, request.prompt_ids, plan.options, draft, message))
         async for received in call.pieces():
             made = [frame(event) for _, piece in received for event in rounds(piece.trace or [])]
             made += [frame(end(piece.result)) for _, piece in received if piece.result is not None]

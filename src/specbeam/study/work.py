@@ -19,7 +19,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.option_names import LOOKUPS
 from specbeam.options import Options
-from specbeam.prompts import encode, show_prompt, tokenize
+from specbeam.prompts import encode, last_message, show_prompt, tokenize
 from specbeam.recording import LIKELIEST, Event, events, finite
 from specbeam.scoring import score
 from specbeam.study.config import Method, Study, check, methods
@@ -109,7 +109,8 @@ class Work:
         options = Options.of(self._options(job) | {"trace": True, "top_logprobs": LIKELIEST})
         result, *_ = self._run(lm, prompt, options, **how, **self._using(job, draft))
         name = draft.source if isinstance(draft, LanguageModel) else self.methods[job["method"]].draft
-        return [finite(event) for event in events(lm, encode(lm, prompt, **how), options, name, result)]
+        message = last_message(lm, prompt, raw=how.get("raw", False))
+        return [finite(event) for event in events(lm, encode(lm, prompt, **how), options, name, result, message)]
 
     def perplexity(self, name: str, job: Job) -> float | None:
         """The perplexity of a generation's text given its messages; None without tokens.

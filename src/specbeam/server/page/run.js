@@ -1,5 +1,6 @@
 // A run of the search: events come in, and a tree with its numbers comes out. docs/server.md describes the events.
 
+const BEGINNING = 5000; // ms, in which one reads what a paced run begins with
 const LEAST_NUMBER = -9999; // stands for minus infinity
 
 // The beams of a step without places that no possible text takes.
@@ -42,6 +43,8 @@ export class Run {
     this.isWhole = false;
     this.hasMasks = false;
     this.hasDeferred = false;
+    this.told = []; // by round: what a sentence about it needs
+    this.proposed = 0; // draft tokens that wait for their fate
   }
 
   push(event) {
@@ -143,10 +146,13 @@ export class Run {
       if (node) { node.isDrafted = true; node.isRejected = false; }
     }
     this.drafted += event.drafted.length;
+    this.proposed = event.drafted.length;
   }
 
   decide(event) {
     if (!event.drafted.length) this.rounds++;
+    const kept = () => event.drafted.filter(({ node }) => this.nodes.get(node)?.isAccepted).length;
+    const before = { kept: kept(), accepted: this.accepted, evaluated: this.evaluatedBeams, front: this.front };
     for (const id of event.evaluated) {
       const node = this.nodes.get(id);
       if (node) this.evaluate(node);
@@ -166,10 +172,9 @@ export class Run {
       const column = this.columns[this.nodes.get(beam.after).depth + 1] || [];
       this.sort(this.columns[this.take(beam, column.filter((node) => node.rank >= 0).length).depth]);
     }
-    const before = this.front;
     this.front = this.lead ? this.lead.depth : 0;
     this.frontBeams = this.front ? this.beamsIn(this.front) : 0;
-    for (let depth = before; depth < this.front; depth++) this.hasDeferred ||= this.columns[depth].some((node) => this.isDeferred(node));
+    for (let depth = before.front; depth < this.front; depth++) this.hasDeferred ||= this.columns[depth].some((node) => this.isDeferred(node));
     for (const entry of event.ended) {
       const node = this.add(entry);
       if (!node) continue;
@@ -197,6 +202,11 @@ export class Run {
     this.draftPasses += cost.draft_passes;
     this.seconds = cost.seconds;
     if (!this.firstSeconds) this.firstSeconds = cost.seconds;
+    this.proposed = 0;
+    this.told.push({
+      proposed: event.drafted.length, kept: kept() - before.kept, accepted: this.accepted - before.accepted, evaluated: this.evaluatedBeams - before.evaluated,
+      steps: event.steps.length, text: this.bestPath.map((node) => node.text).join(""), token: this.beams[0]?.text || "",
+    });
   }
 
   // A beam takes its row.
@@ -299,9 +309,15 @@ export class Run {
     return Math.max(this.steps, this.front);
   }
 
-  get tokensPerSecond() {
-    const seconds = this.seconds - this.firstSeconds; // the prompt's reading is left out
-    return seconds > 0 ? (this.length - 1) / seconds : 0;
+  // Seconds of the decoding. The prefill is left out.
+  get decodeSeconds() {
+    return this.seconds - this.firstSeconds;
+  }
+
+  // Beams of all steps, and how many of them were evaluated.
+  get beamCounts() {
+    const share = this.evaluatedShare, possible = this.width * this.length;
+    return share === null ? null : { possible, evaluated: Math.round(share * possible) };
   }
 
   get promptIds() {
@@ -310,6 +326,11 @@ export class Run {
 
   get promptText() {
     return this.begin ? this.begin.prompt.map((token) => token.text).join("") : "";
+  }
+
+  // The prompt as a person wrote it: without the chat template around it.
+  get promptShown() {
+    return this.shownPrompt ?? (this.begin?.message === undefined ? this.promptText : `${this.begin.message}\n`);
   }
 
   get lines() {
@@ -334,13 +355,15 @@ export class Playback {
   tick(now) {
     const { run } = this;
     if (this.isAtEnd) return run.catchUp();
-    if (!this.isPlaying || now < this.next) return false;
+    if (!this.isPlaying) return false;
+    if (run.pace && !this.next) this.next = now + BEGINNING / this.speed;
+    if (now < this.next) return false;
     if (this.speed === Infinity) return run.catchUp();
     const behind = run.phases.length - run.at;
     const hurry = run.isLive ? Math.max(1, behind / 4) : 1;
     const delay = (run.phases[run.at][1] === "draft" ? 240 : 130) / this.speed / hurry;
     run.seek(run.at + Math.max(1, Math.floor(16 / delay)));
-    this.next = now + delay;
+    this.next = now + (run.pace ? (run.proposed ? 1 : 2) * run.pace / this.speed : delay);
     return true;
   }
 }
@@ -380,6 +403,12 @@ export function recordingOf(text) {
   for (const line of text.split("\n")) if (line.trim()) run.push(JSON.parse(line));
   if (!run.begin || run.begin.format !== 1) throw new Error("this file is no recording of specbeam");
   run.isLive = false;
+  return run;
+}
+
+// Play a run slowly enough to read a sentence for each round: in this time, in ms.
+export function pace(run, whole) {
+  run.pace = (whole - BEGINNING) / run.phases.reduce((sum, [, phase]) => sum + (phase === "draft" ? 1 : 2), 0);
   return run;
 }
 

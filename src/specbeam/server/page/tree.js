@@ -1,20 +1,25 @@
-// The tree as SVG. A column is a step, and a row is a rank: the best beam is on top. It is made of tiles, and only tiles
-// near the window are there. While one pans or zooms, the browser moves all tiles as one layer, and each frame adds tiles
+// The tree as SVG. A column is a step, and a row is a rank: the best beam is on top. A tree that is longer than the window
+// can be broken into lines, as a text is. It is made of tiles, and only tiles near the window are there. While one pans or zooms, the browser moves all tiles as one layer, and each frame adds tiles
 // that come near, as many as fit into its time. So a layer at a new scale takes some frames. It is shown when it is whole.
 
 import { percent, shown } from "./run.js";
 
-const COLUMN = 92, ROW = 38, PILL = 26; // at scale 1, in px
+const COLUMN = 92, ROW = 38, PILL = 26, FONT = 12.5, LETTER = 7.2; // at scale 1, in px
 const LEAST_COLUMN = 46, LEAST_ROW = 16; // below this, there is no text
 const TILE_WIDTH = 460, TILE_HEIGHT = 300, MAX_TILE_COLUMNS = 32; // px, px, steps
 const MARGIN = 0.35; // of the window, drawn on each side
 const LEAST_STRETCH = 0.5, MOST_STRETCH = 2; // of a layer. Beyond it, another layer is made
 const REST = 90, FRAME_WORK = 2; // ms
+const FIT_COLUMNS = [1, 0.88, 0.76], FIT_ROW = 0.5, MOST_WINDOWS = 3; // scales of broken lines, and how many windows they may take
+const MARGIN_OF_LINES = 0.3; // columns, where a line goes on from the one before
+const LABEL_ROW = 17, LABEL_LETTER = 7, LABEL_TOKENS = 4, MOST_LABEL_ROWS = 12; // px, px: the words of the text in a far tree
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
 const one = (value) => value.toFixed(1);
 const hasTextAt = ({ kx, ky }) => COLUMN * kx >= LEAST_COLUMN && ROW * ky >= LEAST_ROW;
-const gapOf = (column) => Math.min(26, column * 0.3); // between two pills
+const sizeAt = ({ kx, ky }) => Math.max(0.88, Math.min(kx, ky)); // of a pill and its letters
+const sizeOfType = () => (document.documentElement.classList.contains("presenting") ? 1.6 : 1);
+const gapOf = (column) => (column < COLUMN ? Math.min(26, Math.max(10, column * 0.3 - 10)) : 26); // between two pills
 const short = (text, most) => { const s = [...shown(text.trim() ? text.replace(/^ /, "").replace(/^<\|(.+)\|>$/, "$1") : text)]; return s.length > most ? s.slice(0, most - 1).join("") + "…" : s.join(""); };
 
 const create = (name, parent) => parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", name));
@@ -29,14 +34,15 @@ class Layer {
     this.svg = create("svg", this.world);
     this.svg.setAttribute("aria-hidden", "true");
     this.svg.setAttribute("class", hasTextAt(this.scale) ? "" : "far");
+    this.svg.setAttribute("font-size", one(FONT * sizeAt(this.scale)));
     this.edges = create("g", this.svg);
     this.pills = create("g", this.svg);
   }
 
   // Chromium takes ten times as long to compose texts that lie outside of their picture.
-  resize(columns, rows) {
+  resize(columns, rows, labelRows) {
     this.svg.setAttribute("width", columns * COLUMN * this.scale.kx);
-    this.svg.setAttribute("height", rows * ROW * this.scale.ky);
+    this.svg.setAttribute("height", rows * ROW * this.scale.ky + labelRows * LABEL_ROW);
   }
 
   remove() { this.world.remove(); }
@@ -78,6 +84,7 @@ export class TreeView {
     this.selected = null;
     this.collapses = true;
     this.follows = true;
+    this.perLine = 0; // columns, if the tree is broken into lines
     this.view = { x: 0, y: 0, kx: 1, ky: 1 };
     this.layer = new Layer(box, this.view);
     this.next = null; // a layer at another scale, which is not whole yet
@@ -100,11 +107,11 @@ export class TreeView {
   resize() {
     this.width = this.box.clientWidth || 1;
     this.height = this.box.clientHeight || 1;
-    this.draw();
+    if (this.follows && this.size !== sizeOfType()) this.followRun(); else this.draw();
   }
 
   show(run) {
-    if (this.run !== run) { this.run = run; this.selected = null; this.follows = true; this.view = { x: -24, y: -24, kx: 1, ky: 1 }; }
+    if (this.run !== run) { this.run = run; this.selected = null; this.followRun(); }
     this.isGrowing = !run.isWhole; // then what is new appears gently
     this.draw();
     this.isGrowing = false;
@@ -115,14 +122,55 @@ export class TreeView {
     return run && this.collapses && run.columns.length ? Math.max(0, Math.min(run.certainDepth, run.columns.length - 2)) : 0;
   }
 
+  // Show where the run is, at full size.
+  followRun() {
+    const size = (this.size = sizeOfType());
+    this.follows = true;
+    this.perLine = 0;
+    this.view = { x: -24, y: -24, kx: size, ky: size };
+    this.draw();
+  }
+
   follow() {
-    const { run, view } = this;
+    const { run, view } = this, width = COLUMN * view.kx, columns = Math.floor((this.width - 40) / width);
     if (!run || !this.follows) return;
-    const last = run.isWhole ? Math.max(...[...run.best].map((node) => node.depth), 0) : run.columns.length - 1;
-    const deepest = last - this.first;
-    const right = (deepest + 1) * COLUMN * view.kx + 40;
+    const right = ((run.isWhole ? this.mostHappensUntil(columns) : Math.min(run.columns.length, run.front + 1 + Math.ceil(0.6 * columns))) - this.first) * width + 40;
     view.x = Math.max(-24, right - this.width);
     view.y = -this.above(ROW * view.ky);
+  }
+
+  // The end of these many columns of a run that is over where most happens: draft tokens have their fate, and beams go apart.
+  // What stands behind the text's end is no part of it.
+  mostHappensUntil(columns) {
+    const { run } = this;
+    const last = Math.max(...[...run.best].map((node) => node.depth), 1) + 1;
+    const happens = run.columns.slice(0, last).map((column, depth) => (depth ? column.filter((node) => node.isAccepted || node.isRejected || node.parent.children.length > 1).length : 0));
+    let best = Math.min(columns, last), most = happens.slice(0, best).reduce((a, b) => a + b, 0);
+    for (let end = best + 1, sum = most; end <= last; end++) {
+      sum += happens[end - 1] - happens[end - 1 - columns];
+      if (sum > most) [best, most] = [end, sum];
+    }
+    return best;
+  }
+
+  // The tree in lines of some columns: the row that each line begins in. A tree that is not broken is one line.
+  get lines() {
+    const { run, first, perLine } = this;
+    if (!perLine) return [0];
+    const tops = [0];
+    for (let depth = first; depth < run.columns.length; depth += perLine) {
+      let rows = 1;
+      for (let i = depth; i < Math.min(depth + perLine, run.columns.length); i++) rows = Math.max(rows, run.heightOf(i));
+      tops.push(tops.at(-1) + rows + 0.6);
+    }
+    return tops;
+  }
+
+  // The column and the first row of a depth.
+  placeOf(depth, lines) {
+    if (!this.perLine) return [depth, 0];
+    const at = depth - this.first;
+    return [at % this.perLine + MARGIN_OF_LINES, lines[Math.floor(at / this.perLine)]];
   }
 
   // Space above the first row, so that a low tree stands in the middle.
@@ -132,15 +180,44 @@ export class TreeView {
 
   rowsFrom(first) { return this.run.columns.reduce((most, _, depth) => (depth < first ? most : Math.max(most, this.run.heightOf(depth))), 1); }
 
+  // Everything in the window, in words that one can read: in broken lines if they are enough. Else the words of the text
+  // stand below a tree without words.
   fit() {
     const { run, view } = this;
     if (!run || !run.columns.length) return;
-    const columns = run.columns.length - this.first, rows = this.rowsFrom(this.first);
+    const columns = run.columns.length - this.first, rows = this.rowsFrom(this.first), height = this.height - 48;
+    this.follows = false;
+    const best = FIT_COLUMNS.map((kx) => {
+      this.perLine = Math.max(1, Math.floor((this.width - 48) / (COLUMN * kx) - MARGIN_OF_LINES));
+      if (this.perLine >= columns) this.perLine = 0;
+      const all = this.perLine ? this.lines.at(-1) : rows;
+      return { kx, perLine: this.perLine, ky: Math.min(kx, height / (all * ROW)), windows: all * ROW * FIT_ROW / height };
+    }).reduce((a, b) => (a.ky >= FIT_ROW || a.windows <= b.windows ? a : b));
+    this.perLine = best.perLine;
+    if (best.windows <= (best.perLine ? MOST_WINDOWS : 1)) {
+      view.kx = best.kx;
+      view.ky = Math.max(FIT_ROW, best.ky);
+      view.x = -24;
+      view.y = -Math.max(24, (this.height - (best.perLine ? this.lines.at(-1) : rows) * ROW * view.ky) / 2);
+    } else this.overview();
+    this.draw();
+  }
+
+  all() {
+    if (!this.run || !this.run.columns.length) return;
+    this.follows = false;
+    this.overview();
+    this.draw();
+  }
+
+  overview() {
+    const { run, view } = this, columns = run.columns.length - this.first, rows = this.rowsFrom(this.first);
+    this.perLine = 0;
     view.kx = Math.min(1, (this.width - 48) / (columns * COLUMN));
     view.ky = Math.min(1, (this.height - 48) / (rows * ROW));
-    view.x = -24; view.y = -this.above(ROW * view.ky);
-    this.follows = false;
-    this.draw();
+    const labels = this.labelsAt(view).rows * LABEL_ROW;
+    view.ky = Math.min(view.ky, (this.height - 40 - labels) / (rows * ROW));
+    view.x = -24; view.y = -Math.max(20, (this.height - rows * ROW * view.ky - labels) / 2);
   }
 
   zoom(factor, cx = this.width / 2, cy = this.height / 2) {
@@ -197,8 +274,15 @@ export class TreeView {
     const { run, view } = this;
     if (!run) return null;
     const { left, top } = this.box.getBoundingClientRect();
-    const depth = this.first + Math.floor((e.clientX - left + view.x) / (COLUMN * view.kx));
-    const row = Math.floor((e.clientY - top + view.y) / (ROW * view.ky));
+    let depth = this.first + Math.floor((e.clientX - left + view.x) / (COLUMN * view.kx) - (this.perLine ? MARGIN_OF_LINES : 0));
+    let row = (e.clientY - top + view.y) / (ROW * view.ky);
+    if (this.perLine) {
+      const { lines } = this, line = Math.max(0, lines.findLastIndex((top) => top <= row));
+      if (depth - this.first >= this.perLine) return null;
+      depth += line * this.perLine;
+      row -= lines[line];
+    }
+    row = Math.floor(row);
     return (run.columns[depth] || []).find((node) => this.run.rowOf(node) === row && node.parent) || null;
   }
 
@@ -216,13 +300,14 @@ export class TreeView {
       ArrowUp: () => to(selected ? beside(-1) : start()),
       ArrowDown: () => to(selected ? beside(1) : start()),
       Escape: () => this.select(null),
-      "+": () => this.zoom(1.25), "-": () => this.zoom(0.8), 0: () => this.fit(),
+      "+": () => this.zoom(1.25), "-": () => this.zoom(0.8), 0: () => this.all(),
     };
     if (acts[e.key]) { e.preventDefault(); acts[e.key](); }
   }
 
   reveal(node) {
-    const { view } = this, x = (node.depth - this.first) * COLUMN * view.kx - view.x, y = this.run.rowOf(node) * ROW * view.ky - view.y;
+    const { view } = this, [column, top] = this.placeOf(node.depth, this.lines);
+    const x = (column - (this.perLine ? 0 : this.first)) * COLUMN * view.kx - view.x, y = (top + this.run.rowOf(node)) * ROW * view.ky - view.y;
     this.follows = false;
     if (x < 0 || x > this.width - COLUMN) view.x += x - this.width / 2;
     if (y < 0 || y > this.height - ROW) view.y += y - this.height / 2;
@@ -261,7 +346,7 @@ export class TreeView {
     this.next = null;
   }
 
-  place() { for (const layer of [this.layer, this.next]) layer?.place(this.view, this.first); }
+  place() { for (const layer of [this.layer, this.next]) layer?.place(this.view, this.perLine ? 0 : this.first); }
 
   // Draw all tiles near the window at once.
   draw() {
@@ -279,20 +364,28 @@ export class TreeView {
   // Add the tiles near the window to a layer, the nearest ones first, until a time. Returns whether all are there.
   // Without a time, tiles that are there are drawn again if they have changed.
   addTiles(layer, until) {
-    if (!until || !layer.tiles.size) layer.resize(this.run.columns.length, this.rowsFrom(0));
-    const wanted = this.tilesNear(layer.scale), keys = new Set(wanted.map((tile) => tile.key));
+    const { lines } = this;
+    if (!until || !layer.tiles.size) layer.resize(this.perLine ? this.perLine + MARGIN_OF_LINES : this.run.columns.length, this.perLine ? lines.at(-1) : this.rowsFrom(0), this.labelsAt(layer.scale).rows);
+    const wanted = this.tilesNear(layer.scale, lines), keys = new Set(wanted.map((tile) => tile.key));
     for (const key of layer.tiles.keys()) if (!keys.has(key)) layer.drop(key);
     for (const tile of wanted) {
       if (until && layer.tiles.has(tile.key)) continue;
       if (until && performance.now() > until) return false;
-      layer.put(tile, tile.isEdges ? this.edgesOf(tile, layer.scale) : this.pillsOf(tile, layer.scale));
+      layer.put(tile, tile.isEdges ? this.edgesOf(tile, layer.scale, lines) : tile.isLabels ? this.labelsOf(layer.scale) : this.pillsOf(tile, layer.scale, lines));
     }
     return true;
   }
 
   // The tiles near the window. The edges of some columns are one tile, and the pills of some rows there are another.
-  tilesNear(scale) {
-    const { run, view, width, height, first } = this, hasText = hasTextAt(scale);
+  // Of a tree in lines, the edges of a line are one tile, and its pills another.
+  tilesNear(scale, lines) {
+    const { run, view, width, height, first, perLine } = this, hasText = hasTextAt(scale);
+    if (perLine) return lines.slice(0, -1).flatMap((top, i) => {
+      const from = first + i * perLine, to = Math.min(run.columns.length, from + perLine), row = ROW * view.ky;
+      if (lines[i + 1] * row < view.y - MARGIN * height || top * row > view.y + (1 + MARGIN) * height) return [];
+      const line = { place: i, from, to, far: Math.abs(top * row - view.y) };
+      return [{ ...line, key: `line ${i}`, isEdges: true }, ...(hasText ? [{ ...line, key: `pills ${i}`, top: 0, bottom: Infinity }] : [])];
+    }).sort((a, b) => a.far - b.far);
     const columns = Math.max(1, Math.min(MAX_TILE_COLUMNS, Math.round(TILE_WIDTH / (COLUMN * scale.kx)))), rows = Math.round(TILE_HEIGHT / (ROW * scale.ky));
     const near = (at, size, cell, tile) => [Math.floor((at - MARGIN * size) / cell / tile), Math.floor((at + (1 + MARGIN) * size) / cell / tile)];
     const [left, right] = near(view.x + first * COLUMN * view.kx, width, COLUMN * view.kx, columns);
@@ -303,19 +396,42 @@ export class TreeView {
       tiles.push({ key: `${i}`, place: i, isEdges: true, from, to, far });
       for (let j = Math.max(0, top); hasText && j <= bottom; j++) tiles.push({ key: `${i} ${j}`, place: i + j / 1e4, from, to, top: j * rows, bottom: (j + 1) * rows, far: far + Math.abs(2 * j - top - bottom) });
     }
+    if (!hasText) tiles.push({ key: "labels", place: 1e4, isLabels: true, far: 1e4 });
     return tiles.sort((a, b) => a.far - b.far);
   }
 
-  edgesOf({ from, to }, scale) {
+  // The words of the text below a tree that is too small for words: a few tokens each, in the first row that has room.
+  labelsAt({ kx, ky }) {
+    if (hasTextAt({ kx, ky }) || this.perLine) return { rows: 0, labels: [] };
+    const { run } = this, path = run.bestPath, ends = [], labels = [];
+    for (let i = 0; i < path.length; i += LABEL_TOKENS) {
+      const text = shown(path.slice(i, i + LABEL_TOKENS).filter((node) => !node.isEnd).map((node) => node.text).join("").trim()), wide = (text.length + 1.5) * LABEL_LETTER;
+      const x = Math.max(0, Math.min(path[i].depth * COLUMN * kx, run.columns.length * COLUMN * kx - wide));
+      let row = ends.findIndex((end) => end < x);
+      if (row < 0) row = ends.length;
+      if (row >= MOST_LABEL_ROWS) continue;
+      ends[row] = x + wide;
+      labels.push({ x, row, text });
+    }
+    return { rows: ends.length, labels };
+  }
+
+  labelsOf(scale) {
+    const top = this.rowsFrom(0) * ROW * scale.ky;
+    return this.labelsAt(scale).labels.map(({ x, row, text }) => `<text class="word-of-text" x="${one(x)}" y="${one(top + row * LABEL_ROW + 13)}">${escaped(text)}</text>`).join("");
+  }
+
+  edgesOf({ from, to }, scale, all) {
     const { run, first } = this, hasText = hasTextAt(scale);
     const cw = COLUMN * scale.kx, rh = ROW * scale.ky, gap = hasText ? gapOf(cw) : 0;
     const edges = {}, lines = new Map(), drawn = [];
     for (let depth = Math.max(from, first + 1); depth < to; depth++) {
-      const below = run.rowsOfBeams(depth), parentBelow = run.rowsOfBeams(depth - 1);
-      const x0 = depth * cw - (hasText ? gap : cw / 2), x1 = depth * cw + (hasText ? 0 : cw / 2), bend = (x1 - x0) / 2;
+      const below = run.rowsOfBeams(depth), parentBelow = run.rowsOfBeams(depth - 1), [at, top] = this.placeOf(depth, all);
+      const goesOn = this.perLine && depth === from; // from the line before
+      const x0 = at * cw - (hasText ? gap : cw / 2), x1 = at * cw + (hasText ? 0 : cw / 2), bend = (x1 - x0) / 2;
       for (const node of run.columns[depth]) {
         const parent = node.parent, row = node.rank >= 0 ? node.rank : below + node.lane;
-        const y = (row + 0.5) * rh, y0 = ((parent.rank >= 0 ? parent.rank : parentBelow + parent.lane) + 0.5) * rh;
+        const y = (top + row + 0.5) * rh, y0 = goesOn ? y : (top + (parent.rank >= 0 ? parent.rank : parentBelow + parent.lane) + 0.5) * rh;
         const kind = this.kindOf(node);
         if (hasText) {
           const wide = 1 + Math.round((node.logProb === null ? 0.25 : Math.exp(node.logProb)) * 12) / 2;
@@ -334,20 +450,20 @@ export class TreeView {
     return ORDER.flatMap((kind) => Object.entries(edges[kind] || {}).map(([wide, parts]) => `<path class="edge ${kind}" stroke-width="${wide}" d="${parts.join("")}"/>`)).join("");
   }
 
-  pillsOf({ from, to, top, bottom }, scale) {
-    const { run } = this;
-    const cw = COLUMN * scale.kx, rh = ROW * scale.ky, gap = gapOf(cw), w = cw - gap, pill = Math.min(PILL, rh - 5), most = Math.floor((w - 10) / 7.2);
+  pillsOf({ from, to, top, bottom }, scale, all) {
+    const { run } = this, size = sizeAt(scale);
+    const cw = COLUMN * scale.kx, rh = ROW * scale.ky, gap = gapOf(cw), w = cw - gap, pill = Math.min(PILL * size, rh - 3), most = Math.floor((w - 8) / (LETTER * size));
     const pills = [];
     for (let depth = from; depth < to; depth++) {
-      const below = run.rowsOfBeams(depth), x = depth * cw;
+      const below = run.rowsOfBeams(depth), [at, up] = this.placeOf(depth, all), x = at * cw;
       for (const node of run.columns[depth]) {
-        const row = node.rank >= 0 ? node.rank : below + node.lane, y = (row + 0.5) * rh;
+        const row = node.rank >= 0 ? node.rank : below + node.lane, y = (up + row + 0.5) * rh;
         if (row < top || row >= bottom) continue;
         if (!node.parent) { pills.push(`<circle class="root" cx="${one(x + w - 6)}" cy="${one(y)}" r="6"/>`); continue; }
         const classes = `${this.kindOf(node)}${this.isGrowing && node.phase === run.at ? " new" : ""}${node === this.selected ? " selected" : ""}`;
         const mark = node.isAccepted ? "✓" : node.isRejected ? "✕" : "";
         const badge = node.isEnd ? `<path class="mark" d="M${one(x + w - 4)} ${one(y - pill / 2 - 1)}h4v4h-4z"/>` : `<text class="mark" x="${one(x + w - 2)}" y="${one(y - pill / 2 + 4.2)}">${mark}</text>`;
-        pills.push(`<g data-node="${node.id}" class="pill ${classes}"><rect x="${one(x)}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(x + w / 2)}" y="${one(y + 4.5)}">${escaped(short(node.text, Math.max(1, most)))}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(x + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${badge}` : ""}</g>`);
+        pills.push(`<g data-node="${node.id}" class="pill ${classes}"><rect x="${one(x)}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(x + w / 2)}" y="${one(y + 0.36 * FONT * size)}">${escaped(node.isEnd && /^<.*>$/.test(node.text) ? "end" : short(node.text, Math.max(1, most)))}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(x + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${badge}` : ""}</g>`);
       }
     }
     return pills.join("");

@@ -1,0 +1,123 @@
+// The options of a run: their fields, the request that they make, and the link that holds them.
+
+import { EXAMPLES } from "./examples.js";
+import { html } from "./vendor/preact.js";
+
+const whole = (least, most) => ({ kind: "number", least, most, step: 1 });
+export const FIELDS = [
+  { name: "model", label: "Model", kind: "choice", wide: true, help: "The model that decides every token." },
+  { name: "draft", label: "Draft", kind: "choice", help: "Proposes tokens ahead. It saves passes and changes no text." },
+  { name: "num_beams", label: "Beams", ...whole(1, 64), start: 4, help: "Texts that grow side by side. 1 is greedy search or sampling." },
+  { name: "max_tokens", label: "New tokens", ...whole(1, 4096), start: 48, help: "The text ends after this many tokens at the latest." },
+  { name: "num_draft_tokens", label: "Draft length", kind: "auto", least: 1, most: 64, help: "How far the draft looks ahead. Empty: as far as it pays.", needs: "draft" },
+  { name: "draft_width", label: "Draft width", kind: "auto", least: 1, most: 64, help: "How many continuations are drafted. Empty: as many as pay.", needs: "draft" },
+  { name: "temperature", label: "Temperature", kind: "number", least: 0, most: 2, step: 0.1, start: 0, help: "0 takes the likeliest token. Higher ones draw more freely.", more: true },
+  { name: "top_p", label: "Top p", kind: "number", least: 0.01, most: 1, step: 0.01, help: "Draw among the likeliest tokens that have this probability together.", more: true },
+  { name: "top_k", label: "Top k", ...whole(0, 1000), help: "Draw among this many likeliest tokens. 0 means all.", more: true },
+  { name: "seed", label: "Seed", ...whole(0, 2 ** 31), help: "The same seed draws the same text.", more: true },
+  { name: "n", label: "Texts", ...whole(1, 32), help: "How many of the best beams are returned.", more: true },
+  { name: "length_penalty", label: "Length penalty", kind: "number", least: -2, most: 5, step: 0.1, help: "Above 0, longer beams rank better.", more: true },
+  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", least: 0.5, most: 2, step: 0.05, help: "Above 1, tokens that occurred get less likely.", more: true },
+  { name: "no_repeat_ngram_size", label: "No repeated n-grams", ...whole(0, 20), help: "No run of this many tokens comes twice. 0 allows all.", more: true },
+  { name: "structured_outputs", label: "Only these answers", kind: "lines", wide: true, help: "One per line: the text is one of them. Begin each with a space if it goes on from a text.", more: true },
+  { name: "stop", label: "Stop text", kind: "text", help: "The text ends before this string.", more: true },
+];
+// The chat has settings of its own. What is empty is left to the server.
+const OWN = { max_tokens: { start: 512 }, temperature: { start: "", more: false }, top_p: { more: false }, top_k: {}, repetition_penalty: {}, seed: {} };
+export const CHAT_FIELDS = FIELDS.filter(({ name }) => ["model", "draft"].includes(name) || name in OWN).map((field) => ({ ...field, ...OWN[field.name], isServers: ["temperature", "top_p", "top_k", "repetition_penalty"].includes(field.name) }));
+const startOf = (fields) => Object.fromEntries(fields.map((field) => [field.name, field.start ?? ""]));
+export const START = { ...startOf(FIELDS), prompt: "", as: "chat" };
+export const CHAT_START = startOf(CHAT_FIELDS);
+export const LIKELIEST = 10;
+export const linesOf = (text) => (text || "").split("\n").filter((line) => line.trim());
+export const CONTROLS = "controls"; // the form that the options belong to, wherever they stand
+
+const startIn = (view) => (view === "chat" ? CHAT_START : START);
+
+// A view and its form from the address.
+export function fromLink(views) {
+  const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  const view = views.includes(given.view) ? given.view : "tree", form = { ...startIn(view) };
+  for (const name of Object.keys(form)) if (name in given) form[name] = given[name];
+  return { form, view };
+}
+
+export function toLink(form, view) {
+  const kept = Object.entries(form).filter(([name, value]) => String(value) !== String(startIn(view)[name]));
+  return "#" + new URLSearchParams([["view", view], ...kept]);
+}
+
+// The body of a request. Fields that are empty are left out.
+export function bodyOf(form) {
+  const body = {};
+  for (const { name, kind } of FIELDS) {
+    const value = form[name];
+    if (value === "" || value === null || value === undefined) continue;
+    if (kind === "lines") { if (linesOf(value).length) body[name] = { choice: linesOf(value) }; continue; }
+    body[name] = kind === "number" || kind === "auto" ? Number(value) : value;
+  }
+  if (body.num_beams === 1) { delete body.num_beams; delete body.n; delete body.length_penalty; }
+  if (body.draft === "none" || !body.draft) { delete body.num_draft_tokens; delete body.draft_width; }
+  if (body.temperature === 0 || body.num_beams) delete body.seed;
+  return body;
+}
+
+// The path and the body of a request. A search says its temperature, since a server may draw texts where none is given.
+export function requestOf(form, ids = null) {
+  const body = "num_beams" in form ? { temperature: 0, ...bodyOf(form) } : bodyOf(form);
+  if (ids || form.as === "raw") return ["rounds/completions", { ...body, prompt: ids || form.prompt, logprobs: LIKELIEST }];
+  return ["rounds/chat", { ...body, messages: [{ role: "user", content: form.prompt }], logprobs: true, top_logprobs: LIKELIEST }];
+}
+
+// The prompt, the button, and the examples. The options are beside the picture.
+export function Controls({ form, set, setForm, model, error, onGo, run, go, children, below, fields = FIELDS }) {
+  const ofPrompt = error && ["prompt", "messages"].includes(error.param) ? error.message : null;
+  const known = [...fields.map((field) => field.name), "prompt", "messages"];
+  const take = ({ title, about, ...given }) => {
+    const next = { ...START, model: form.model, ...given };
+    setForm(next);
+    onGo(next);
+  };
+  return html`<form class="controls" id=${CONTROLS} aria-label="What to write" onSubmit=${(e) => { e.preventDefault(); onGo(form); }}>
+    <div class="field">
+      <label for="prompt">Prompt</label>
+      <textarea id="prompt" rows="4" value=${form.prompt} placeholder="Write a prompt, or take an example." aria-invalid=${Boolean(ofPrompt)} aria-describedby="prompt-help" onInput=${(e) => set("prompt", e.target.value)}
+        onKeyDown=${(e) => { if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) { e.preventDefault(); onGo(form); } }}></textarea>
+      <p id="prompt-help" class=${ofPrompt ? "wrong" : "help"}>${ofPrompt || "Ctrl and Enter start it."}</p>
+    </div>
+    <fieldset class="as"><legend>Read the prompt as</legend>
+      <label><input type="radio" name="as" checked=${form.as === "chat"} disabled=${model && !model.has_chat_template} onChange=${() => set("as", "chat")} /> a message</label>
+      <label><input type="radio" name="as" checked=${form.as === "raw"} onChange=${() => set("as", "raw")} /> a text to go on from</label>
+    </fieldset>
+    ${children}
+    <div>${run && run.isLive
+      ? html`<button key="stop" type="button" class="go stop" onClick=${() => run.stop()}>Stop</button>`
+      : html`<button key="go" class="go" disabled=${!model || !form.prompt}>${go}</button>`}</div>
+    ${error && error.param && !known.includes(error.param) && html`<p class="wrong" role="alert">${error.param}: ${error.message}</p>`}
+    <section class="examples" aria-label="Examples"><h2 class="small">Examples</h2>${EXAMPLES.map((example) => html`<button type="button" key=${example.title} class="example" disabled=${!model} onClick=${() => take(example)}><strong>${example.title}</strong><span>${example.about}</span></button>`)}</section>
+    ${below}
+  </form>`;
+}
+
+export function Options({ fields = FIELDS, form, set, model, models, error }) {
+  const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${error?.param === field.name ? error.message : null}
+    choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []}
+    off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
+  return html`<section class="options" aria-label="Options"><div class="fields">${fields.filter((field) => !field.more).map(one)}</div>
+    <details class="more" open=${hasMore(fields, form, error) || undefined}><summary>More options</summary><div class="fields">${fields.filter((field) => field.more).map(one)}</div></details></section>`;
+}
+
+// Whether an option that is not shown at first has an effect, or is refused.
+const hasMore = (fields, form, error) => fields.some(({ name, more, start = "" }) => more && (error?.param === name || String(form[name]) !== String(start)));
+
+function Field({ field, value, set, error, choices, off }) {
+  const { name, label, kind, help, least, most, step, wide, empty } = field, id = `field-${name}`;
+  const about = { id, form: CONTROLS, disabled: off, "aria-describedby": `${id}-help`, "aria-invalid": Boolean(error) };
+  return html`<div class=${`field ${wide ? "wide" : ""} ${off ? "off" : ""}`}>
+    <label for=${id}>${label}</label>
+    ${kind === "lines" ? html`<textarea ...${about} rows="3" value=${value} onInput=${(e) => set(name, e.target.value)}></textarea>` : kind === "choice"
+      ? html`<select ...${about} value=${value} onChange=${(e) => set(name, e.target.value)}>${choices.map((choice) => html`<option key=${choice} value=${choice} selected=${choice === value}>${choice}</option>`)}</select>`
+      : html`<input ...${about} type=${kind === "text" ? "text" : "number"} min=${least} max=${most} step=${step} placeholder=${empty || (kind === "auto" ? "auto" : "")} value=${value} onInput=${(e) => set(name, e.target.value)} />`}
+    <p id=${`${id}-help`} class=${error ? "wrong" : "help"} role=${error ? "alert" : null}>${error || help}</p>
+  </div>`;
+}
