@@ -521,7 +521,7 @@ def csv_cell(value: Any) -> str:
     if isinstance(value, LargeNumber):
         return value.digits
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda n: n.digits)
-    # Python's csv.writer leaves a lone carriage return unquoted before 3.13, and its reader then ends the row there.
+    # csv.writer of Python 3.11 leaves a lone carriage return unquoted, and readers take it for the end of the row.
     return '"{}"'.format(text.replace('"', '""')) if re.search('[",\r\n]', text) else text
 
 
