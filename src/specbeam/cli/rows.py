@@ -366,7 +366,7 @@ def _contents(given: argparse.Namespace) -> list[str]:
 def collected(
     tell: Tell | None, answers: Callable[[list[NumberedItem]], Iterator[Answer]], job: list[NumberedItem]
 ) -> list[Answer]:
-    """The work of a worker: the answers to a job. Each is told as soon as it is there."""
+    """The work of a worker: the answers to a job. Each is reported as soon as it is there."""
     made = []
     for answer in answers(job):
         made.append(answer)

@@ -66,7 +66,7 @@ class Rows(ABC):
 
     Attributes:
         path: the file.
-        limit: only so many rows count, the first ones; None: all.
+        limit: only the first ``limit`` rows count; None: all.
         columns: the names of all columns, in the order in which they first appear.
         digest: the SHA-256 of the file's bytes, as hexadecimal digits.
 
