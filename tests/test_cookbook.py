@@ -1,5 +1,6 @@
 """The pages of the cookbook on real models: each gives what it says. tests/test_docs.py runs them on tiny ones."""
 
+import json
 import re
 from itertools import pairwise
 
@@ -7,7 +8,7 @@ import pytest
 
 from specbeam import cli
 from tests.conftest import reference_model
-from tests.pages import COOKBOOK, ROOT, program, shell
+from tests.pages import COOKBOOK, ROOT, program, shell, text_of
 
 pytestmark = pytest.mark.models
 
@@ -22,10 +23,15 @@ def at_the_root(monkeypatch):
 
 def run(name):
     """Run a page's Python. Returns its variables."""
-    (page,) = (page for page in COOKBOOK if page.stem == name)
+    page = page_of(name)
     variables = {"__name__": "page"}
     exec(compile(program(page), page, "exec"), variables)
     return variables
+
+
+def page_of(name):
+    (page,) = (page for page in COOKBOOK if page.stem == name)
+    return page
 
 
 def texts_of(result):
@@ -45,7 +51,7 @@ def test_translations_differ_and_their_scores_fall():
 
 @pytest.mark.thorough
 def test_the_translation_of_the_command_line(capsys):
-    (words,) = shell(next(page for page in COOKBOOK if page.stem == "translate"))
+    (words,) = shell(page_of("translate"))
     assert cli.main(words[1:]) == 0
     printed = capsys.readouterr().out
     assert len(re.findall(r"score -\d", printed)) == 5
@@ -79,11 +85,19 @@ def test_texts_are_ranked_by_the_sum_of_log_probabilities_there_and_back():
     assert there == pytest.approx(result.sequences[0].log_prob, abs=1e-3)  # as the search found it
 
 
-def test_labels_are_right_and_their_shares_sum_to_one():
+def test_the_labels_of_the_page_are_those_that_it_prints(capsys):
     page = run("label")
-    assert [result.text.strip() for result in page["results"]] == ["positive", "negative"]
-    for result in page["results"]:
-        assert sorted(texts_of(result)) == ["negative", "positive"]
+    assert f"```text\n{capsys.readouterr().out}```\n" in text_of(page_of("label"))
+    assert sum(page["right"].values()) == 19
+    assert all(sum(share.values()) == pytest.approx(1) for share in page["shares"])
+
+
+@pytest.mark.thorough
+def test_candidates_of_a_file_are_reranked(tmp_path):
+    *_, words = shell(page_of("rerank"))
+    assert cli.main([*words[1:3], str(tmp_path / "ranked.jsonl"), *words[4:]]) == 0
+    best = [json.loads(line)["best"] for line in (tmp_path / "ranked.jsonl").read_text("utf-8").splitlines()]
+    assert best == ["Merci pour votre aide.", "Le livre est sur la table."]
 
 
 def test_the_passage_that_answers_a_question_is_found():

@@ -40,7 +40,7 @@ TARGETS = re.findall(r"^([\w./-]+):", MAKEFILE, re.MULTILINE)
 SHORT = {
     "generate": {"--max-new-tokens": "8"},
     "compare": {"--max-new-tokens": "8"},
-    "batch": {"--max-new-tokens": "8"},
+    "batch": {"--max-new-tokens": "8"},  # of texts: labels have no such option
     "ladder": {"--max-new-tokens": "4", "--runs": "1", "--rungs": "3,5"},  # tests/test_ladder.py compiles
     "study": {"decode.max_new_tokens": "4", "data.limit": "2"},
 }
@@ -206,6 +206,8 @@ def check_specbeam(command, words, request):
     if command == "study":
         runs = not {"show", "diff", "--show-config"} & {*words}
         shorter = [f"{name}={size}" for name, size in sizes] if runs else []
+    if {"--choices", "--labels"} & {*words}:
+        shorter = []
     if command in ("serve", "demo"):  # it would not end. The last argument is checked after all others were parsed
         assert run([*words, "--port", "-1"]) == BAD_INPUT
         return

@@ -87,7 +87,7 @@ def _submit(
 
 
 def check_length(lm: LanguageModel, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
-    """Raise SpecbeamError if a context and one of its continuations are longer than what can be scored."""
+    """Raise SpecbeamError if a context and one of its continuations are too long to be scored."""
     longest = max(1, *map(len, continuations))
     length, most = len(lm.backend.start_token_ids or context) + longest, lm.backend.context_length + 1
     if length > most:

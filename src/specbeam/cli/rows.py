@@ -248,7 +248,8 @@ class Progress:
         self._finished, self._total, self.earlier = finished, total, finished.count
         self._bar = tqdm(total=total, initial=finished.count, unit="row", disable=None)
         self._running = 0  # finished rows of the job that is not kept yet
-        self._began_at = self._said_at = time.monotonic()
+        self._said_at = time.monotonic()
+        self._first: tuple[int, float] | None = None  # finished rows, and the time, once the models are loaded
 
     def __enter__(self) -> Progress:
         return self
@@ -270,10 +271,13 @@ class Progress:
         done = self._finished.count + self._running
         self._bar.update(done - self._bar.n)
         now = time.monotonic()
+        first, began_at = self._first = self._first or (done, now)
         if self._bar.disable and done < self._total and now - self._said_at >= SECONDS_PER_LINE:
             self._said_at = now
-            speed = (done - self.earlier) / (now - self._began_at)
-            left = f", {speed:,.1f} rows/s, about {(self._total - done) / speed:,.0f} s left" if speed else ""
+            left = ""
+            if done > first:
+                speed = (done - first) / (now - began_at)
+                left = f", {speed:,.1f} rows/s, about {(self._total - done) / speed:,.0f} s left"
             print(f"specbeam: {done:,} of {self._total:,} rows{left}", file=sys.stderr, flush=True)
 
 
@@ -371,7 +375,7 @@ def _contents(given: argparse.Namespace) -> list[str]:
 def collected(
     tell: Tell | None, answers: Callable[[list[NumberedItem]], Iterator[Answer]], job: list[NumberedItem]
 ) -> list[Answer]:
-    """The work of a worker: the answers to a job. Each is told as soon as it is there."""
+    """The work of a worker: the answers to a job. Each is reported as soon as it is there."""
     made = []
     for answer in answers(job):
         made.append(answer)

@@ -123,7 +123,7 @@ def measure(lm: Any, given: argparse.Namespace, ranks: bool, job: list[NumberedI
             raise SpecbeamError("a text has no tokens of its own: the tokenizer makes none of it")
         return [*zip(texts, map(len, tokens), strict=True)], [(context, ids) for ids in tokens]
 
-    def told(texts: list[tuple[str, int]], log_probs: list[float]) -> Answer:
+    def values(texts: list[tuple[str, int]], log_probs: list[float]) -> Answer:
         both = zip(texts, log_probs, strict=True)
         ranked = sorted(both, key=lambda one: one[1] / one[0][1], reverse=True)  # per token; a tie stays in order
         measured = [
@@ -134,7 +134,7 @@ def measure(lm: Any, given: argparse.Namespace, ranks: bool, job: list[NumberedI
             return {"best": measured[0]["text"], "ranked": measured}
         return {name: measured[0][name] for name in MEASURES}
 
-    yield from scored(lm, job, ask, told, RANKED_TYPES if ranks else COLUMN_TYPES, given.batch_size)
+    yield from scored(lm, job, ask, values, RANKED_TYPES if ranks else COLUMN_TYPES, given.batch_size)
 
 
 def perplexity(log_prob: float, tokens: int) -> float:

@@ -66,7 +66,7 @@ class Rows(ABC):
 
     Attributes:
         path: the file.
-        limit: only so many rows count, the first ones; None: all.
+        limit: only the first ``limit`` rows count; None: all.
         columns: the names of all columns, in the order in which they first appear.
         digest: the SHA-256 of the file's bytes, as hexadecimal digits.
 
@@ -521,7 +521,7 @@ def csv_cell(value: Any) -> str:
     if isinstance(value, LargeNumber):
         return value.digits
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda n: n.digits)
-    # Python's csv.writer leaves a lone carriage return unquoted before 3.13, and its reader then ends the row there.
+    # csv.writer of Python 3.11 leaves a lone carriage return unquoted, and readers take it for the end of the row.
     return '"{}"'.format(text.replace('"', '""')) if re.search('[",\r\n]', text) else text
 
 
