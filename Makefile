@@ -1,9 +1,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# On Linux, PyPI's PyTorch brings CUDA libraries of several gigabytes. TORCH_INDEX is the address of an index that has
+# wheels for the CPU, which pip then prefers: make demo TORCH_INDEX=ADDRESS.
+ifdef TORCH_INDEX
+export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX) $(PIP_EXTRA_INDEX_URL)
+endif
+
 .PHONY: demo test test-thorough fuzz fuzz-native lint docs wheel
 
-# The main job: text from a real model (98 MB, fetched on first use), and the passes that lookups and lazy beams save.
+# The main job: text from a real model (98 MB, fetched on first use, beside the packages), and the passes that lookups and lazy beams save.
 demo: .venv/specbeam
 	$(BIN)/specbeam generate "List three tips for a good night's sleep." --max-new-tokens 96
 	$(BIN)/specbeam compare "Write the lyrics of 'Row, row, row your boat' three times." --max-new-tokens 96
@@ -54,6 +60,7 @@ $(BIN)/python:
 
 # Compiles only what changed: the build folder is kept.
 .venv/specbeam: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	@ls -d .venv/lib/*/site-packages/torch >/dev/null 2>&1 || $(BIN)/python .ci/torch-plan || true
 	$(PIP) -e '.[chat,server]'
 	touch $@
 

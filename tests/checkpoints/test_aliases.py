@@ -3,7 +3,14 @@
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.machinery import SourceFileLoader
 from math import prod
+from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -297,3 +304,52 @@ def test_all_aliases_of_the_hub_are_checked():
     files = [alias.origin for alias in ALIASES.values() if isinstance(alias.origin, HubFile)]
     assert len({*files}) == len(files)
     assert all(file.file.endswith(".gguf") and file.repository.count("/") == 1 for file in files)
+
+
+# The script that asks the hub
+
+
+@pytest.fixture
+def ask(cache, monkeypatch, tmp_path, capsys):
+    """Runs .ci/aliases on "toy" with a hub that has the alias as stated but for the changes. Returns what it prints."""
+    script = SourceFileLoader("aliases", str(Path(__file__).parents[2] / ".ci/aliases")).load_module()
+    file = tmp_path / "toy.gguf"
+    write_gguf(file, random_model("llama"))
+    memory = memory_bytes(open_checkpoint(file), "int8")
+    monkeypatch.setattr(script, "memory_bytes", lambda *_: memory)  # the file is not quantized
+    toy = Alias(HubFile("org/toy-GGUF", "toy-q8_0.gguf"), file.stat().st_size, memory, "mit", True, "a toy")
+    monkeypatch.setattr(huggingface_hub.HfFileSystem, "read_block", lambda *_: file.read_bytes())
+
+    def ask(status, license="mit", name="toy-q8_0.gguf", gated=False, **changes):
+        def model_info(repository, files_metadata=False, revision=None, timeout=None):
+            assert repository == "org/toy-GGUF"
+            files = [SimpleNamespace(rfilename=name, size=file.stat().st_size)]
+            return SimpleNamespace(gated=gated, card_data={"license": license}, siblings=files)
+
+        monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+        monkeypatch.setitem(registry.ALIASES, "toy", replace(toy, **changes))
+        assert script.main(["toy"]) == status
+        return capsys.readouterr().out.strip()
+
+    return ask
+
+
+def test_the_script_says_what_the_hub_has_otherwise(ask):
+    assert ask(0) == "toy: as stated"
+    assert ask(1, license="gemma") == "toy: the license is gemma, not mit"
+    assert ask(1, gated="manual") == "toy: org/toy-GGUF is gated"
+    assert ask(1, name="toy-f16.gguf") == "toy: org/toy-GGUF has no toy-q8_0.gguf, but toy-f16.gguf"
+    assert "bytes, not 17" in ask(1, size=17)
+    assert "the memory is" in ask(1, memory=17)
+    assert ask(1, chats=False) == "toy: the file has a chat template"
+
+
+def test_the_script_says_that_no_hub_answers():
+    command = [sys.executable, str(Path(__file__).parents[2] / ".ci/aliases")]
+    with socket.socket() as silent:  # bound, and nobody listens
+        silent.bind(("127.0.0.1", 0))
+        address = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run(command, env=os.environ | address, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 3
+    assert done.stderr.startswith("no hub answers, so nothing is checked: ")
+    assert done.stdout == ""

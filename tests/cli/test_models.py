@@ -35,6 +35,8 @@ def test_list_names_the_aliases(models, monkeypatch, tmp_path):
     assert [line.split()[0] for line in lines] == ["model", *registry.ALIASES]
     assert lines[0].split() == ["model", "size", "memory", "license", "chats"]
     assert " ".join(lines[1].split()[1:9]) == "98 MB 170 MB apache-2.0 yes not fetched"
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    assert "\n".join(["$ specbeam models list", *lines]) in page
 
 
 def test_show_describes_a_folder(models, save):
