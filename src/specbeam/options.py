@@ -93,7 +93,7 @@ class Options:
     """Generation options of one request, named as in transformers' ``GenerationConfig``.
 
     ``None`` means that the option is not given. Then the checkpoint's generation settings decide (docs/models.md), and
-    without a value there, the value in brackets. Whether to sample is not taken from the checkpoint: the default is
+    without a value there, the value in brackets. Whether to sample is never taken from the checkpoint: the default is
     greedy.
 
     Attributes:
