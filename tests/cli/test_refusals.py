@@ -163,3 +163,23 @@ def test_an_output_that_is_an_input_is_refused(refused, tmp_path, option, link):
     line = refused("generate", *prompt, *corpus, "--output", str(output), "--model", model)
     assert line == f"specbeam: --output {output} would replace the file of {option}: name another file"
     assert source.read_text() == "one\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--prompts=~/none.txt", "--model", MISSING),
+        ("generate", "hi", "--output", "~/none/x", "--model", MISSING),
+        ("generate", "hi", "--record=~/none/x.html", "--model", MISSING),
+        ("generate", "hi", "--draft", "suffix", "--draft-corpus=~/none.txt", "--model", MISSING),
+        ("generate", "hi", "--model=~/none.gguf"),
+        ("generate", "hi", "--model", MISSING, "--draft=~/none.gguf"),
+        ("batch", "~/none.jsonl", "~/out.jsonl", "--model", MISSING),
+        ("verify", "~/none.jsonl"),
+        ("study", "--config-dir=~/none", "prompts=[hi]"),
+        ("study", "diff", "~/none", "~/none"),
+    ],
+)
+def test_a_path_of_the_home_directory_may_be_quoted(refused, tmp_path, monkeypatch, arguments):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"{tmp_path}/none" in refused(*arguments)

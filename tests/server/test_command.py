@@ -131,6 +131,7 @@ def test_the_start_says_the_precision_of_each_model(started, chat_lm, plain_lm, 
         ("x=1", "x=1", "SOURCE/x=1"),
         ("folder/y=1.gguf", "y=1.gguf", "SOURCE/folder/y=1.gguf"),
         ("/no/such/x=1", "x=1", "/no/such/x=1"),
+        ("name=~/x=1", "name", "SOURCE/x=1"),
     ],
 )
 def test_names_may_have_slashes_and_paths_may_have_equals_signs(tmp_path, monkeypatch, given, name, source):
@@ -138,6 +139,7 @@ def test_names_may_have_slashes_and_paths_may_have_equals_signs(tmp_path, monkey
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/y=1.gguf").touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     named = serve._named(given.replace("SOURCE", str(tmp_path)))
     assert named == (name, source.replace("SOURCE", str(tmp_path)))
 

@@ -8,7 +8,7 @@ import yaml
 
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
-from specbeam.study.composition import as_yaml, compose
+from specbeam.study.composition import as_yaml, compose, sweep
 from specbeam.study.config import check, methods
 from tests.pages import ROOT, files
 
@@ -339,3 +339,48 @@ def test_an_unreadable_configuration_is_one_line(tmp_path):
             compose([], tmp_path)
     with pytest.raises(SpecbeamError, match="is not a folder"):
         compose([], tmp_path / "missing")
+
+
+def test_a_path_of_the_home_directory_is_found_quoted_unquoted_in_yaml_and_in_sweeps(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = str(tmp_path)
+    for word in ("data.source=~/a b.jsonl", "data.source='~/a b.jsonl'"):
+        assert compose(["prompts=[hi]", word])["data"]["source"] == f"{home}/a b.jsonl"
+    words = ["output=~/run", "target_model=~/t", "draft_model='~/d'", "metrics.perplexity=[target, ~/p]"]
+    found = compose([*words, "methods={a: {draft_model: ~/m}}"])
+    assert [found[key] for key in ("output", "target_model", "draft_model")] == [
+        f"{home}/{x}" for x in ("run", "t", "d")
+    ]
+    assert found["metrics"]["perplexity"] == ["target", f"{home}/p"]
+    assert found["methods"]["a"]["draft_model"] == f"{home}/m"
+    swept = [compose(words)["data"]["source"] for words, _ in sweep([r"data.source=~/a.jsonl,~/b\,c.jsonl"])]
+    assert swept == [f"{home}/a.jsonl", f"{home}/b,c.jsonl"]
+    (tmp_path / "config.yaml").write_text("output: ~/run\ndata: {source: ~/a.jsonl}\n")
+    found = compose([], tmp_path)
+    assert (found["output"], found["data"]["source"]) == (f"{home}/run", f"{home}/a.jsonl")
+    # Text that is no path stays.
+    found = compose(["prompts=[~ is a tilde,'~/x']", "~data", "data.template='~/{prompt}'"])
+    assert (found["prompts"], found["data"]) == (["~ is a tilde", "~/x"], {"template": "~/{prompt}"})
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("tracking.name=wand", "did you mean 'wandb'"),
+        ("tracking=wand", "tracking.name=module:name"),
+        ("report.latex_columns=[rougel]", "did you mean 'rougeL'"),
+        ("report.latex_columns=[mine:score]", "is not allowed"),
+        ("metrics.own=mine:score", "give a list"),
+    ],
+)
+def test_a_wrong_tracker_column_or_metric_is_named(word, message):
+    with pytest.raises(SpecbeamError, match=re.escape(message)):
+        study(word)
+
+
+def test_tracking_takes_a_class_by_name_and_a_file_of_ones_own(tmp_path):
+    assert study("tracking=mine:Tracker").tracking.name == "mine:Tracker"
+    (tmp_path / "tracking").mkdir()
+    (tmp_path / "tracking" / "lines.yaml").write_text("name: mine:Lines\nproject: p\n")
+    found = study("tracking=lines", folder=tmp_path).tracking
+    assert (found.name, found.project) == ("mine:Lines", "p")

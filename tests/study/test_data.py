@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from functools import partial
 
 import httpx
@@ -11,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from specbeam.errors import SpecbeamError
-from specbeam.study.config import Columns, Data
+from specbeam.study.composition import compose
+from specbeam.study.config import Columns, Data, check
 from specbeam.study.data import read_rows
 
 TABLE = [
@@ -148,6 +150,14 @@ def test_a_hub_without_an_answer_is_asked_for_a_data_set_once(tmp_path, monkeypa
         read("org/set")
     assert (asked, caplog.records) == ([("org/set",)], [])
     assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_packaged_data_set_of_the_hub_names_the_extra_that_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    asked = check(compose(["data=cnn_dailymail"])).data
+    says = r"data.source=abisee/cnn_dailymail is no file here, .* package datasets: pip install specbeam\[study\]"
+    with pytest.raises(SpecbeamError, match=says):
+        read_rows(asked, [], 0)
 
 
 DAMAGED_GZIP = bytearray(gzip.compress(b'{"prompt": "Hi"}\n' * 9, mtime=0))

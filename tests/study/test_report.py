@@ -385,7 +385,7 @@ def test_tables_are_files(report_of):
     assert len(rows) == 1 + len(METHODS)
     headings = [heading.strip(" \\") for heading in rows[0].split("&")]
     shown = ["tokens/s", "speed-up", "same text", "tokens per pass", "accepted, \\%", "ROUGE-L", "perplexity"]
-    assert headings == ["", *shown]  # those of the default columns that were measured
+    assert headings == ["", *shown]  # the default columns that were measured
     assert len(shown) == tex.split("{tabular}{l")[1].split("}")[0].count("r")
     assert r"1.86$\times$ (1.67--2.04)" in rows[2]
     assert tex.split(r"\caption{")[1].startswith(

@@ -522,30 +522,159 @@ def test_diff_tells_a_slower_method(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("mode", ["offline", pytest.param(None, marks=pytest.mark.thorough)])
-def test_wandb_goes_on_without_a_key_or_network(small, tmp_path, monkeypatch, mode):
+def test_wandb_goes_on_without_a_key_or_network_and_says_where_its_files_are(
+    small, tmp_path, monkeypatch, mode, caplog
+):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_MODE", raising=False) if mode is None else monkeypatch.setenv("WANDB_MODE", mode)
     assert study(*small("run"), "tracking=wandb") == 0
-    assert [*(tmp_path / "run" / "wandb").glob("offline-run-*")]
+    (files,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    begin, end = [record.getMessage() for record in caplog.records if "W&B" in record.getMessage()]
+    why = "there is no key; set WANDB_API_KEY, or run wandb login" if mode is None else "WANDB_MODE says so"
+    assert begin == f"W&B is offline ({why})"
+    assert end == f"W&B was offline, so the run's files are on this disk; send them with: wandb sync {files}"
 
 
 def test_what_fails_beside_the_measurements_leaves_them(small, tmp_path, monkeypatch, caplog):
-    class Broken:
+    class Broken(tracking.Unfailing):
         def record(self, record):
             raise RuntimeError("no tracker today")
 
     def fail(*given):
         raise MemoryError("no room for a trace")
 
-    monkeypatch.setattr(tracking, "WandbTracker", lambda *given: Broken())
+    monkeypatch.setattr(tracking, "WandbTracker", lambda config, folder: Broken(None))
     monkeypatch.setattr(work.Work, "recording", fail)
     assert study(*small("run"), "tracking=wandb") == 0
     assert "no tracker today" in caplog.text
     assert "was not recorded: no room for a trace" in caplog.text
     assert len(kept(tmp_path / "run")[0]) == 2
     assert (tmp_path / "run" / "report.html").exists()
+
+
+OWN = """
+seen = []
+
+def letters(record):
+    record["text"] += "changed"  # has no effect
+    return len(record["text"]) - len("changed")
+
+def broken(record):
+    return "yes" if record["method"] == "greedy" else record["method"] == "speculative"
+
+def raises(record):
+    return None if record["method"] == "greedy" else record["gone"]
+
+class Tracker:
+    def __init__(self, config, folder):
+        seen.append((config["seed"], folder.name))
+
+    def record(self, record):
+        seen.append(record.pop("key"))
+
+    def summary(self, summary, folder):
+        seen.append((len(summary["methods"]), (folder / "report.html").exists()))
+        raise OSError("the network is gone")
+
+    def close(self):
+        seen.append("closed")
+
+class NoTracker:
+    def __init__(self, config, folder):
+        pass
+
+    def record(self, record):
+        pass
+
+class FailingTracker(Tracker):
+    def __init__(self, config, folder):
+        raise OSError("no network")
+"""
+
+
+@pytest.fixture
+def own(here, monkeypatch):
+    """A module of the user's own in the current directory, of a name that no other test has."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    (here / "own_code.py").write_text(OWN)
+
+
+def test_metrics_of_ones_own_are_in_every_table_and_are_measured_anew(
+    own, small, tmp_path, monkeypatch, capsys, caplog
+):
+    assert study(*small("run"), "decode.mode=[greedy,speculative]") == 0
+    monkeypatch.setattr(work, "Engine", lambda *given: pytest.fail("it was there"))
+    names = ["own_code:letters", "own_code:broken", "own_code:raises"]
+    words = [*small("run"), "decode.mode=[greedy,speculative]", f"metrics.own=[{','.join(names)}]"]
+    capsys.readouterr()
+    assert study(*words) == 0  # metrics belong to no run
+    table = pandas.read_parquet(tmp_path / "run" / "generations.parquet").set_index("key")
+    assert table["own_code:letters"].tolist() == table.text.str.len().tolist()
+    first, last = "greedy|1|0|0", "speculative|1|0|0"
+    assert table["own_code:broken"][last] == 1
+    reason = "it returned the str 'yes'; return a finite number, True or False, or None"
+    assert f"metric own_code:broken failed on generation {first}: {reason}" in caplog.text
+    assert f"metric own_code:raises failed on generation {last}: KeyError: 'gone' (" in caplog.text
+    assert caplog.text.count("own_code:broken failed") == 1  # of two generations
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    greedy, speculative = (method["metrics"] for method in summary["methods"])
+    assert greedy["own_code:letters"]["mean"] == table.text.str.len().groupby(table.method).mean()["greedy"]
+    assert "own_code:broken" not in greedy
+    assert "own_code:raises" not in speculative
+    assert [*summary["failed_metrics"]["own_code:broken"]] == ["greedy|1|0|0", "greedy|1|1|0"]
+    out = capsys.readouterr().out
+    assert f"The metric own_code:broken failed on 2 generations; the first is {first}: {reason}." in out
+    assert "letters" in out
+    assert '<th scope="col">letters</th>' in (tmp_path / "run" / "report.html").read_text()
+    assert "& letters &" in (tmp_path / "run" / "tables" / "methods.tex").read_text()
+
+
+def test_a_tracker_of_ones_own_follows_a_study_and_loses_nothing(own, small, tmp_path, caplog):
+    for start in range(2):
+        assert study(*small("run"), "tracking=own_code:Tracker") == 0
+        made, *keys, last = sys.modules["own_code"].seen[4 * start :]
+        assert made == (0, "run")
+        assert keys == ["greedy|1|0|0", "greedy|1|1|0"]
+        assert last == (1, True)
+    assert caplog.text.count("tracking stopped: summary of the tracker failed: OSError: the network is gone (") == 2
+    assert len(kept(tmp_path / "run")[0]) == 2
+    assert study(*small("other"), "tracking=own_code:FailingTracker") == 0
+    assert "no tracking: own_code:FailingTracker cannot be made: OSError: no network (" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("metrics.own=[own_code:gone]", "has no 'gone'"),
+        ("metrics.own=[missing_code:score]", "there is no module 'missing_code'"),
+        ("metrics.own=[own_code:seen]", "metric 'own_code:seen' is no function of a generation"),
+        ("metrics.own=[rougeX]", "unknown metric 'rougeX'"),
+        ("tracking=own_code:NoTracker", "tracker 'own_code:NoTracker' has no method summary"),
+        ("tracking=own_code:letters", "tracker 'own_code:letters' cannot be made: give a class"),
+    ],
+)
+def test_what_is_no_metric_or_tracker_is_one_line_before_the_study(own, small, tmp_path, word, message, capsys):
+    assert study(*small("run"), word) == 2
+    err = capsys.readouterr().err.strip()
+    assert message in err
+    assert "\n" not in err
+    assert not [*tmp_path.glob("run/generations.jsonl")] or not kept(tmp_path / "run")[0]
+
+
+def test_the_same_configuration_is_one_run_in_whichever_sweep_it_came(here, tiny_words, capsys, monkeypatch):
+    words = [*tiny_words, "prompts=[one]"]
+    assert study(*words, "--multirun", "seed=1,2") == 0
+    before = runs_in(here)
+    assert len(before) == 2
+    capsys.readouterr()
+    monkeypatch.setattr(work, "Engine", lambda *given: pytest.fail("it was there"))
+    assert study(*words, "seed=1") == 0
+    assert study(*words, "--multirun", "repeats=1", "seed=2,1") == 0
+    assert capsys.readouterr().out.count("goes on, 1 of 1 generations are there") == 3
+    assert runs_in(here) == before
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from specbeam.errors import SpecbeamError, located
 from specbeam.option_names import LOOKUPS, nearest_name
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 from specbeam.plugins import entry_point_names, is_name
-from specbeam.study.tables import KNOWN
+from specbeam.study.tables import KNOWN, own_name
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 64, "num_beams": 4, "num_draft_tokens": "auto"}
@@ -257,9 +257,9 @@ def check(given: Mapping[str, Any]) -> Study:
         raise SpecbeamError(f"metrics.confidence={study.metrics.confidence} is not allowed: give 0.95 or so")
     if not study.prompts and study.data.source is None:
         raise SpecbeamError("there is nothing to decode: give prompts=[...] or data.source=FILE")
+    judged = (f"perplexity {name}" for name in study.metrics.perplexity if name != "target")
     for column in study.report.latex_columns or []:
-        if ":" not in column and not column.startswith("perplexity "):
-            one_of("report.latex_columns", column, [*KNOWN])
+        one_of("report.latex_columns", column, [*KNOWN, *map(own_name, study.metrics.own), *judged])
     names = [method.name for method in methods(study)]
     if study.metrics.baseline is not None:
         one_of("metrics.baseline", study.metrics.baseline, names)

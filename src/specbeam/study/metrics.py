@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from specbeam.errors import SpecbeamError
-from specbeam.plugins import GROUPS, failure, is_name, named, resolve, takes
+from specbeam.plugins import failure, named, resolve, takes
 from specbeam.study.results import Record
 from specbeam.study.statistics import share_interval
+from specbeam.study.tables import own_name
 
 logger = logging.getLogger("specbeam")
 
@@ -178,7 +179,7 @@ class OwnMetrics:
             metric = resolve(name, "metric", from_here=True)
             if not callable(metric) or not takes(metric, 1):
                 raise SpecbeamError(f"metric {name!r} is no function of a generation: give def NAME(record)")
-            self._metrics[name if is_name(name) else f"{GROUPS['metric']}:{name}"] = metric
+            self._metrics[own_name(name)] = metric
 
     def measure(self, record: Record) -> None:
         if record["error"]:

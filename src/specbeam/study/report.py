@@ -26,9 +26,10 @@ NOTES = {
     "Speed": "A speed-up is not settled if its interval includes 1, or if there is none. Same text: in how many "
     "generations every token is that of the plain method of its kind. Tokens per pass: new tokens, or steps of beam "
     "search, for each forward pass of the target; 1 without drafts. Accepted: the share of draft tokens that were "
-    "accepted. Beams evaluated: the share of those that beam search without drafts evaluates.",
-    "Quality": "pass@1, ROUGE-L, BLEU and chrF: higher is better. They are means over texts; those of the corpus count "
-    f"n-grams over all texts. {plots.WHAT_PERPLEXITY_REWARDS}",
+    "accepted. Beams evaluated: the share of the beams of all steps that the target evaluated; the others could not "
+    "change the outcome.",
+    "Quality": "pass@1, ROUGE-L, BLEU and chrF: higher is better. They are means over texts, and corpus BLEU and chrF "
+    f"count n-grams over all texts. {plots.WHAT_PERPLEXITY_REWARDS}",
     "Diversity": "Repetition: the share of 4-grams that occurred before. Distinct-1 and distinct-2: the share of "
     "different tokens, and of different pairs of tokens. Of the text, methods compare with each other. Of all beams "
     "together, it is lower the more beams there are, so only methods with equally many compare. Self-BLEU: how much a "
@@ -222,7 +223,7 @@ def speed_of(method: Mapping[str, Any], fastest: Mapping[str, Any], level: str) 
 
 
 def _ratios(fastest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The ratios, with intervals, of the fastest method to those that may be as fast."""
+    """The ratios, with intervals, of the fastest method to the methods that may be as fast."""
     found = [fastest["rivals"][name] for name in fastest["unsettled"]]
     return [ratio for ratio in found if ratio is not None and ratio["low"] is not None]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specbeam.jobs.atomic import write_whole
+from specbeam.plugins import GROUPS, is_name
 from specbeam.study.plots import SERIES, extent, interval
 from specbeam.study.words import between, between_ratios, number, settled
 
@@ -68,7 +69,7 @@ LATEX_COLUMNS = (
     "tokens_per_second", "speed_up", "same_text", "steps_per_target_pass", "acceptance_rate", "pass_at_1", "rougeL",
     "corpus_bleu", "perplexity",
 )  # fmt: skip
-"""The columns for LaTeX where none are chosen: those of them that were measured, and the user's own metrics."""
+"""The columns for LaTeX where none are chosen, as far as they were measured, besides the user's own metrics."""
 NOT_SHOWN = ("gap_p50", "gap_p95")
 """Metrics for readers of ``summary.json`` alone. Gaps between pieces say little where pieces have several tokens."""
 
@@ -135,6 +136,11 @@ def tables(summary: Mapping[str, Any]) -> list[Table]:
     }
     shown = ((name, _columns(summary, columns)) for name, columns in groups.items())
     return [_table(summary, name, columns) for name, columns in shown if columns]
+
+
+def own_name(text: str) -> str:
+    """The name of a metric of the user's own, given as ``module:name`` or as an entry point. It has a colon."""
+    return text if is_name(text) else f"{GROUPS['metric']}:{text}"
 
 
 def own_columns(names: Sequence[str]) -> list[Column]:
@@ -247,7 +253,7 @@ def latex(summary: Mapping[str, Any], title: str, chosen: Sequence[str] | None =
 
 
 def counts(table: Table) -> str:
-    """The numbers of values of a table's means, with those of its exceptions."""
+    """The number of values of a table's means, and the means that have another number."""
     usual = Counter(row.n for row in table.rows)
     ((most, _),) = usual.most_common(1) or [(0, 0)]
     said = [f"n={row.n} for {row.method}" for row in table.rows if row.n != most]
