@@ -36,14 +36,35 @@ def help_of(words):
 
 
 def pages_of(notebook):
-    """The cells of a notebook as Markdown, with headings one level further down."""
+    """The cells of a notebook and their outputs as Markdown, with headings one level further down."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     shown = []
     for cell in cells:
         source = "".join(cell["source"])
-        code = cell["cell_type"] == "code"
-        shown.append(fenced(source, "python") if code else re.sub(r"^#", "##", source, flags=re.MULTILINE))
+        if cell["cell_type"] == "code":
+            shown += [fenced(source, "python"), *map(shown_output, cell["outputs"])]
+        else:
+            shown.append(re.sub(r"^#", "##", source, flags=re.MULTILINE))
     return "\n\n".join(shown)
+
+
+def shown_output(output):
+    """An output of a cell as Markdown."""
+    if output["output_type"] == "stream":
+        return fenced("".join(output["text"]), "text")
+    data = {kind: "".join(text) for kind, text in output["data"].items()}
+    if "text/markdown" in data:
+        return data["text/markdown"]
+    if "image/svg+xml" in data:
+        return f"<figure>\n{adapted(data['image/svg+xml'])}\n</figure>"
+    return fenced(data["text/plain"], "text")
+
+
+def adapted(svg):
+    """A plot of matplotlib in the colours of the page: no background, and the colour of the text in place of black."""
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for the whole page
+    svg = svg.replace("fill: #ffffff", "fill: none").replace("#000000", "currentColor")
+    return svg.replace("<svg ", '<svg role="img" fill="currentColor" style="max-width: 100%; height: auto" ', 1)
 
 
 def fenced(text, language):

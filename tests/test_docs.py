@@ -45,6 +45,8 @@ SHORT = {
     "study": {"decode.max_new_tokens": "4", "data.limit": "2"},
 }
 """The sizes that commands have in these tests."""
+KINDS = {"opus-mt": "translator", "adapter-": "adapter", "gpt2": "gpt2"}
+"""The stand-in of a model, by a part of its name."""
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +66,7 @@ def workplace(stand_ins, tmp_path, monkeypatch):
     """A folder with the files that the pages name, where every source of a model is a tiny one."""
 
     def locate(source, *_, **__):
-        kinds = [kind for name, kind in (("opus-mt", "translator"), ("adapter-", "adapter")) if name in str(source)]
+        kinds = [kind for name, kind in KINDS.items() if name in str(source)]
         return stand_ins[kinds[0] if kinds else "causal"]
 
     for module in ("specbeam.model", "specbeam.checkpoints", "specbeam.study.run"):  # the others read the second
@@ -186,6 +188,8 @@ def check_command(words, request):
             assert all(f'"{option}"' in source for option in options if option.startswith("--") and option != "--json")
         case ["jupyter", "execute", notebook]:
             assert (ROOT / notebook).is_file()  # tests/test_notebooks.py runs it
+        case ["python3", "-m", "venv", ".venv"]:
+            pass
         case [".", activate]:
             assert activate == ".venv/bin/activate"
         case [".ci/run" | ".ci/release" | ".ci/language", *_]:

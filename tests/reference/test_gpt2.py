@@ -117,14 +117,24 @@ def test_what_cannot_be_generated_is_refused(prompt, new, says):
     assert gen_text("hello the", 62)  # fits exactly
 
 
+def test_a_hub_id_is_fetched_as_load_does(saved, tmp_path, monkeypatch):
+    hub = {("openai-community/gpt2", None, None): saved}
+    monkeypatch.setattr("specbeam.checkpoints.hub.fetch", lambda *asked, download: hub[asked])
+    assert gen_text("Hello", 3, "openai-community/gpt2", tmp_path) == gen_text("Hello", 3, saved)
+
+
 def test_a_folder_that_is_missing_or_no_gpt2_is_refused(save, tmp_path):
-    with pytest.raises(SpecbeamError, match=r"there is no folder .*124M: give toy, the name of a folder in .*, or"):
+    with pytest.raises(SpecbeamError, match=r"there is no folder .*124M: give toy, .* openai-community/gpt2 \(124M\)"):
         gen_text("hello", 1, "124M", tmp_path)
+    with pytest.raises(SpecbeamError, match=r"there is no file or folder \./124M"):
+        gen_text("hello", 1, "./124M", tmp_path)
     with pytest.raises(SpecbeamError, match=r"has no config\.json"):
         gen_text("hello", 1, tmp_path)
     write_gguf(tmp_path / "m.gguf", random_model("gpt2"))
     with pytest.raises(SpecbeamError, match=r"has no config\.json"):  # a GGUF file is no folder that transformers saved
         gen_text("hello", 1, tmp_path)
+    with pytest.raises(SpecbeamError, match=r"m\.gguf"):
+        gen_text("hello", 1, tmp_path / "m.gguf")
     with pytest.raises(SpecbeamError, match="holds a llama model"):
         gen_text("hello", 1, save(random_model("llama")))
 

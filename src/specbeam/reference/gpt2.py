@@ -121,7 +121,8 @@ def load_encoder_hparams_and_params(
     """A model's tokenizer, sizes and parameters.
 
     Args:
-        model_size: "toy", which comes with the package; the name of a folder inside ``models_dir``; or the path of one.
+        model_size: "toy", which comes with the package; the name of a folder inside ``models_dir``; the path of one; or
+            a hub id, such as "openai-community/gpt2", which is downloaded as :func:`specbeam.load` does.
             A folder is one that transformers saved a GPT-2 to: config.json, safetensors, tokenizer.
         models_dir: the folder that names of models are looked up in.
 
@@ -132,7 +133,8 @@ def load_encoder_hparams_and_params(
             norms are {g, b}, the others {w, b}. Float64 for the toy, else float32.
 
     Raises:
-        SpecbeamError: there is no such folder, what is in it is damaged, or it is no GPT-2 as OpenAI trained them.
+        SpecbeamError: there is no such folder, the hub cannot give it, what is in it is damaged, or it is no GPT-2 as
+            OpenAI trained them.
     """
     if model_size == "toy":
         return toy()
@@ -140,9 +142,23 @@ def load_encoder_hparams_and_params(
     for folder in (inside, outside):
         if folder.is_dir():
             return pretrained(folder)
+    if "/" in (name := os.fspath(model_size)):
+        from specbeam.checkpoints import locate
+
+        return pretrained(locate(name))
     raise SpecbeamError(
-        f"there is no folder {inside}: give toy, the name of a folder in {models_dir}, or the path of a folder"
+        f"there is no folder {inside}: give toy, the name of a folder in {models_dir}, the path of a folder, or a hub "
+        f"id to fetch. OpenAI's weights are {', '.join(f'{id} ({size})' for id, size in HUB_IDS.items())}"
     )
+
+
+HUB_IDS = {
+    "openai-community/gpt2": "124M",
+    "openai-community/gpt2-medium": "355M",
+    "openai-community/gpt2-large": "774M",
+    "openai-community/gpt2-xl": "1558M",
+}
+"""The weights that OpenAI published, as the hub has them, with their numbers of parameters."""
 
 
 def parameters(hparams: dict[str, int], n_inner: int, tensor: Callable[[str, tuple[int, ...]], Array]) -> Any:
