@@ -1,4 +1,4 @@
-"""Make the pictures of the page: each view, each view with 64 beams, and a film of a recorded run for the README.
+"""Make the pictures of the page: each view, each view with 64 beams, and a film of the first run for the README.
 
     python docs/page/pictures.py [tree race64 film ...]
 
@@ -22,13 +22,18 @@ SHAPES = [(scheme, width) for scheme in ("light", "dark") for width in ("wide", 
 SHAPES_OF_64 = [("light", "wide"), ("dark", "narrow")]
 FILM_COLOURS = 128
 FILM_WIDTH, FILM_EDGE = 760, 16  # px
-FRAME_MS, LAST_FRAME_MS = 260, 4000
-REPEAT = 'Repeat this: "The tea is in the red box, the sugar is in the blue box, and the coffee is in the green box."'
+FRAME_MS, LAST_FRAME_MS = 700, 4000
+
+
+def tour(page: Page) -> None:
+    """What one sees first, without motion."""
+    page.get_by_text("Your turn").wait_for()
 
 
 def tree(page: Page) -> None:
     page.get_by_role("button", name="Beams with a draft").click()
     replay(page).wait_for()
+    page.get_by_role("button", name="Fit").click()
 
 
 def answers(page: Page) -> None:
@@ -48,7 +53,7 @@ def waiting(page: Page) -> None:
 
 
 def race(page: Page) -> None:
-    page.get_by_role("button", name="Copied words").click()
+    page.get_by_role("button", name="One text with a draft").click()
     page.locator(".verdict").wait_for()
 
 
@@ -58,7 +63,8 @@ def branch(page: Page) -> None:
 
 
 def chat(page: Page) -> None:
-    page.get_by_label("Message", exact=True).fill("Name three colours.")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Message", exact=True).fill("Write one sentence about autumn.")
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Regenerate").wait_for()
     page.get_by_role("button", name="How was this made?").click()
@@ -102,11 +108,9 @@ def picture(page: Page) -> Image.Image:
     return image.resize((FILM_WIDTH, FILM_WIDTH * image.height // image.width))
 
 
-def film(page: Page, recording: Path) -> None:
-    """Step through a recorded run."""
-    page.get_by_label("Speed").select_option("Infinity")
-    page.locator("input[type=file]").set_input_files(recording)
-    replay(page).wait_for()
+def film(page: Page) -> None:
+    """Step through the run that the page begins with (``tour.py`` records it)."""
+    tour(page)
     place = page.get_by_label("Place in the run")
     place.fill("1")
     frames = []
@@ -129,7 +133,7 @@ def still(browser: Browser, url: str, act: Callable[[Page], None], scheme: str, 
     name = act.__name__
     page = browser.new_page(color_scheme=scheme, viewport=SIZES[width], reduced_motion="reduce")
     page.set_default_timeout(300_000)
-    view = "tree" if name in ("answers", "waiting") else name.removesuffix("64")
+    view = "tree" if name in ("answers", "waiting", "tour") else name.removesuffix("64")
     page.goto(f"{url}#view={view}{MANY_BEAMS if name.endswith('64') else ''}")
     page.locator("option[value=ngram]").wait_for(state="attached")
     act(page)
@@ -147,17 +151,12 @@ def wanted(act: Callable[..., None]) -> bool:
 
 
 def main() -> None:
-    recording = Path("/tmp/specbeam-film.jsonl")
-    how = ["--num-beams", "4", "--draft", "ngram", "--num-draft-tokens", "4", "--draft-width", "4"]
-    specbeam = [sys.executable, "-m", "specbeam"]
-    generate = ["generate", REPEAT, "--max-new-tokens", "30", *how, "--record", str(recording)]
-    subprocess.run([*specbeam, *generate], check=True)
-    demo = [*specbeam, "demo", "--port", "0", "--no-browser"]
+    demo = [sys.executable, "-m", "specbeam", "demo", "--port", "0", "--no-browser"]
     with subprocess.Popen(demo, stderr=subprocess.PIPE, text=True) as server, sync_playwright() as playwright:
         try:
             url = next(line.split()[-1] for line in server.stderr or () if "the page is" in line)
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            shapes = dict.fromkeys((tree, waiting, answers, race, branch, chat), SHAPES)
+            shapes = dict.fromkeys((tour, tree, waiting, answers, race, branch, chat), SHAPES)
             shapes |= dict.fromkeys((tree64, race64, branch64, chat64), SHAPES_OF_64)
             for act in shapes:
                 for scheme, width in shapes[act] if wanted(act) else []:
@@ -166,7 +165,7 @@ def main() -> None:
                 page = browser.new_page(viewport={"width": 1240, "height": 900}, reduced_motion="reduce")
                 page.goto(url)
                 page.locator("option[value=ngram]").wait_for(state="attached")
-                film(page, recording)
+                film(page)
         finally:
             server.terminate()
 

@@ -32,7 +32,9 @@ def main() -> None:
     begin, *rest = events(lm, prompt_ids, options, "ngram", result, PROMPT)
     begin["plain_passes"] = plain.stats.target_passes
     FILE.write_text("".join(f"{event_line(event)}\n" for event in [begin, *rest]), encoding="utf-8")
-    print(f"{FILE}: {FILE.stat().st_size / 1000:.0f} kB, {result.stats.target_passes} passes, {plain.stats.target_passes} plain")
+    print(
+        f"{FILE.name}: {FILE.stat().st_size // 1000} kB, {result.stats.target_passes} passes of {begin['plain_passes']}"
+    )
 
 
 if __name__ == "__main__":

@@ -249,6 +249,7 @@ def lazy(confident, give_costs):
 
 def test_deferred_beams_look_different_and_the_best_text_goes_on_without_them(tab, served, lazy):
     result, lines = lazy
+    tab.set_viewport_size({"width": 1400, "height": 1300})  # all rows of 16 beams are in the picture
     show(tab, served)
     grow(tab, lines)
     evaluated = {node for one in result.trace for node in one["evaluated"]}
@@ -263,6 +264,7 @@ def test_deferred_beams_look_different_and_the_best_text_goes_on_without_them(ta
     tab.get_by_text("The same as text").click()
     tab.locator(".rounds").wait_for()
     assert tab.locator(".as-text").inner_text().count("not evaluated") == len(deferred - ended)
+    tab.get_by_role("button", name="Fit").click()
     pill(tab, max(deferred - ended)).click()
     about = tab.get_by_label("The token", exact=True).inner_text()
     assert "deferred beam, number" in about
@@ -581,10 +583,8 @@ def opened(browser, served):
     tab.clock.install(time=0)
     tab.clock.pause_at(1000)
     tab.goto(served.url)
-    while (
-        not tab.get_by_text("The search begins with 3 beams.").count()
-        or not tab.locator("option[value=suffix]").count()
-    ):
+    needed = tab.get_by_text("The search begins with 3 beams."), tab.locator("option[value=suffix]")
+    while not all(one.count() for one in needed):
         tab.clock.run_for(10)
     yield tab
     context.close()
@@ -636,10 +636,8 @@ def test_without_motion_the_recorded_run_is_a_finished_tree_and_a_list(browser, 
     tab.get_by_text("Your turn").wait_for()
     assert tab.locator(".told li").count() == sum(one["event"] == "round" for one in TOUR) + 1
     assert tab.locator(".pill.best").count() > 0
-    canvas, button = (
-        tab.locator(".canvas").bounding_box(),
-        tab.get_by_role("button", name="Grow the tree").bounding_box(),
-    )
+    button = tab.get_by_role("button", name="Grow the tree").bounding_box()
+    canvas = tab.locator(".canvas").bounding_box()
     assert canvas["y"] + canvas["height"] < height
     assert width < 1000 or button["y"] + button["height"] < height
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
@@ -647,8 +645,8 @@ def test_without_motion_the_recorded_run_is_a_finished_tree_and_a_list(browser, 
 
 
 CONTRASTS = """() => {
-    const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
-    const of = (rgb) => { const [r, g, b] = light(rgb); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const of = (rgb) => [0.2126, 0.7152, 0.0722].reduce((sum, share, i) => sum + share * linear(rgb[i] / 255), 0);
     const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
     const card = parts(getComputedStyle(document.querySelector(".stage")).backgroundColor);
     const over = (top, below, share) => top.slice(0, 3).map((c, i) => share * c + (1 - share) * below[i]);
@@ -686,24 +684,28 @@ def test_each_kind_of_token_has_contrast(tab, served, lazy):
     assert seen >= {"best", "accepted", "rejected", "drafted", "past", "pruned", "deferred", "masked", "live"}
 
 
+KEPT = """(all) => all.map((one) => [...one.childNodes].filter(({ nodeName }) => !["DEL", "SMALL"].includes(nodeName))
+    .map((part) => part.textContent).join(""))"""
+"""The texts of hypotheses, without what they lack."""
+
+
 def ascii_of(text):
     """Without characters of which a token has a part."""
     return re.sub("[^!-~]", "", text)
 
 
 def test_hypotheses_are_ranked_and_what_differs_is_marked(tab, served, lm):
-    for n in (4, 1):  # those that are returned, and those that the search has met
+    for n in (4, 1):  # returned hypotheses, and the ones of the search alone
         show(tab, served, num_beams=4, draft="none", n=n)
         grow(tab)
-        sequences = specbeam.generate(
-            lm, PROMPT, raw=True, num_beams=4, max_new_tokens=12, num_return_sequences=4
-        ).sequences
+        how = {"num_beams": 4, "max_new_tokens": 12, "num_return_sequences": 4}
+        sequences = specbeam.generate(lm, PROMPT, raw=True, **how).sequences
         rows = tab.locator(".hypotheses li")
         assert rows.locator(".score").all_inner_texts() == [f"{one.score:.3f}" for one in sequences]
         assert rows.locator("mark").count() > 0
         assert rows.first.locator("mark").count() == 0
-        kept = "(all) => all.map((one) => [...one.childNodes].filter((part) => part.nodeName !== 'DEL' && part.nodeName !== 'SMALL').map((part) => part.textContent).join('').trimEnd())"
-        assert [*map(ascii_of, rows.locator("p").evaluate_all(kept))] == [ascii_of(one.text) for one in sequences]
+        texts = rows.locator("p").evaluate_all(KEPT)
+        assert [*map(ascii_of, texts)] == [ascii_of(one.text) for one in sequences]
 
 
 def test_the_chat_has_settings_of_its_own(tab, served):
@@ -746,8 +748,12 @@ def trace_of_chat(lm):
 
 def in_window(tab, locator):
     """Whether each of some elements is in the picture."""
-    inside = """(all) => { const box = document.querySelector(".canvas").getBoundingClientRect();
-        return all.map((one) => one.getBoundingClientRect()).map((at) => at.left >= box.left - 2 && at.right <= box.right + 2 && at.top >= box.top - 2 && at.bottom <= box.bottom + 2); }"""
+    inside = """(all) => {
+        const box = document.querySelector(".canvas").getBoundingClientRect();
+        const isIn = (at) => at.left > box.left - 2 && at.right < box.right + 2
+            && at.top > box.top - 2 && at.bottom < box.bottom + 2;
+        return all.map((one) => isIn(one.getBoundingClientRect()));
+    }"""
     return locator.evaluate_all(inside)
 
 
@@ -759,21 +765,17 @@ def test_fit_keeps_words_that_one_can_read(tab, served):
     best = tab.locator(".pill.best")
     assert best.count() == len(TOUR[-1]["sequences"][0]["token_ids"])
     assert all(in_window(tab, best))
-    assert (
-        best.evaluate_all(
-            "(all) => Math.min(...all.map((one) => parseFloat(getComputedStyle(one.querySelector('text')).fontSize)))"
-        )
-        >= 11
-    )
-    words = best.locator("text:nth-child(2)").all_inner_texts()
+    letters = "(one) => parseFloat(getComputedStyle(one.querySelector('text')).fontSize)"
+    assert best.first.evaluate(letters) >= 11
+    words = best.locator("text:nth-child(2)").all_text_contents()
     assert "coffee" in words
     where = best.nth(15).bounding_box()  # a token of the second line
     tab.mouse.move(where["x"] + 20, where["y"] + 8)
     assert words[15] in tab.locator(".tip .token").inner_text()
     tab.locator(".canvas").focus()
-    tab.keyboard.press("0")  # all in one line, too small for words: those of the text are below
+    tab.keyboard.press("0")  # all in one line, too small for words: the words of the text are below
     tab.locator(".word-of-text").first.wait_for()
-    text = " ".join(tab.locator(".word-of-text").all_inner_texts()).replace("\u00a0", " ")
+    text = " ".join(tab.locator(".word-of-text").all_text_contents()).replace("\u00a0", " ")
     assert text.replace(" ", "") == TOUR[-1]["sequences"][0]["text"].replace(" ", "")
     assert all(in_window(tab, tab.locator(".word-of-text")))
 

@@ -139,12 +139,12 @@ export class TreeView {
     view.y = -this.above(ROW * view.ky);
   }
 
-  // The end of these many columns of a run that is over where most happens: draft tokens have their fate, and beams go apart.
+  // The end of these many columns of a run that is over where most happens: draft tokens are accepted, and beams go apart.
   // What stands behind the text's end is no part of it.
   mostHappensUntil(columns) {
     const { run } = this;
     const last = Math.max(...[...run.best].map((node) => node.depth), 1) + 1;
-    const happens = run.columns.slice(0, last).map((column, depth) => (depth ? column.filter((node) => node.isAccepted || node.isRejected || node.parent.children.length > 1).length : 0));
+    const happens = run.columns.slice(0, last).map((column, depth) => (depth ? column.filter((node) => node.kind === "beam" && (node.isAccepted || node.parent.children.filter((child) => child.kind === "beam").length > 1)).length : 0));
     let best = Math.min(columns, last), most = happens.slice(0, best).reduce((a, b) => a + b, 0);
     for (let end = best + 1, sum = most; end <= last; end++) {
       sum += happens[end - 1] - happens[end - 1 - columns];
@@ -404,8 +404,9 @@ export class TreeView {
   labelsAt({ kx, ky }) {
     if (hasTextAt({ kx, ky }) || this.perLine) return { rows: 0, labels: [] };
     const { run } = this, path = run.bestPath, ends = [], labels = [];
-    for (let i = 0; i < path.length; i += LABEL_TOKENS) {
-      const text = shown(path.slice(i, i + LABEL_TOKENS).filter((node) => !node.isEnd).map((node) => node.text).join("").trim()), wide = (text.length + 1.5) * LABEL_LETTER;
+    for (let i = 0, next; i < path.length; i = next) {
+      for (next = i + LABEL_TOKENS; next < path.length && !/^\s/.test(path[next].text); next++); // whole words
+      const text = shown(path.slice(i, next).filter((node) => !node.isEnd).map((node) => node.text).join("").trim()), wide = (text.length + 1.5) * LABEL_LETTER;
       const x = Math.max(0, Math.min(path[i].depth * COLUMN * kx, run.columns.length * COLUMN * kx - wide));
       let row = ends.findIndex((end) => end < x);
       if (row < 0) row = ends.length;
