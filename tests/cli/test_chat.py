@@ -12,6 +12,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 import specbeam
+from specbeam.cli import main
 from specbeam.cli.chat import line_reader
 from specbeam.sampling_defaults import FALLBACK
 from tests.backends.test_encoder_decoder import make
@@ -401,6 +402,7 @@ def test_options_are_changed_without_a_restart(chat, model):
     assert "temperature 0.7, as specbeam does by default" in notes
     assert notes.count("seed 5") == 3
     assert "not set: min_new_tokens, do_sample, top_k" in err
+    assert "repetition_penalty 1" not in chat("/set")[2]  # it has no part in greedy answers
 
 
 @pytest.mark.parametrize(
@@ -447,3 +449,27 @@ def test_an_answer_that_repeats_itself_says_so(chat):
     repeated, advice = out.strip()[:1], "/set repetition_penalty 1.2 makes that less likely"
     assert err.startswith(f'[the answer repeats itself: "{repeated}". {advice}')
     assert "longer" not in err
+
+
+def test_an_interrupt_in_the_middle_of_a_pass_keeps_the_conversation(model, monkeypatch, capsys):
+    from specbeam.cli import chat as command
+
+    lines = iter(["hi", "more", "more", "/bye"])
+    (expected,), messages = answers(model, "hi")
+    hear, heard = command.Chat.hear, []
+
+    def hear_or_stop(self, line):
+        heard.append(line)
+        if len(heard) == 2:
+            raise KeyboardInterrupt
+        hear(self, line)
+
+    monkeypatch.setattr(command.Chat, "hear", hear_or_stop)
+    monkeypatch.setattr(command, "line_reader", lambda _: lambda: next(lines))
+    for stream in "stdin", "stdout":
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    assert main(["chat", "--model", model.source, *SHORT]) == 0
+    out, err = capsys.readouterr()
+    assert out == printed([expected, answer(model, messages, "more")])
+    assert "[stopped: the conversation stays as it was]" in err
+    assert f"[loading {model.source}]" in err

@@ -93,7 +93,13 @@ def run(given: argparse.Namespace) -> int:
         note("/help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.")
     with contextlib.suppress(EOFError):
         while True:
-            chat.hear(read())
+            line = read()
+            try:
+                chat.hear(line)
+            except KeyboardInterrupt:  # a second one, or one before the answer began
+                if not on_terminal:
+                    raise
+                chat.recover()
     return FAILED if chat.failed and not on_terminal else 0
 
 
@@ -146,6 +152,13 @@ class Chat:
         self.engine = Engine(lm, max_requests=1)
         self.lm, self.draft, self.sampling = lm, draft, sampling
         self.has_template = not self.raw and lm.tokenizer is not None and bool(lm.tokenizer.chat_template)
+
+    def recover(self) -> None:
+        """Go on after an interrupt in the middle of a pass. The conversation stays as it was."""
+        from specbeam.engine import Engine
+
+        self.engine = Engine(self.lm, max_requests=1)
+        note("\n[stopped: the conversation stays as it was]")
 
     def introduce(self) -> None:
         """Say how the model answers, and with which weights."""
@@ -324,7 +337,7 @@ class Chat:
             now = getattr(options, one)
             if self.given.get(one) is not None:
                 note(f"{one} {number(now)}")
-            elif one in self.sampling.settings and now is not None:
+            elif now == self.sampling.settings.get(one) is not None:
                 note(f"{one} {number(now)}, {self.sampling.origin}")
             elif name:
                 note(f"{one} is not set")
@@ -361,8 +374,13 @@ class Chat:
         *before, last = self.messages
         self.answer(before if last["role"] == "assistant" else self.messages, self.tries)
         answer = self.messages[-1]  # the last one itself if this one was stopped before there was a text
-        if answer is not last and answer == last and not self.options.samples:
-            note("[the same answer, as you do not sample: /temperature 0.7 draws others]")
+        if answer is not last and answer == last:
+            why = (
+                "drawn again: a higher /temperature"
+                if self.options.samples
+                else "as you do not sample: /temperature 0.7"
+            )
+            note(f"[the same answer, {why} draws others]")
 
     def do_system(self, argument: str) -> None:
         """/system [TEXT]: set the system message, also of the turns so far. Without TEXT, remove it."""
