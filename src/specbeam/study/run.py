@@ -114,8 +114,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
                 with_recording(record, run.recordings, first) | {"own": own.values.get(record["key"], {})}
                 for record in run.records.values()
             ]
-            summary = _summarize(study, records, run.scores)
-            summary["failed_metrics"] = own.failures
+            summary = _summarize(study, records, run.scores, own.failures)
             overhead = max(0.0, time.perf_counter() - began - (generating - earlier))
             from specbeam.study.report import write_report
 
@@ -288,13 +287,25 @@ def _score(study: Study, run: Run, work: Callable[[], Work]) -> None:
         run.add_scores(record["key"], known[same])
 
 
-def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -> dict[str, Any]:
+def _summarize(
+    study: Study,
+    records: list[Record],
+    scores: Mapping[str, Any],
+    failed_metrics: Mapping[str, Mapping[str, str]] = {},
+) -> dict[str, Any]:
     found = methods(study)
     twins = {method.name: method.twin for method in found if method.twin is not None}
     baseline = study.metrics.baseline or found[0].name
     order = {method.name: i for i, method in enumerate(found)}
     records = sorted(records, key=lambda record: order.get(record["method"], len(order)))
-    return summarize(records, scores, baseline=baseline, twins=twins, confidence=study.metrics.confidence)
+    return summarize(
+        records,
+        scores,
+        baseline=baseline,
+        twins=twins,
+        confidence=study.metrics.confidence,
+        failed_metrics=failed_metrics,
+    )
 
 
 def _sources(study: Study) -> dict[str, Path]:

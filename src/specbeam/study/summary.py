@@ -34,6 +34,7 @@ def summarize(
     baseline: str | None = None,
     twins: Mapping[str, str] = {},
     confidence: float = 0.95,
+    failed_metrics: Mapping[str, Mapping[str, str]] = {},
 ) -> dict[str, Any]:
     """The methods of a run, in the order in which they first come, as plain data.
 
@@ -42,16 +43,18 @@ def summarize(
             is the model that generated), and whether a program "passed".
         baseline: the method that the others' speed is compared with.
         twins: for a method, the method whose tokens it must return. The summary counts how often it does.
+        failed_metrics: as :attr:`specbeam.study.metrics.OwnMetrics.failures`, kept as it is.
 
     Returns:
         "methods", "categories", "acceptance_by_position" by method, and "time" (seconds by component) by method.
-        "confidence": of the intervals. "fastest": as :func:`_fastest` returns it. Failed generations are counted, and
-        left out of all other figures.
+        "confidence": of the intervals. "failed_metrics": as given. "fastest": as :func:`_fastest` returns it. Failed
+        generations are counted, and left out of all other figures.
     """
     by_method = _by_method(records)
     speeds = {method: _speeds(some) for method, some in by_method.items()}
     summary: dict[str, Any] = {
         "confidence": confidence,
+        "failed_metrics": failed_metrics,
         "methods": [],
         "fastest": _fastest(speeds, confidence),
         "categories": {},
