@@ -255,8 +255,8 @@ def _serve(
                 *load(), default_draft, limits, allows_control_tokens=given.allow_control_tokens, sampling=sampling
             )
             caches = models.cache_limits
-            about = [f"{model.name}: {model.lm.precision}" for model in models]
-            about += [f"{model.name} {model.sampling}; a request may say otherwise" for model in models]
+            about = [f"{model.name} {model.sampling}; a request may say otherwise" for model in models]
+            about += [f"{model.name}: {model.lm.precision}" for model in models]
             app = make_app(models, limits, access, logs_prompts=given.log_prompts)
         accept(bound)
         gc.collect()
