@@ -9,10 +9,17 @@ endif
 
 .PHONY: demo test test-thorough fuzz fuzz-native lint docs wheel
 
+# Two queries, and what the third one is for: beams are sure of it, so a draft saves most passes.
+export define QUERIES
+Users in Paris: SELECT name, email FROM users WHERE city = 'Paris' ORDER BY name;
+Users in Oslo: SELECT name, email FROM users WHERE city = 'Oslo' ORDER BY name;
+Users in Rome:
+endef
+
 # The main job: text from a real model (98 MB, fetched on first use, beside the packages), and the passes that lookups and lazy beams save.
 demo: .venv/specbeam
 	$(BIN)/specbeam generate "List three tips for a good night's sleep." --max-new-tokens 96
-	$(BIN)/specbeam compare "Write the lyrics of 'Row, row, row your boat' three times." --max-new-tokens 96
+	$(BIN)/specbeam compare "$$QUERIES" --raw --stop-strings ';' --max-new-tokens 64
 	@echo
 	@echo "To watch the search in the browser: $(BIN)/specbeam demo"
 

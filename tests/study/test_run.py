@@ -87,7 +87,15 @@ def kept(folder):
 
 
 def test_a_study_finds_what_generate_finds(words, folder, tmp_path, capsys):
-    assert study(*words, "decode.mode=[greedy,speculative,beam,speculative-beam]", "repeats=2") == 0
+    assert (
+        study(
+            *words,
+            "decode.mode=[greedy,speculative,beam,speculative-beam]",
+            "decode.num_return_sequences=4",
+            "repeats=2",
+        )
+        == 0
+    )
     records, scores = kept(tmp_path / "run")
     assert len(records) == 4 * 2 * (4 + 2)
     lm = specbeam.load(folder, backend="cpu", quantize="float32")

@@ -325,8 +325,6 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
         if key not in ("mode", "strategy", "do_sample") and USERS.get(key, frozenset()) <= does
     }
     options["do_sample"] = "samples" in does
-    if "has beams" in does:
-        options.setdefault("num_return_sequences", options["num_beams"])
     with located(f"method {name}"):
         checked = Options.of(options)
     options = {key: getattr(checked, key) for key in options}
