@@ -11,7 +11,7 @@ const MARGIN = 0.35; // of the window, drawn on each side
 const LEAST_STRETCH = 0.5, MOST_STRETCH = 2; // of a layer. Beyond it, another layer is made
 const REST = 90, FRAME_WORK = 2; // ms
 const FIT_COLUMNS = [1, 0.88, 0.76], FIT_ROW = 0.5, MOST_WINDOWS = 3; // scales of broken lines, and how many windows they may take
-const MARGIN_OF_LINES = 0.3; // columns, where a line goes on from the one before
+const MARGIN_OF_LINES = 0.3; // columns, where a line goes on from the one before, and rows above the first line
 const LABEL_ROW = 17, LABEL_LETTER = 7, LABEL_TOKENS = 4, MOST_LABEL_ROWS = 12; // px, px: the words of the text in a far tree
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
@@ -157,7 +157,7 @@ export class TreeView {
   get lines() {
     const { run, first, perLine } = this;
     if (!perLine) return [0];
-    const tops = [0];
+    const tops = [MARGIN_OF_LINES];
     for (let depth = first; depth < run.columns.length; depth += perLine) {
       let rows = 1;
       for (let i = depth; i < Math.min(depth + perLine, run.columns.length); i++) rows = Math.max(rows, run.heightOf(i));
@@ -365,7 +365,7 @@ export class TreeView {
   // Without a time, tiles that are there are drawn again if they have changed.
   addTiles(layer, until) {
     const { lines } = this;
-    if (!until || !layer.tiles.size) layer.resize(this.perLine ? this.perLine + MARGIN_OF_LINES : this.run.columns.length, this.perLine ? lines.at(-1) : this.rowsFrom(0), this.labelsAt(layer.scale).rows);
+    if (!until || !layer.tiles.size) layer.resize(this.perLine ? this.perLine + 1 : this.run.columns.length, this.perLine ? lines.at(-1) : this.rowsFrom(0), this.labelsAt(layer.scale).rows);
     const wanted = this.tilesNear(layer.scale, lines), keys = new Set(wanted.map((tile) => tile.key));
     for (const key of layer.tiles.keys()) if (!keys.has(key)) layer.drop(key);
     for (const tile of wanted) {
