@@ -99,9 +99,9 @@ def replay(page: Page) -> object:
 
 def picture(page: Page) -> Image.Image:
     """The panel down to its legend, with an edge."""
-    height = page.evaluate("document.querySelector('.player').offsetTop - document.querySelector('.panel').offsetTop")
-    image = Image.open(io.BytesIO(page.locator(".panel").screenshot())).convert("RGB")
-    image = image.crop((0, 0, image.width, height))
+    panel, player = (page.locator(name).bounding_box() or {} for name in (".panel", ".player"))
+    panel["height"] = player["y"] - panel["y"]
+    image = Image.open(io.BytesIO(page.screenshot(clip=panel))).convert("RGB")
     image = ImageOps.expand(image, FILM_EDGE, image.getpixel((image.width - 1, 0)))
     return image.resize((FILM_WIDTH, FILM_WIDTH * image.height // image.width))
 

@@ -1,6 +1,6 @@
 // A run of the search: events come in, and a tree with its numbers comes out. docs/server.md describes the events.
 
-const LAST_WORDS = 24; // tokens of the best text, for a sentence
+const LAST_WORDS = 64; // tokens of the best text, for a sentence
 const BEGINNING = 5000; // ms, in which one reads what a paced run begins with
 const LEAST_NUMBER = -9999; // stands for minus infinity
 

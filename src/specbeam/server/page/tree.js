@@ -10,7 +10,7 @@ const TILE_WIDTH = 460, TILE_HEIGHT = 300, MAX_TILE_COLUMNS = 32; // px, px, ste
 const MARGIN = 0.35; // of the window, drawn on each side
 const LEAST_STRETCH = 0.5, MOST_STRETCH = 2; // of a layer. Beyond it, another layer is made
 const REST = 90, FRAME_WORK = 2; // ms
-const FIT_COLUMNS = [1, 0.88, 0.76], FIT_ROW = 0.5, MOST_WINDOWS = 3; // scales of broken lines, and how many windows they may take
+const FIT_COLUMNS = [1, 0.88, 0.76], FIT_ROW = 0.47, MOST_WINDOWS = 3; // scales of broken lines, and how many windows they may take
 const MARGIN_OF_LINES = 0.3; // columns, where a line goes on from the one before, and rows above the first line
 const LABEL_ROW = 17, LABEL_LETTER = 7, LABEL_TOKENS = 4, MOST_LABEL_ROWS = 12; // px, px: the words of the text in a far tree
 
