@@ -1,5 +1,6 @@
 // The hypotheses of a search that has ended, best first, and how each differs from the best one.
 
+import { isWord } from "./run.js";
 import { html, useMemo } from "./vendor/preact.js";
 
 const MOST = 8;
@@ -18,7 +19,7 @@ export function hypothesesOf(run) {
 
 // The pieces of a text against another one: [text, "same" | "other" | "missing"], by a longest common subsequence of tokens.
 export function differences(best, path) {
-  const [a, b] = [best, path].map((nodes) => nodes.filter((node) => !node.isEnd));
+  const [a, b] = [best, path].map((nodes) => nodes.filter(isWord));
   let from = 0, toA = a.length, toB = b.length;
   while (from < toA && from < toB && a[from].token === b[from].token) from++;
   while (toA > from && toB > from && a[toA - 1].token === b[toB - 1].token) { toA--; toB--; }

@@ -418,5 +418,8 @@ export const percent = (logProb) => {
   return p >= 99.95 ? "100 %" : p >= 10 ? `${p.toFixed(0)} %` : p >= 0.1 ? `${p.toFixed(1)} %` : "< 0.1 %";
 };
 
+// Whether a node is part of the text. The token that ends a text can be a word, or say only that it ends.
+export const isWord = (node) => !(node.isEnd && /^<.*>$/.test(node.text));
+
 // A token on one line, with marks for white space.
 export const shown = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "\u00a0") || "∅";

@@ -2,7 +2,7 @@
 // can be broken into lines, as a text is. It is made of tiles, and only tiles near the window are there. While one pans or zooms, the browser moves all tiles as one layer, and each frame adds tiles
 // that come near, as many as fit into its time. So a layer at a new scale takes some frames. It is shown when it is whole.
 
-import { percent, shown } from "./run.js";
+import { isWord, percent, shown } from "./run.js";
 
 const COLUMN = 92, ROW = 38, PILL = 26, FONT = 12.5, LETTER = 7.2; // at scale 1, in px
 const LEAST_COLUMN = 46, LEAST_ROW = 16; // below this, there is no text
@@ -12,7 +12,7 @@ const LEAST_STRETCH = 0.5, MOST_STRETCH = 2; // of a layer. Beyond it, another l
 const REST = 90, FRAME_WORK = 2; // ms
 const FIT_COLUMNS = [1, 0.88, 0.76], FIT_ROW = 0.47, MOST_WINDOWS = 3; // scales of broken lines, and how many windows they may take
 const MARGIN_OF_LINES = 0.3; // columns, where a line goes on from the one before, and rows above the first line
-const LABEL_ROW = 17, LABEL_LETTER = 7, LABEL_TOKENS = 4, MOST_LABEL_ROWS = 12; // px, px: the words of the text in a far tree
+const LABEL_ROW = 17, LABEL_LETTER = 7.9, LABEL_TOKENS = 4, MOST_LABEL_ROWS = 12; // px, px: the words of the text in a far tree
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
 const one = (value) => value.toFixed(1);
@@ -406,7 +406,7 @@ export class TreeView {
     const { run } = this, path = run.bestPath, ends = [], labels = [];
     for (let i = 0, next; i < path.length; i = next) {
       for (next = i + LABEL_TOKENS; next < path.length && !/^\s/.test(path[next].text); next++); // whole words
-      const text = shown(path.slice(i, next).filter((node) => !node.isEnd).map((node) => node.text).join("").trim()), wide = (text.length + 1.5) * LABEL_LETTER;
+      const text = shown(path.slice(i, next).filter(isWord).map((node) => node.text).join("").trim()), wide = (text.length + 1.5) * LABEL_LETTER;
       const x = Math.max(0, Math.min(path[i].depth * COLUMN * kx, run.columns.length * COLUMN * kx - wide));
       let row = ends.findIndex((end) => end < x);
       if (row < 0) row = ends.length;
@@ -464,7 +464,7 @@ export class TreeView {
         const classes = `${this.kindOf(node)}${this.isGrowing && node.phase === run.at ? " new" : ""}${node === this.selected ? " selected" : ""}`;
         const mark = node.isAccepted ? "✓" : node.isRejected ? "✕" : "";
         const badge = node.isEnd ? `<path class="mark" d="M${one(x + w - 4)} ${one(y - pill / 2 - 1)}h4v4h-4z"/>` : `<text class="mark" x="${one(x + w - 2)}" y="${one(y - pill / 2 + 4.2)}">${mark}</text>`;
-        pills.push(`<g data-node="${node.id}" class="pill ${classes}"><rect x="${one(x)}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(x + w / 2)}" y="${one(y + 0.36 * FONT * size)}">${escaped(node.isEnd && /^<.*>$/.test(node.text) ? "end" : short(node.text, Math.max(1, most)))}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(x + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${badge}` : ""}</g>`);
+        pills.push(`<g data-node="${node.id}" class="pill ${classes}"><rect x="${one(x)}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(x + w / 2)}" y="${one(y + 0.36 * FONT * size)}">${escaped(!isWord(node) ? "end" : short(node.text, Math.max(1, most)))}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(x + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${badge}` : ""}</g>`);
       }
     }
     return pills.join("");
