@@ -20,7 +20,7 @@ SIZES: dict[str, ViewportSize] = {"wide": {"width": 1440, "height": 960}, "narro
 MANY_BEAMS = "&prompt=Once upon a time&as=raw&num_beams=64&draft=none&max_tokens=48"
 SHAPES = [(scheme, width) for scheme in ("light", "dark") for width in ("wide", "narrow")]
 SHAPES_OF_64 = [("light", "wide"), ("dark", "narrow")]
-FILM_COLOURS = 128
+STILL_COLOURS = FILM_COLOURS = 128
 FILM_WIDTH, FILM_EDGE = 760, 16  # px
 FRAME_MS, LAST_FRAME_MS = 700, 4000
 
@@ -45,11 +45,9 @@ def answers(page: Page) -> None:
 
 
 def waiting(page: Page) -> None:
-    """Two thirds of a run in which beams wait."""
+    """A run in which beams wait."""
     page.get_by_role("button", name="Beams that wait").click()
     replay(page).wait_for()
-    place = page.get_by_label("Place in the run")
-    place.fill(str(int(place.get_attribute("max") or 0) * 2 // 3))
 
 
 def race(page: Page) -> None:
@@ -101,9 +99,9 @@ def replay(page: Page) -> object:
 
 def picture(page: Page) -> Image.Image:
     """The panel down to its legend, with an edge."""
-    height = page.evaluate("document.querySelector('.player').offsetTop - document.querySelector('.panel').offsetTop")
-    image = Image.open(io.BytesIO(page.locator(".panel").screenshot())).convert("RGB")
-    image = image.crop((0, 0, image.width, height))
+    panel, player = (page.locator(name).bounding_box() or {} for name in (".panel", ".player"))
+    panel["height"] = player["y"] - panel["y"]
+    image = Image.open(io.BytesIO(page.screenshot(clip=panel))).convert("RGB")
     image = ImageOps.expand(image, FILM_EDGE, image.getpixel((image.width - 1, 0)))
     return image.resize((FILM_WIDTH, FILM_WIDTH * image.height // image.width))
 
@@ -140,7 +138,7 @@ def still(browser: Browser, url: str, act: Callable[[Page], None], scheme: str, 
     page.wait_for_timeout(500)
     image = Image.open(io.BytesIO(page.screenshot(full_page=width == "narrow"))).convert("RGB")
     # Maximum coverage keeps the colours of thin lines, which are few pixels, and k-means the shades of shadows.
-    image = image.quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=3)
+    image = image.quantize(STILL_COLOURS, method=Image.Quantize.MAXCOVERAGE, kmeans=3)
     image.save(HERE / f"{name}-{scheme}-{width}.png", optimize=True)
     page.close()
 

@@ -1,6 +1,7 @@
 // The hypotheses of a search that has ended, best first, and how each differs from the best one.
 
-import { html } from "./vendor/preact.js";
+import { isWord } from "./run.js";
+import { html, useMemo } from "./vendor/preact.js";
 
 const MOST = 8;
 
@@ -18,7 +19,7 @@ export function hypothesesOf(run) {
 
 // The pieces of a text against another one: [text, "same" | "other" | "missing"], by a longest common subsequence of tokens.
 export function differences(best, path) {
-  const [a, b] = [best, path].map((nodes) => nodes.filter((node) => !node.isEnd));
+  const [a, b] = [best, path].map((nodes) => nodes.filter(isWord));
   let from = 0, toA = a.length, toB = b.length;
   while (from < toA && from < toB && a[from].token === b[from].token) from++;
   while (toA > from && toB > from && a[toA - 1].token === b[toB - 1].token) { toA--; toB--; }
@@ -38,13 +39,16 @@ export function differences(best, path) {
 }
 
 export function Hypotheses({ run }) {
-  const all = hypothesesOf(run);
+  const all = useMemo(() => {
+    const all = hypothesesOf(run);
+    return all.map((one, i) => ({ ...one, pieces: i ? differences(all[0].path, one.path) : [[one.text, "same"]] }));
+  }, [run, run.isWhole]);
   if (all.length < 2) return null;
   return html`<section class="hypotheses" aria-label="Hypotheses"><h2>The best and its runners-up</h2>
     <p class="help">Ranked by score: log-probability per token${(run.begin.options.length_penalty ?? 1) === 1 ? "" : `, with length penalty ${run.begin.options.length_penalty}`}. What differs from the best text is marked. ${run.end.sequences.length > 1 ? "" : "The runners-up are those that the search met on its way. “Texts” returns as many as you ask for."}</p>
-    <ol>${all.map(({ path, score, text, isReturned, isFinished }, i) => html`<li key=${i} class=${i ? "" : "first"}>
+    <ol>${all.map(({ pieces, score, isReturned, isFinished }, i) => html`<li key=${i} class=${i ? "" : "first"}>
       <span class="score">${score.toFixed(3)}</span>
-      <p>${i === 0 ? text : differences(all[0].path, path).map(([piece, kind], j) => (kind === "same" ? piece : kind === "other" ? html`<mark key=${j}>${piece.trim() ? piece : piece.replace(/\n/g, "⏎")}</mark>` : html`<del key=${j}>${piece}</del>`))}${!isReturned && !isFinished ? html` <small>not finished</small>` : ""}</p>
+      <p>${pieces.map(([piece, kind], j) => (kind === "same" ? piece : kind === "other" ? html`<mark key=${j}>${piece.trim() ? piece : piece.replace(/\n/g, "⏎")}</mark>` : html`<del key=${j}>${piece}</del>`))}${!isReturned && !isFinished ? html` <small>not finished</small>` : ""}</p>
     </li>`)}</ol>
   </section>`;
 }

@@ -80,7 +80,7 @@ export function Numbers({ run, times = run?.end ? [run.decodeSeconds] : [] }) {
   const middle = seconds[(seconds.length - 1) >> 1], range = seconds.length > 1 ? `${seconds[0].toFixed(2)} to ${seconds.at(-1).toFixed(2)} s in ${seconds.length} runs` : "one run";
   const cells = [
     [`passes${run && run.length ? ` for ${run.length} ${run.width > 1 ? "steps" : "tokens"}` : ""}`, passes ? `${passes}${run.draftPasses ? ` + ${run.draftPasses}` : ""}` : "–", "Passes of the model, and of a draft model. They are the same in each run."],
-    ["draft tokens kept", run && run.drafted ? `${run.accepted} of ${run.drafted.toLocaleString("en")}` : "–", "Each accepted draft token saves work of a pass"],
+    ...(run?.begin && run.begin.draft === "none" ? [] : [["draft tokens kept", run && run.drafted ? `${run.accepted} of ${run.drafted.toLocaleString("en")}` : "–", "Each accepted draft token saves work of a pass"]]),
     ...(beams ? [["beams evaluated", `${beams.evaluated.toLocaleString("en")} of ${beams.possible.toLocaleString("en")} possible`, "The other beams cannot matter, or not yet"]] : []),
     ...(run?.pace ? [] : [[`time after the prefill, ${range}`, middle > 0 ? `${middle.toFixed(2)} s` : "–", "Other programs on the machine change it"]]),
   ];

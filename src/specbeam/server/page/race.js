@@ -3,6 +3,7 @@
 import { useFrames } from "./hooks.js";
 import { Controls, FIELDS, Options, requestOf } from "./options.js";
 import { AsText, Cut, Numbers } from "./panel.js";
+import { isWord } from "./run.js";
 import { html, useRef, useState } from "./vendor/preact.js";
 
 const REPEATS = 3, MOST_SECONDS = 8; // a race is run this often, unless it would take longer
@@ -74,7 +75,7 @@ export function RacePage(all) {
 }
 
 function Lane({ name, run, most, times }) {
-  const path = run ? run.bestPath.filter((node) => !node.isEnd) : [];
+  const path = run ? run.bestPath.filter(isWord) : [];
   let round = -1, stripe = false;
   return html`<article class="lane" aria-label=${name}>
     <h2>${name}</h2>

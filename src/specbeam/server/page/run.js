@@ -1,5 +1,6 @@
 // A run of the search: events come in, and a tree with its numbers comes out. docs/server.md describes the events.
 
+const LAST_WORDS = 64; // tokens of the best text, for a sentence
 const BEGINNING = 5000; // ms, in which one reads what a paced run begins with
 const LEAST_NUMBER = -9999; // stands for minus infinity
 
@@ -205,7 +206,7 @@ export class Run {
     this.proposed = 0;
     this.told.push({
       proposed: event.drafted.length, kept: kept() - before.kept, accepted: this.accepted - before.accepted, evaluated: this.evaluatedBeams - before.evaluated,
-      steps: event.steps.length, text: this.bestPath.map((node) => node.text).join(""), token: this.beams[0]?.text || "",
+      steps: event.steps.length, text: this.bestPath.slice(-LAST_WORDS).map((node) => node.text).join(""), token: this.beams[0]?.text || "",
     });
   }
 
@@ -416,6 +417,9 @@ export const percent = (logProb) => {
   const p = Math.exp(logProb) * 100;
   return p >= 99.95 ? "100 %" : p >= 10 ? `${p.toFixed(0)} %` : p >= 0.1 ? `${p.toFixed(1)} %` : "< 0.1 %";
 };
+
+// Whether a node is part of the text. The token that ends a text can be a word, or say only that it ends.
+export const isWord = (node) => !(node.isEnd && /^<.*>$/.test(node.text));
 
 // A token on one line, with marks for white space.
 export const shown = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "\u00a0") || "∅";

@@ -2,7 +2,7 @@
 // can be broken into lines, as a text is. It is made of tiles, and only tiles near the window are there. While one pans or zooms, the browser moves all tiles as one layer, and each frame adds tiles
 // that come near, as many as fit into its time. So a layer at a new scale takes some frames. It is shown when it is whole.
 
-import { percent, shown } from "./run.js";
+import { isWord, percent, shown } from "./run.js";
 
 const COLUMN = 92, ROW = 38, PILL = 26, FONT = 12.5, LETTER = 7.2; // at scale 1, in px
 const LEAST_COLUMN = 46, LEAST_ROW = 16; // below this, there is no text
@@ -10,9 +10,9 @@ const TILE_WIDTH = 460, TILE_HEIGHT = 300, MAX_TILE_COLUMNS = 32; // px, px, ste
 const MARGIN = 0.35; // of the window, drawn on each side
 const LEAST_STRETCH = 0.5, MOST_STRETCH = 2; // of a layer. Beyond it, another layer is made
 const REST = 90, FRAME_WORK = 2; // ms
-const FIT_COLUMNS = [1, 0.88, 0.76], FIT_ROW = 0.5, MOST_WINDOWS = 3; // scales of broken lines, and how many windows they may take
-const MARGIN_OF_LINES = 0.3; // columns, where a line goes on from the one before
-const LABEL_ROW = 17, LABEL_LETTER = 7, LABEL_TOKENS = 4, MOST_LABEL_ROWS = 12; // px, px: the words of the text in a far tree
+const FIT_COLUMNS = [1, 0.88, 0.76], FIT_ROW = 0.47, MOST_WINDOWS = 3; // scales of broken lines, and how many windows they may take
+const MARGIN_OF_LINES = 0.3; // columns, where a line goes on from the one before, and rows above the first line
+const LABEL_ROW = 17, LABEL_LETTER = 7.9, LABEL_TOKENS = 4, MOST_LABEL_ROWS = 12; // px, px: the words of the text in a far tree
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
 const one = (value) => value.toFixed(1);
@@ -157,7 +157,7 @@ export class TreeView {
   get lines() {
     const { run, first, perLine } = this;
     if (!perLine) return [0];
-    const tops = [0];
+    const tops = [MARGIN_OF_LINES];
     for (let depth = first; depth < run.columns.length; depth += perLine) {
       let rows = 1;
       for (let i = depth; i < Math.min(depth + perLine, run.columns.length); i++) rows = Math.max(rows, run.heightOf(i));
@@ -365,7 +365,7 @@ export class TreeView {
   // Without a time, tiles that are there are drawn again if they have changed.
   addTiles(layer, until) {
     const { lines } = this;
-    if (!until || !layer.tiles.size) layer.resize(this.perLine ? this.perLine + MARGIN_OF_LINES : this.run.columns.length, this.perLine ? lines.at(-1) : this.rowsFrom(0), this.labelsAt(layer.scale).rows);
+    if (!until || !layer.tiles.size) layer.resize(this.perLine ? this.perLine + 1 : this.run.columns.length, this.perLine ? lines.at(-1) : this.rowsFrom(0), this.labelsAt(layer.scale).rows);
     const wanted = this.tilesNear(layer.scale, lines), keys = new Set(wanted.map((tile) => tile.key));
     for (const key of layer.tiles.keys()) if (!keys.has(key)) layer.drop(key);
     for (const tile of wanted) {
@@ -406,7 +406,7 @@ export class TreeView {
     const { run } = this, path = run.bestPath, ends = [], labels = [];
     for (let i = 0, next; i < path.length; i = next) {
       for (next = i + LABEL_TOKENS; next < path.length && !/^\s/.test(path[next].text); next++); // whole words
-      const text = shown(path.slice(i, next).filter((node) => !node.isEnd).map((node) => node.text).join("").trim()), wide = (text.length + 1.5) * LABEL_LETTER;
+      const text = shown(path.slice(i, next).filter(isWord).map((node) => node.text).join("").trim()), wide = (text.length + 1.5) * LABEL_LETTER;
       const x = Math.max(0, Math.min(path[i].depth * COLUMN * kx, run.columns.length * COLUMN * kx - wide));
       let row = ends.findIndex((end) => end < x);
       if (row < 0) row = ends.length;
@@ -464,7 +464,7 @@ export class TreeView {
         const classes = `${this.kindOf(node)}${this.isGrowing && node.phase === run.at ? " new" : ""}${node === this.selected ? " selected" : ""}`;
         const mark = node.isAccepted ? "✓" : node.isRejected ? "✕" : "";
         const badge = node.isEnd ? `<path class="mark" d="M${one(x + w - 4)} ${one(y - pill / 2 - 1)}h4v4h-4z"/>` : `<text class="mark" x="${one(x + w - 2)}" y="${one(y - pill / 2 + 4.2)}">${mark}</text>`;
-        pills.push(`<g data-node="${node.id}" class="pill ${classes}"><rect x="${one(x)}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(x + w / 2)}" y="${one(y + 0.36 * FONT * size)}">${escaped(node.isEnd && /^<.*>$/.test(node.text) ? "end" : short(node.text, Math.max(1, most)))}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(x + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${badge}` : ""}</g>`);
+        pills.push(`<g data-node="${node.id}" class="pill ${classes}"><rect x="${one(x)}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(x + w / 2)}" y="${one(y + 0.36 * FONT * size)}">${escaped(!isWord(node) ? "end" : short(node.text, Math.max(1, most)))}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(x + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${badge}` : ""}</g>`);
       }
     }
     return pills.join("");
