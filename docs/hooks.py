@@ -62,7 +62,7 @@ def shown_output(output):
 
 def adapted(svg):
     """A plot of matplotlib in the colours of the page: no background, and the colour of the text in place of black."""
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for the whole page
+    svg = re.sub(r"<(style|metadata).*?</\1>", "", svg, flags=re.DOTALL)  # the style would hold for the whole page
     svg = svg.replace("fill: #ffffff", "fill: none").replace("#000000", "currentColor")
     return svg.replace("<svg ", '<svg role="img" fill="currentColor" style="max-width: 100%; height: auto" ', 1)
 

@@ -20,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from docs.hooks import pages_of
 from specbeam import ladder
 from specbeam.cli import main
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model, reference_model
@@ -92,6 +93,16 @@ def test_the_tutorial_is_kept_as_it_runs_from_top_to_bottom():
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)], HOW_TO_STORE
     assert {name for cell in cells for name, _ in shown(cell)} == {"stdout", "text/markdown", "image/svg+xml"}
     assert TUTORIAL.stat().st_size < SIZE
+
+
+def test_the_site_shows_code_outputs_and_the_plot_in_the_colours_of_the_page():
+    page = pages_of(TUTORIAL)
+    assert "\n```text\nhello world world world <UNK> <UNK>\n```" in page
+    assert "\n```python\ndef greedy(" in page
+    (svg,) = re.findall(r"<figure>\n(<svg .*?</svg>)\n</figure>", page, re.DOTALL)
+    assert re.search(r"<title>\w", svg)
+    assert "currentColor" in svg
+    assert not re.search(r"<style|#000000|fill: #ffffff", svg)
 
 
 def test_every_exercise_has_a_solution_that_runs():
