@@ -256,9 +256,8 @@ def test_an_option_goes_to_the_methods_it_is_for_and_is_refused_if_there_are_non
 
 def test_beams_return_one_text_unless_more_are_asked_for():
     """A search for all its beams has to evaluate all of them, so no draft could save much."""
-    assert {m.name: m.options.get("num_return_sequences", 1) for m in methods(study())} == dict.fromkeys(
-        ("greedy", "speculative", "beam", "speculative-beam"), 1
-    )
+    returned = {m.name: m.options.get("num_return_sequences", 1) for m in methods(study())}
+    assert returned == dict.fromkeys(("greedy", "speculative", "beam", "speculative-beam"), 1)
 
 
 USELESS = "hydra.job.chdir=true hydra.env={} ++hydra.callbacks.mine=1 hydra/job_logging=disabled +hydra/callbacks=mine"
