@@ -83,7 +83,9 @@ def test_make_gives_pip_the_index_that_it_is_given():
 def test_the_image_has_a_tested_python_and_takes_an_index():
     image = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
     (python,) = set(re.findall(r"^FROM python:([\d.]+)-slim", image, re.MULTILINE))
-    (tested,) = re.findall(r"every change runs `make test`: Python ([\d.]+)", (ROOT / "README.md").read_text())
+    (tested,) = re.findall(
+        r"every change runs `make test` with Python (\d.\d+)", (ROOT / "docs/stability.md").read_text()
+    )
     assert python == tested
     argument, install = image.index("ARG TORCH_INDEX"), image.index("PIP_EXTRA_INDEX_URL=$TORCH_INDEX")
     assert argument < install < image.index("pip install")

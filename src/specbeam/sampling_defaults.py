@@ -94,7 +94,7 @@ class Recommendation(NamedTuple):
         pattern: a regular expression for names of models, in lower case.
         settings: by the names of :class:`specbeam.Options`.
         source: where the publisher says so.
-        ours: what specbeam adds. Without it, 12 of 12 answers of SmolLM2-135M went on to 1,024 tokens, in loops. With
+        ours: what specbeam adds. Without it, 12 of 12 answers of SmolLM2-135M went on to 1,024 tokens. With
             it, 8 of 8 ended within 400. A repetition_penalty counts the prompt, too, and spoilt words.
     """
 
