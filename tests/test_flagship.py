@@ -13,7 +13,7 @@ from tests.pages import FILES
 pytestmark = pytest.mark.models
 
 A_PASS = 0.0024
-"""Seconds, about those of SmolLM2-135M on two cores."""
+"""Seconds, about as SmolLM2-135M takes on two cores."""
 AVX512, AVX2 = 0.025, 0.16
 """What a further node costs, as a share of a pass. Costs are given, so the counts are the same in every run."""
 

@@ -1,4 +1,4 @@
-"""A text that ends in a loop is told from one that is only long."""
+"""A loop at the end of a text is found, and a text that is only long has none."""
 
 import pytest
 from hypothesis import given

@@ -695,7 +695,7 @@ def ascii_of(text):
 
 
 def test_hypotheses_are_ranked_and_what_differs_is_marked(tab, served, lm):
-    for n in (4, 1):  # returned hypotheses, and the ones of the search alone
+    for n in (4, 1):  # hypotheses that are returned, or only searched
         show(tab, served, num_beams=4, draft="none", n=n)
         grow(tab)
         how = {"num_beams": 4, "max_new_tokens": 12, "num_return_sequences": 4}

@@ -1,6 +1,6 @@
 """The types of tensors in GGUF files: how large their blocks are, and what values the bytes stand for.
 
-The formats are those of llama.cpp (``ggml-common.h`` and ``ggml-quants.c``). Each sum and product is made in the order
+The formats are llama.cpp's (``ggml-common.h`` and ``ggml-quants.c``). Each sum and product is made in the order
 of its reference, so that the values are equal bit for bit.
 """
 
@@ -79,13 +79,13 @@ def dequantize(raw: NDArray[np.uint8], kind: GGMLType) -> Values:
 
 
 def planes(packed: NDArray[Any], bits: int) -> NDArray[Any]:
-    """Unpack small numbers: first the lowest bits of all entries, then the next ones. (..., k) to (..., parts, k)."""
+    """Unpack small numbers: first the lowest bits of all entries, then the next bits. (..., k) to (..., parts, k)."""
     shifts = np.arange(0, 8 * packed.itemsize, bits, dtype=packed.dtype)
     return packed[..., None, :] >> shifts[:, None] & packed.dtype.type((1 << bits) - 1)
 
 
 def in_turn(packed: NDArray[Any], bits: int, parts: int | None = None) -> NDArray[Any]:
-    """Unpack small numbers: all of an entry, then those of the next one. (..., k) to (..., k * parts)."""
+    """Unpack small numbers: all numbers of an entry, then of the next one. (..., k) to (..., k * parts)."""
     parts = 8 * packed.itemsize // bits if parts is None else parts
     shifts = np.arange(parts, dtype=packed.dtype) * packed.dtype.type(bits)
     unpacked = packed[..., None] >> shifts & packed.dtype.type((1 << bits) - 1)
