@@ -216,7 +216,15 @@ def test_a_new_token_has_the_log_probabilities_of_a_prefill(subject, method):
 @on_each_model({"llama, float32": ("greedy", "sampled", "16 beams")})
 def test_clients_of_a_server(subject, method):
     """Prompts one by one, in one call, and from several clients at once. Then the whole texts as prompts."""
-    options = {"temperature": 0.0, "num_beams": 1, "num_return_sequences": 1, **METHODS[method], "top_logprobs": 5}
+    neutral = {"top_p": 1.0, "repetition_penalty": 1.0}  # else the server samples by its defaults
+    options = {
+        "temperature": 0.0,
+        **neutral,
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        **METHODS[method],
+        "top_logprobs": 5,
+    }
     options["n"], options["logprobs"] = options.pop("num_return_sequences"), options.pop("top_logprobs")
     prompts = [[*prompt] for prompt in subject.prompts(random.Random(method))]
     with serving({"model": subject.lm}, {"model": subject.near}) as server:

@@ -315,7 +315,7 @@ def words_of_the_code():
 
 OF_OTHERS = {
     *("jupyterlab", "lab", "manylinux_2_35", "vpdpbusd", "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "SPECBEAM_", "xe6"),
-    *("bashrc", "CT2_FORCE_CPU_ISA", "q4_k_m", "sentencepiece", "zshrc"),
+    *("bashrc", "CT2_FORCE_CPU_ISA", "q4_k_m", "sentencepiece", "zshrc", "generated_label"),
 }
 """Names of other programs, and parts of names."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import specbeam
+from specbeam.checkpoints.registry import ALIASES
 from specbeam.cli import main
 from tests.cli.conftest import flags, press_ctrl_c_in
 from tests.conftest import EOS, random_model
@@ -254,9 +255,9 @@ for line, file in json.loads(sys.argv[1]).items():
 """
 COMPLETIONS = {
     "specbeam gen": {"generate"},
-    "specbeam generate hi --draft ": {"ngram", "suffix", "smollm2-135m-instruct", "gemma3-270m"},
-    "specbeam batch --model g": {"gemma3-270m"},
-    "specbeam models show g": {"gemma3-270m"},
+    "specbeam generate hi --draft ": {"ngram", "suffix", *ALIASES},
+    "specbeam batch --model g": {"gemma3-270m", "gemma3-1b-it", "gemma3-4b-it"},
+    "specbeam models show g": {"gemma3-270m", "gemma3-1b-it", "gemma3-4b-it"},
     "specbeam generate --backend t": {"torch", "transformers"},
     "specbeam generate --quantize int": {"int8", "int4"},
     "specbeam batch --num-beam": {"--num-beams", "--num-beam-groups"},

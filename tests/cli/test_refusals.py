@@ -68,7 +68,10 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
         (("generate", "hi", "--draft-corpus", "x"), "--draft-corpus goes with --draft suffix"),
         (("generate", "hi", "--num-draft-tokens", "3"), "--num-draft-tokens=3 has no effect without a draft"),
         (("generate", "hi", "--draft", "ngram", "--draft-width", "wide"), "invalid number value: 'wide'"),
-        (("generate", "hi", "--draft", "foo"), "--draft foo: give ngram, suffix or a model; unknown model 'foo'"),
+        (
+            ("generate", "hi", "--draft", "foo"),
+            "--draft foo: give ngram, suffix, a model or module:name; unknown model 'foo'",
+        ),
         (("generate", "hi", "--num-beams", "4", "--num-beam-groups", "3"), "--num-beam-groups=3"),
         (("compare",), "the following arguments are required: PROMPT"),
         (("compare", "hi", "--strategies", "greedy,fast"), "'fast' is no strategy: give some of greedy,speculative,"),

@@ -50,7 +50,7 @@ def mutate(data: bytes, longest: int, seed: int) -> bytes | None:
     start = min((tensor.offset for tensor in tensors.values()), default=len(data))
     document: Any = {
         "metadata": metadata,
-        "tensors": [[name, list(t.shape[::-1]), int(t.type), t.offset - start] for name, t in tensors.items()],
+        "tensors": [[name, list(t.shape[::-1]), t.type.number, t.offset - start] for name, t in tensors.items()],
     }
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         mutated(document[draw.choice(("metadata", "metadata", "tensors"))], draw)

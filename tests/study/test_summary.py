@@ -29,7 +29,15 @@ def test_a_summary_is_plain_data():
     ]
     summary = summarize([*records, failed(row="c")], {}, baseline="greedy", twins={"beam": "greedy"})
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    assert {*summary} == {"confidence", "methods", "fastest", "categories", "acceptance_by_position", "time"}
+    assert {*summary} == {
+        "confidence",
+        "methods",
+        "fastest",
+        "categories",
+        "acceptance_by_position",
+        "failed_metrics",
+        "time",
+    }
     assert [one["method"] for one in summary["methods"]] == ["greedy", "beam"]
     greedy = method_of(summary, "greedy")
     assert (greedy["mode"], greedy["generations"], greedy["failed"]) == ("greedy", 3, 1)
