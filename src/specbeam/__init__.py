@@ -24,6 +24,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:
     from specbeam import constraints as constraints
     from specbeam import hf as hf
+    from specbeam import labels as labels
     from specbeam import ladder as ladder
     from specbeam import lm_eval as lm_eval
     from specbeam import reference as reference

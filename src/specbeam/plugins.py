@@ -35,6 +35,8 @@ GROUPS = {
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``module:name``, both maybe with dots. A hub id has a slash, so it is none."""
 
+UNGUARDED = "put what only a script does below if __name__ == '__main__'"
+
 
 class PluginError(SpecbeamError):
     """An object of the user's own failed, or made a mistake. The message names it, and its file and line."""
@@ -94,6 +96,8 @@ def _import(text: str, kind: str, from_here: bool) -> Any:
             f"{kind} {text!r}: there is no module {error.name!r} {where}on Python's path: check its name"
             f"{_near(error.name, _modules_here()) if from_here else ', or add its folder to PYTHONPATH'}"
         ) from error
+    except SystemExit as error:
+        raise SpecbeamError(f"{kind} {text!r}: the module ends Python when it is imported: {UNGUARDED}") from error
     except Exception as error:
         raise SpecbeamError(f"{kind} {text!r}: {failure(error)}") from error
     module = found
@@ -112,6 +116,9 @@ def _import(text: str, kind: str, from_here: bool) -> Any:
 def _load(point: EntryPoint, kind: str) -> Any:
     try:
         return point.load()
+    except SystemExit as error:
+        ends = f"the entry point {point.value} ends Python when it is imported"
+        raise SpecbeamError(f"{kind} {point.name!r}: {ends}: {UNGUARDED}") from error
     except Exception as error:
         raise SpecbeamError(
             f"{kind} {point.name!r}, the entry point {point.value}: {failure(error)}; install its package again"
@@ -137,6 +144,22 @@ def _modules_here() -> list[str]:
 def names_one(text: str, kind: str) -> bool:
     """Whether a text is ``module:name``, or the name of an entry point of a kind."""
     return is_name(text) or text in entry_point_names(kind)
+
+
+def is_own_drafter(draft: str) -> bool:
+    """Whether a text names a drafter of the caller's own, and no model.
+
+    Raises:
+        SpecbeamError: it names both.
+    """
+    from specbeam.checkpoints.registry import ALIASES
+
+    if is_name(draft):
+        return True
+    is_entry_point = draft in entry_point_names("drafter")
+    if is_entry_point and (draft in ALIASES or Path(draft).exists()):
+        raise SpecbeamError(f"draft={draft!r} is an entry point and a model: give the one's module:name, or ./{draft}")
+    return is_entry_point
 
 
 def qualified_name(plugin: Any) -> str:

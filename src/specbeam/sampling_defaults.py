@@ -44,7 +44,8 @@ class SamplingDefaults:
     def fill(self, given: Mapping[str, Any], *, searches: bool = False) -> dict[str, Any]:
         """The given options, and these settings in the place of options that are not given or None.
 
-        Greedy search stays greedy without a penalty of ours. Beams do not sample unless an option says so.
+        Greedy search stays greedy without a penalty of ours. Beams do not sample unless an option
+        says so. A neutral value, such as a top_p of 1, says nothing.
 
         Args:
             searches: by beams, even by a single one.
@@ -52,7 +53,9 @@ class SamplingDefaults:
         given = {name: value for name, value in given.items() if value is not None}
         beams = given.get("num_beams", 1)
         searches = searches or (isinstance(beams, int) and beams > 1)
-        if given.get("do_sample") is False or (searches and not any(name in given for name in SAYS_HOW)):
+        asks = "do_sample" in given or "temperature" in given
+        asks = asks or any(given.get(name, neutral) != neutral for name, neutral in NEUTRAL_VALUES.items())
+        if given.get("do_sample") is False or (searches and not asks):
             return {**self.always, **given}
         filled = {**self.settings, **given}
         return {"temperature": 0, **self.always, **given} if filled.get("temperature") == 0 else filled
@@ -66,8 +69,10 @@ class SamplingDefaults:
         if not own:
             return self
         settings = {**self.settings, **own}
-        Options.of(settings)
-        rest = "" if self.settings.keys() <= own.keys() else f", and else {self.origin}"
+        samples = Options.of(settings).samples
+        if samples:
+            settings = {"temperature": NEUTRAL_VALUES["temperature"], **settings}
+        rest = "" if not samples or self.settings.keys() <= own.keys() else f", and else {self.origin}"
         return SamplingDefaults(settings, f"as you say{rest}", {n: v for n, v in own.items() if n == PENALTY})
 
     def __str__(self) -> str:
@@ -77,8 +82,6 @@ class SamplingDefaults:
         return f"samples with {settings}, {self.origin}"
 
 
-SAYS_HOW = ("do_sample", *SAMPLING_OPTIONS)
-"""The options that ask for samples or for greedy search."""
 PENALTY = "repetition_penalty"
 DRAWN_BY = (*SAMPLING_OPTIONS, PENALTY, "frequency_penalty")
 """The options that may be among a model's sampling options."""
@@ -106,6 +109,12 @@ class Recommendation(NamedTuple):
 
 
 RECOMMENDED = (
+    Recommendation(
+        "DeepSeek-R1",
+        r"deepseek.?r1",
+        {"temperature": 0.6, "top_p": 0.95},
+        "README of DeepSeek-R1, Usage Recommendations",
+    ),
     Recommendation(
         "Qwen2.5-Coder",
         r"qwen.?2\.5.coder.*instruct",
@@ -163,12 +172,6 @@ RECOMMENDED = (
         "generation_config.json of Llama-3.1-8B-Instruct and Llama-3.2-3B-Instruct",
     ),
     Recommendation("Mistral Nemo", r"mistral.?nemo", {"temperature": 0.3}, "card of Mistral-Nemo-Instruct-2407"),
-    Recommendation(
-        "DeepSeek-R1",
-        r"deepseek.?r1",
-        {"temperature": 0.6, "top_p": 0.95},
-        "README of DeepSeek-R1, Usage Recommendations",
-    ),
 )
 """The first whose pattern fits one of a model's names counts: the names in its file, its source, its architecture.
 

@@ -287,8 +287,8 @@ def remove(name: str) -> int:
     """Remove a model of the registry, and what an interrupted fetch has left behind. Returns the bytes that this frees.
 
     Raises:
-        SpecbeamError: a file is a link, or cannot be removed; or the hub's cache has other files of its repository,
-            which would go with it.
+        SpecbeamError: a file is a link, or cannot be removed; or the hub's cache has other GGUF files of its
+            repository, which would go with it.
     """
     origin = ALIASES[name].origin
     if isinstance(origin, HubFile):

@@ -301,7 +301,7 @@ def own_drafter(draft: str | None) -> Any:
     Raises:
         SpecbeamError: there is no such module, name or entry point.
     """
-    is_own = draft is not None and draft not in LOOKUPS and plugins.names_one(draft, "drafter")
+    is_own = draft is not None and draft not in LOOKUPS and plugins.is_own_drafter(draft)
     return plugins.resolve(draft, "drafter", from_here=True) if draft is not None and is_own else None
 
 

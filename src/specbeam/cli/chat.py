@@ -27,10 +27,11 @@ from specbeam.cli.generate import drain, summary
 from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.errors import FAILED, SpecbeamError, shown
+from specbeam.escapes import unescaped
 from specbeam.option_names import nearest_name
-from specbeam.options import Options, check_names
+from specbeam.options import SAMPLING_OPTIONS, Options, check_names
 from specbeam.repetition import repeated_end
-from specbeam.sampling_defaults import DRAWN_BY, FALLBACK, SAYS_HOW, SamplingDefaults, sampling_defaults
+from specbeam.sampling_defaults import DRAWN_BY, FALLBACK, SamplingDefaults, sampling_defaults
 
 if TYPE_CHECKING:
     from specbeam.model import LanguageModel
@@ -153,6 +154,13 @@ class Chat:
         self.lm, self.draft, self.sampling = lm, draft, sampling
         self.has_template = not self.raw and lm.tokenizer is not None and bool(lm.tokenizer.chat_template)
 
+    def check_draft(self) -> None:
+        """Raise SpecbeamError for options of drafts that have no effect with this draft, or without one."""
+        from specbeam.engine.drafters import check_draft
+
+        self.options.check_drafting(self.draft is not None)
+        check_draft(self.lm, self.draft, self.options)
+
     def recover(self) -> None:
         """Go on after an interrupt in the middle of a pass. The conversation stays as it was."""
         from specbeam.engine import Engine
@@ -183,7 +191,8 @@ class Chat:
         if not options.samples:
             beams = options.num_beams
             chosen = f"searches with {beams} beams" if beams > 1 else "takes the likeliest token (greedy)"
-            return f"{chosen}, {'as you say' if given & {*SAYS_HOW, 'num_beams'} else self.sampling.origin}"
+            is_yours = given & {"do_sample", *SAMPLING_OPTIONS, "num_beams"}
+            return f"{chosen}, {'as you say' if is_yours else self.sampling.origin}"
         drawn = {"temperature": 1.0} | {name: value for name in DRAWN_BY if (value := getattr(options, name))}
         others = SamplingDefaults({n: v for n, v in drawn.items() if n not in given}, self.sampling.origin)
         return str(others.changed({n: v for n, v in drawn.items() if n in given}))
@@ -328,7 +337,7 @@ class Chat:
         if value is not None:
             before, self.given = self.given, {**self.given, **value}
             try:
-                self.options.check_drafting(self.draft is not None)
+                self.check_draft()
             except SpecbeamError as error:
                 self.given = before
                 raise SpecbeamError(f"{error} (/set NAME default takes an option back)") from error
@@ -449,7 +458,9 @@ def value_of(name: str, text: str) -> dict[str, Any] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    return {name: text if name == "stop_strings" and not isinstance(value, str | list) else value}
+    if name == "stop_strings" and not isinstance(value, str | list):
+        value = text
+    return {name: unescaped(text) if value is text else value}
 
 
 def number(value: Any) -> str:

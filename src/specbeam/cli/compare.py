@@ -101,6 +101,8 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for strategy, options in chosen.items():
         if strategy == "sample":
             options["do_sample"] = True
+        if strategy not in TWINS and "sample" in chosen and not Options.of({**options, "seed": None}).samples:
+            options.pop("seed", None)  # it is for the samples
         if strategy in ONLY["num_beams"] and options.setdefault("num_beams", DEFAULT_BEAMS) < 2:
             raise SpecbeamError(f"num_beams={options['num_beams']} is no beam search: give 2 or more")
         Options.of(options)

@@ -156,7 +156,7 @@ def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = 
     sources = [_named(source) for source in given.model or [DEFAULT_MODEL]]
     drafts = [_named(source) for source in given.draft or []]
     for name, source in [*sources, *drafts]:
-        if (name, source) in drafts and plugins.names_one(source, "drafter"):
+        if (name, source) in drafts and plugins.is_own_drafter(source):
             plugins.resolve(source, "drafter", from_here=True)
         elif source not in LOOKUPS or (name, source) in sources:
             check_source(source)
@@ -335,7 +335,7 @@ def _load(
     from specbeam.model import Placement, load
     from specbeam.server.models import check_memory
 
-    own = {name: source for name, source in drafts if plugins.names_one(source, "drafter")}
+    own = {name: source for name, source in drafts if plugins.is_own_drafter(source)}
     models = [named for named in drafts if named[0] not in own]
     check_memory([source for _, source in [*sources, *models]], Placement(**placement))
     lms, loaded = ({name: load(source, **placement) for name, source in named} for named in (sources, models))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -72,14 +73,14 @@ class FunctionDrafter:
         chains = [one if isinstance(one, list | tuple) else [one] for one in found] if several else [found]
         for chain in chains:
             for token in chain:
-                if not isinstance(token, int) or isinstance(token, bool):
+                if not isinstance(token, Integral) or isinstance(token, bool):
                     raise self._wrong(f"proposed {plugins.named(token)}", "return whole numbers, the ids of tokens")
-                if not 0 <= token < (size := self._lm.backend.vocab_size):
+                if not 0 <= int(token) < (size := self._lm.backend.vocab_size):
                     raise self._wrong(
                         f"proposed the token {token}, and the vocabulary has {size:,}",
                         f"return token ids from 0 to {size - 1}, by the tokenizer of {self._lm.source}",
                     )
-        return [[*chain] for chain in chains]
+        return [[int(token) for token in chain] for chain in chains]
 
     def _wrong(self, what: str, instead: str) -> PluginError:
         return PluginError(f"the drafter {plugins.described(self._propose)} {what}: {instead}")

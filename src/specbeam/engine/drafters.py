@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch.nn import Module
 
 from specbeam import plugins
-from specbeam.checkpoints.registry import ALIASES
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.drafting.chains import Chains
@@ -109,7 +108,7 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
     """
     if not isinstance(draft, str | os.PathLike) or draft in LOOKUPS:
         return draft
-    if isinstance(draft, str) and is_own_drafter(draft):
+    if isinstance(draft, str) and plugins.is_own_drafter(draft):
         return plugins.resolve(draft, "drafter")
     try:
         return lm.draft_model(draft)
@@ -117,20 +116,6 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
         raise SpecbeamError(
             f'draft={os.fspath(draft)!r}: give "ngram", "suffix", a model or module:name; {error}'
         ) from error
-
-
-def is_own_drafter(draft: str) -> bool:
-    """Whether a text names a drafter of the caller's own, and no model.
-
-    Raises:
-        SpecbeamError: it names both.
-    """
-    if plugins.is_name(draft):
-        return True
-    is_entry_point = draft in plugins.entry_point_names("drafter")
-    if is_entry_point and (draft in ALIASES or os.path.exists(draft)):
-        raise SpecbeamError(f"draft={draft!r} is an entry point and a model: give the one's module:name, or ./{draft}")
-    return is_entry_point
 
 
 def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:

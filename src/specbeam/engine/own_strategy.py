@@ -34,15 +34,13 @@ def load_strategy(given: Any) -> MakeStrategy | None:
             f"strategy={shown(given)} is not allowed: give a function of the setup and the drafter, module:name, or "
             "the name of an entry point"
         )
-    if plugins.qualified_name(given).startswith(OURS):
-        make: MakeStrategy = given
-        return make
     if not plugins.takes(given, 2):
         raise SpecbeamError(
             f"the strategy {plugins.described(given)} takes {plugins.parameters(given)}, but it is called with the "
             "setup and the drafter: give it these two parameters, or call it first if it makes a strategy"
         )
-    return OwnStrategy(given)
+    make: MakeStrategy = given
+    return make if plugins.qualified_name(given).startswith(OURS) else OwnStrategy(given)
 
 
 class OwnStrategy:

@@ -181,7 +181,7 @@ class Answer:
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "store": False,
-            "temperature": options.temperature or 0.0,
+            "temperature": 1.0 if options.temperature is None and options.samples else options.temperature or 0.0,
             "text": {"format": {"type": "text"}},
             "tool_choice": "none",
             "tools": [],

@@ -172,11 +172,15 @@ def _typed_texts(override: Any) -> Iterator[Keys]:
 def _read_escapes(config: Any, path: Keys) -> None:
     """Read the escapes of the text at a place, if it is one."""
     *above, last = path
-    for key in above:
-        config = config[key]
-    if isinstance(config[last], str):
+    try:
+        for key in above:
+            config = config[key]
+        text = config[last]
+    except (LookupError, TypeError):  # a later override took the place away
+        return
+    if isinstance(text, str):
         with located(".".join(map(str, path))):
-            config[last] = unescaped(config[last])
+            config[last] = unescaped(text)
 
 
 def _missing(error: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from specbeam.errors import SpecbeamError, located
 from specbeam.option_names import LOOKUPS, nearest_name
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
-from specbeam.plugins import entry_point_names, is_name
+from specbeam.plugins import entry_point_names, is_name, is_own_drafter
 from specbeam.study.tables import KNOWN, own_name
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
@@ -356,7 +356,8 @@ def _refuse_without_effect(study: Study, found: list[Method]) -> None:
         raise SpecbeamError(
             "decode.do_sample=true has no effect: it is for speculative; give decode.mode=sample, or leave it out"
         )
-    if study.draft.quantize is not None and not any(m.draft not in (None, *LOOKUPS) for m in found):
+    models = [m.draft for m in found if m.draft not in (None, *LOOKUPS) and not is_own_drafter(m.draft)]
+    if study.draft.quantize is not None and not models:
         raise SpecbeamError(
             f"draft.quantize={study.draft.quantize} has no effect: no draft is a model; give draft_model=MODEL"
         )

@@ -315,7 +315,7 @@ def _sources(study: Study) -> dict[str, Path]:
     """
     compared = methods(study)
     own = {(m.strategy, "strategy") for m in compared if m.strategy is not None}
-    own |= {(m.draft, "drafter") for m in compared if m.draft is not None and plugins.names_one(m.draft, "drafter")}
+    own |= {(m.draft, "drafter") for m in compared if m.draft is not None and plugins.is_own_drafter(m.draft)}
     own_files = {name: plugins.source_file(plugins.resolve(name, kind, from_here=True)) for name, kind in sorted(own)}
     wanted = [study.target_model, *(m.draft for m in compared), *study.metrics.perplexity]
     names = dict.fromkeys(name for name in wanted if name not in (None, *LOOKUPS, "target", *own_files))

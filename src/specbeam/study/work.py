@@ -14,7 +14,6 @@ import numpy as np
 
 from specbeam import plugins
 from specbeam.engine import Engine
-from specbeam.engine.drafters import is_own_drafter
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.option_names import LOOKUPS
@@ -61,7 +60,7 @@ class Work:
         target = self._model(self.study.target_model, method.load)
         if method.draft is None or method.draft in LOOKUPS:
             return target, method.draft
-        if is_own_drafter(method.draft):
+        if plugins.is_own_drafter(method.draft):
             return target, plugins.resolve(method.draft, "drafter", from_here=True)
         return target, self._model(method.draft, method.draft_load)
 
