@@ -12,6 +12,7 @@ from scipy.stats import chisquare
 import specbeam
 from specbeam import Engine, Options
 from specbeam.decoding.beam import BeamSearch
+from specbeam.selection import normalizers_of
 from tests.conftest import beams_of_transformers, random_model
 from tests.decoding.test_distinct import written_out
 from tests.decoding.test_lazy_beam import PROMPT, Searched
@@ -176,14 +177,14 @@ def test_hundreds_of_beams_over_few_steps(tiny):
 )
 def test_ties_have_one_order(seed, num_beams, length_penalty, num_return_sequences, bounded, more):
     """Also where selections have more tokens than a step needs, and where the bound rule ends the search."""
-    rows = torch.tensor(np.random.default_rng(seed).integers(-2, 3, (8, 8)), dtype=torch.float32)
-    rows = rows.log_softmax(-1).numpy()  # by the last token. Most of them are equal
+    rows = np.random.default_rng(seed).integers(-2, 3, (8, 8)).astype(np.float32)  # logits by the last token
+    log_probs = rows - normalizers_of(torch.from_numpy(rows)).numpy()[:, None]  # rounded as the search rounds them
     beams, ends = {"num_beams": num_beams, "length_penalty": length_penalty}, {1, 2}
     n = min(num_return_sequences, num_beams)
     options = Options(**beams, num_return_sequences=n, max_new_tokens=5, early_stopping=False)
     search = Searched(BeamSearch, options, 8, ends, lambda tokens: rows[tokens[-1]], bounded=bounded).run(more=more)
     assert search.yielded == search.found
-    rows_after = {"log_probs": lambda tokens: rows[[*PROMPT, *tokens][-1]], "text_of": lambda tokens: tokens}
+    rows_after = {"log_probs": lambda tokens: log_probs[[*PROMPT, *tokens][-1]], "text_of": lambda tokens: tokens}
     expected = written_out(**rows_after, **beams, length=5, ends=ends)[:n]
     assert [tuple(tokens) for _, tokens, *_ in search.found] == [tokens for tokens, _ in expected]
     assert [score for *_, score, _ in search.found] == pytest.approx([float(score) for _, score in expected], abs=1e-5)
