@@ -175,8 +175,10 @@ def answer(summary: Mapping[str, Any]) -> list[Markup]:
         if not (pair and ratios[shown]["low"] is not None):
             subject = "It" if shown == best else strong(shown)
             known = settled(ratios[shown]) or {shown, baseline} <= {best, *fastest["unsettled"]}
+            verb = "is" if settled(ratios[shown]) else "came out"
             why = "" if known else ", so the measurements do not settle which of them is faster"
-            sentences.append(say("{} is {} as fast as {}{}.", subject, times(ratios[shown]), strong(baseline), why))
+            sentence = "{} {} {} as fast as {}{}."
+            sentences.append(say(sentence, subject, verb, times(ratios[shown]), strong(baseline), why))
         sentences += text_of(methods, shown, "Its" if shown == best or not pair else say("{}’s", strong(shown)))
         if shown == best:
             sentences += where(summary["categories"], best)
@@ -237,6 +239,9 @@ def text_of(methods: Mapping[str, Any], name: str, whose: str) -> Iterator[Marku
     if exact:
         all_of = f"all {same['of']:,} generations" if same["of"] > 1 else "its one generation"
         yield say("{} text is exactly that of {} in {}, so its quality is the same.", whose, same["twin"], all_of)
+        passes = [methods[one]["metrics"].get("target_passes") for one in (name, same["twin"]) if one in methods]
+        if len(passes) == 2 and all(passes):
+            yield say("A text took {} passes of the model instead of {}.", *(f"{p['mean']:.3g}" for p in passes))
     elif same["of"]:
         share = f"{same['same']:,} of {same['of']:,} generations"
         yield say("{} text is exactly that of {} in {}.", whose, same["twin"], share)
