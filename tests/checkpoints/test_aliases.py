@@ -45,6 +45,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setitem(registry.ALIASES, "toy", toy)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
     return tmp_path / "hub/models--org--toy-GGUF"
 

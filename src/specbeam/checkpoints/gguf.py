@@ -241,6 +241,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 
 def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     data.seek(4)
+    size = len(data)
 
     def scalar(kind: str) -> Any:
         return struct.unpack(kind, data.read(struct.calcsize(kind)))[0]
@@ -251,6 +252,17 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
             raise ValueError("a string ends beyond the file")
         return content.decode("utf-8", errors="replace")
 
+    def strings(count: int) -> list[str]:  # a vocabulary has 262,144, so this is one loop without calls of ours
+        begin, length_at, found = data.tell(), struct.Struct("<Q").unpack_from, []
+        for _ in range(count):
+            end = begin + 8 + length_at(data, begin)[0]
+            if end > size:
+                raise ValueError("a string ends beyond the file")
+            found.append(data[begin + 8 : end].decode("utf-8", "replace"))
+            begin = end
+        data.seek(begin)
+        return found
+
     def value(kind: int) -> Any:
         if kind == STRING:
             return string()
@@ -260,6 +272,8 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
         if inner in SCALAR_FORMATS:
             entries = f"<{length}{SCALAR_FORMATS[inner][1]}"
             return list(struct.unpack(entries, data.read(struct.calcsize(entries))))
+        if inner == STRING:
+            return strings(length)
         return [value(inner) for _ in range(length)]
 
     version = scalar("<I")

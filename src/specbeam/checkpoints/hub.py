@@ -103,9 +103,7 @@ def _fetch(repository: str, revision: str | None, pick: str | None, download: bo
 
 def kept() -> list[Kept]:
     """The models in the cache, by name. Other programs may have fetched some of them."""
-    from huggingface_hub import constants
-
-    folders = Path(constants.HF_HUB_CACHE).expanduser().glob(f"{PREFIX}*")
+    folders = cache_folder().glob(f"{PREFIX}*")
     models = [
         Kept(folder.name.removeprefix(PREFIX).replace("--", "/"), folder, sum(_sizes(folder).values()))
         for folder in folders
@@ -113,12 +111,22 @@ def kept() -> list[Kept]:
     return sorted(model for model in models if model.size)
 
 
+def cache_folder() -> Path:
+    """The folder of the hub's cache, by huggingface_hub's environment variables. Its import takes half a second."""
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    home = os.path.expandvars(os.path.expanduser(os.environ.get("HF_HOME", default)))
+    older = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    return Path(os.path.expandvars(os.path.expanduser(os.environ.get("HF_HUB_CACHE", older))))
+
+
 def find(repository: str, file: str) -> Path | None:
     """A file of a repository's main branch in the cache; None if it is not there. Nobody is asked."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(repository, file)
-    return Path(found) if isinstance(found, str) else None
+    folder = cache_folder() / (PREFIX + repository.replace("/", "--"))
+    try:
+        path = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8") / file
+        return path if path.is_file() else None
+    except (OSError, ValueError):
+        return None
 
 
 def files(model: Kept) -> list[str]:
@@ -133,12 +141,12 @@ def remove(model: Kept) -> int:
     Raises:
         SpecbeamError: its folder is a link, or a part of it cannot be removed.
     """
-    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub import scan_cache_dir
     from huggingface_hub.utils.logging import get_verbosity, set_verbosity
 
     check_no_link(model.path)
     sizes = _sizes(model.path)
-    cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    cache = scan_cache_dir(cache_folder())
     found = [one for one in cache.repos if (one.repo_id, one.repo_type) == (model.repository, "model")]
     # Two repositories can have one commit, such as gpt2 and openai-community/gpt2: offer only this one for removal.
     alone = replace(cache, repos=frozenset(found))

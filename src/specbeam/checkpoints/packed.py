@@ -7,11 +7,13 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING
 
 from specbeam.checkpoints import registry
 from specbeam.errors import SpecbeamError
+
+if TYPE_CHECKING:  # filelock imports asyncio, and a model whose packed weights are there needs no lock
+    from filelock import FileLock
 
 SUFFIX = ".weights"
 DEFAULT_LIMIT_GB = 20.0
@@ -78,6 +80,8 @@ def lock(path: Path, timeout: float = -1) -> FileLock:
     Args:
         timeout: seconds to wait before filelock.Timeout is raised; -1 to wait as long as it takes.
     """
+    from filelock import FileLock
+
     return FileLock(path.with_suffix(".lock"), timeout=timeout)
 
 
@@ -141,6 +145,8 @@ def clear() -> int:
 
 def _remove(path: Path) -> bool:
     """Whether a file could be removed. One that another process is packing just now stays."""
+    from filelock import Timeout
+
     try:
         with lock(path, timeout=0):
             for file in (path, unfinished(path), path.with_suffix(".lock")):

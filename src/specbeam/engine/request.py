@@ -11,7 +11,6 @@ first and then looks again, and the engine gives first and then looks for client
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections import defaultdict, deque
@@ -249,6 +248,8 @@ class Request:
 
     async def _sleep_in_loop(self, waiters: Waiters, is_over: Callable[[], bool]) -> None:
         """Let the calling task sleep until the engine wakes it. Cancelling the task cancels the request."""
+        import asyncio  # in a function: programs without an event loop start sooner
+
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
 
