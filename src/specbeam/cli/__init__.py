@@ -8,12 +8,15 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from specbeam.cli.printing import one_line
 from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 from specbeam.option_names import nearest_name
 
+COMMANDS = "generate chat serve demo compare batch score study verify ladder tokens models".split()
+"""In the order of ``--help``. Each is a module beside this one."""
 PATHS = ("FILE", "DIR", "IN", "OUT", "SOURCE")
 """The metavars of arguments that may be paths."""
 
@@ -94,26 +97,11 @@ def _with_flags(message: str, arguments: Sequence[str]) -> str:
 
 
 def _run(words: list[str]) -> int:
-    from specbeam.cli import (
-        batch,
-        chat,
-        compare,
-        demo,
-        generate,
-        ladder,
-        models,
-        score,
-        serve,
-        study,
-        tokens,
-        verify,
-    )
-
     parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (generate, chat, serve, demo, compare, batch, score, study, verify, ladder, tokens, models):
-        command.add_to(commands)
+    for command in words[:1] if words and words[0] in COMMANDS else COMMANDS:  # one parser is made sooner than all
+        import_module(f"specbeam.cli.{command}").add_to(commands)
     about = commands.add_parser("help", help="explain a command, as COMMAND --help does")
     about.add_argument("name", nargs="?", choices=[*commands.choices], metavar="COMMAND", help="the command")
     if "_ARGCOMPLETE" in os.environ:  # the shell asks how the line may go on (docs/reference/command-line.md)
