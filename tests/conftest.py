@@ -209,12 +209,12 @@ def tiny(save):
     """The same tiny model twice: as transformers runs it and as we do. Cached by its description."""
     made = {}
 
-    def tiny(architecture="llama", chat=False, **changes):
-        key = (architecture, chat, repr(sorted(changes.items())))
+    def tiny(architecture="llama", chat=False, backend="auto", **changes):
+        key = (architecture, chat, backend, repr(sorted(changes.items())))
         if key not in made:
             model = random_model(architecture, **changes)
             folder = save(model, byte_tokenizer(CHAT_TEMPLATE if chat else None, model.config.vocab_size))
-            made[key] = model, specbeam.load(folder, device="cpu", dtype="float32")
+            made[key] = model, specbeam.load(folder, backend=backend, device="cpu", dtype="float32")
         return made[key]
 
     return tiny

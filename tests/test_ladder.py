@@ -15,6 +15,11 @@ PROMPT = [5, 6, 7, 5, 6, 7, 5]
 TOKENS = 8
 
 
+@pytest.fixture(scope="session")
+def lm(tiny):
+    return tiny("llama", backend="torch")[1]
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Replaces the compiler: passes run uncompiled. Returns the arguments of each call."""
@@ -46,7 +51,7 @@ def failures(found):
 )
 def test_every_rung_gives_the_text_of_transformers(tiny, interpreted, family):
     architecture, changes = FAMILIES[family]
-    theirs, lm = tiny(architecture, **changes)
+    theirs, lm = tiny(architecture, backend="torch", **changes)
     found = climb(lm, runs=2)
     assert [*failures(found).items()] == [(number, None) for number in ladder.RUNGS]
     for rung in found:
@@ -91,7 +96,7 @@ def test_models_with_an_encoder_are_for_the_engine_alone():
 
 
 def test_texts_end_at_an_end_token_and_with_the_context(tiny, interpreted):
-    model, lm = tiny("llama")
+    model, lm = tiny("llama", backend="torch")
     (first,) = climb(lm, rungs=[1])
     stop = first.token_ids[5]
     ends = specbeam.LanguageModel(lm.source, lm.backend, lm.tokenizer, frozenset([stop]), {"repetition_penalty": 9.0})

@@ -183,7 +183,8 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
     from specbeam.backends.cpu.library import choose_isa, library
     from specbeam.backends.devices import choose_device
 
-    if placement.quantize == "auto" and (placement.dtype != "auto" or choose_device(placement.device).type != "cpu"):
+    halves = placement.dtype not in ("auto", "float32")
+    if placement.quantize == "auto" and (halves or choose_device(placement.device).type != "cpu"):
         return "torch", None
     try:
         library(choose_isa())
@@ -257,13 +258,13 @@ def load(
             A folder may also hold one .gguf file, or a LoRA adapter as PEFT saves it, which names its base model. A hub
             id may name a GGUF file or its quantization: "org/name:Q4_K_M".
         backend: "cpu": native kernels with quantized weights (docs/cpu.md). "torch": specbeam's own transformer on any
-            device. "transformers": any architecture that transformers can load. "auto": "cpu" on a CPU if no dtype is
-            given, else "torch"; "transformers" if those two lack the architecture. A warning of the logger
+            device. "transformers": any architecture that transformers can load. "auto": "cpu" on a CPU, but "torch"
+            elsewhere and for half precision; "transformers" if those two lack the architecture. A warning of the logger
             ``specbeam`` explains an unexpected choice.
         device: "auto" (a CUDA device if there is one, else the CPU), or a PyTorch device such as "cpu" or "cuda:1".
         dtype: "float32", "bfloat16", "float16", or "auto". On a CPU "auto" stands for quantized weights (see quantize),
             or for float32 on the other two backends. On other devices it is the checkpoint's own half precision, or
-            bfloat16.
+            bfloat16. On a CPU "float32" is the same as ``quantize="float32"``.
         quantize: the cpu backend's format of weights. "keep": a quantized GGUF file's own values. "int8" or "int4": in
             groups of 32. With these three, activations are rounded to int8. "float32". "auto": keep for a quantized
             GGUF file, else int8.

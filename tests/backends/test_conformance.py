@@ -1,6 +1,7 @@
 """The conformance suite: every backend computes what transformers computes from the same weights."""
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -107,12 +108,13 @@ def test_logits_equal_the_logits_of_transformers(pair, family):
 def test_texts_equal_the_texts_of_transformers(tiny, family):
     """Greedy and beams, across the edges of the sliding windows. Drafts change nothing."""
     architecture, changes = FAMILIES[family]
-    theirs, lm = tiny(architecture, **changes)
-    assert lm.backend.name == "torch"
+    theirs, native = tiny(architecture, **changes)
+    assert native.backend.name == "cpu"
+    _, by_torch = tiny(architecture, backend="torch", **changes)
     prompt, how = [5, 6, 7, 5, 6, 7, 5], {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 24}
     (expected,), _ = beams_of_transformers(theirs, prompt, max_new_tokens=24)
     beams, scores = beams_of_transformers(theirs, prompt, **how)
-    for draft in (None, "ngram"):
+    for lm, draft in product((native, by_torch), (None, "ngram")):
         assert specbeam.generate(lm, prompt, max_new_tokens=24, draft=draft).token_ids == expected
         assert_are_beams_of_transformers(specbeam.generate(lm, prompt, draft=draft, **how).sequences, beams, scores)
 

@@ -354,7 +354,7 @@ def test_wrong_arguments_are_named(folder):
         ({"quantize": "int3"}, "quantize='int3' is not allowed"),
         ({"quantize": "keep"}, "is not quantized: give int8"),
         ({"quantize": "int8", "backend": "torch"}, "is for the cpu backend"),
-        ({"threads": 2, "dtype": "float32"}, "threads=2 is for the cpu backend, and this is the torch backend"),
+        ({"threads": 2, "dtype": "bfloat16"}, "threads=2 is for the cpu backend, and this is the torch backend"),
         ({"threads": 0}, "threads=0 is not allowed"),
         ({"dtype": "bfloat16", "backend": "cpu"}, "no dtype='bfloat16'"),
         ({"device": "meta", "backend": "cpu"}, "meta"),

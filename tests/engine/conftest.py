@@ -8,6 +8,12 @@ import pytest
 from specbeam.cache.pool import pool_of
 
 
+@pytest.fixture(scope="session")
+def lm(tiny):
+    """A tiny model on a backend that never goes ahead, so that a test may count passes."""
+    return tiny("llama", backend="torch")[1]
+
+
 @pytest.fixture
 def watch(monkeypatch):
     """``watch(lm, look)`` returns the number of nodes of each pass from now on.

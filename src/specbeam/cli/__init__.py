@@ -15,7 +15,10 @@ from specbeam.cli.printing import one_line
 from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 from specbeam.option_names import nearest_name
 
-COMMANDS = "generate chat serve demo compare batch score study verify ladder tokens models".split()
+COMMANDS = [
+    *("generate", "chat", "serve", "demo", "compare", "batch"),
+    *("score", "study", "verify", "ladder", "tokens", "models"),
+]
 """In the order of ``--help``. Each is a module beside this one."""
 PATHS = ("FILE", "DIR", "IN", "OUT", "SOURCE")
 """The metavars of arguments that may be paths."""

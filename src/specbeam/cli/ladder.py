@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam.cli.arguments import add_model_to, load_model, some_of
 from specbeam.cli.printing import json_line, print_lines
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import FAILED, SpecbeamError
+from specbeam.errors import FAILED, SpecbeamError, Unsupported
 from specbeam.options import Options
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
@@ -105,11 +105,13 @@ def rungs_on(device: str, given: argparse.Namespace, prompt: Any, say: Callable[
 
     say(f"{device}: loading")
     where = {"device": device}
-    plain = given.backend == given.dtype == given.quantize == "auto" and given.threads is None
+    plain = given.backend == given.quantize == "auto" and given.dtype in ("auto", "float32") and given.threads is None
     if plain and device.startswith("cpu"):
-        where["dtype"] = "float32"  # the default there, the cpu backend, has nothing to compile
+        where |= {"backend": "torch", "dtype": "float32"}  # the default there, the cpu backend, has nothing to compile
     try:
         lm = load_model(argparse.Namespace(**vars(given) | where))
+    except Unsupported:
+        lm = load_model(argparse.Namespace(**vars(given) | where | {"backend": given.backend}))
     except SpecbeamError:
         raise
     except Exception as error:  # the device lacks memory, or an operation that the model needs
