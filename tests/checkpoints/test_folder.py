@@ -146,7 +146,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (tensors(lambda t: t.pop(Q)), f"no tensor {Q}"),
         (tensors(lambda t: t.update({Q: t[Q][:, :-1].clone()})), f"{Q} has shape"),
         (tensors(lambda t: t.update({Q: t[Q][:-1].clone()})), "63 rows"),
-        (tensors(lambda t: t.update({Q: t[Q].to(torch.int8)})), f"{Q} holds torch.int8: load an unquantized folder"),
+        (tensors(lambda t: t.update({Q: t[Q].to(torch.int8)})), f"{Q} holds I8: load an unquantized folder"),
         (tensors(lambda t: t.update({"model.extra": t[Q].clone()})), "model.extra"),
         (lambda f: (f / "tokenizer.json").write_text("{}"), "no tokenizer that can be loaded"),
         (lambda f: rewrite(f, "tokenizer.json", post_processor=POST_PROCESSOR), "its tokenizer is damaged"),

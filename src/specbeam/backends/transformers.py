@@ -26,10 +26,11 @@ from transformers.pytorch_utils import Conv1D
 from specbeam.backends.contract import Backend, Segment
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
+from specbeam.backends.torch.finite import are_finite
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
-from specbeam.checkpoints.finite import are_finite, not_finite
+from specbeam.checkpoints.finite import not_finite
 from specbeam.errors import SpecbeamError
 from specbeam.selection.transfer import to_device
 
@@ -383,7 +384,7 @@ def _merge(model: Any, adapter: Adapter) -> None:
         tied=[name for name, weight in weights.items() if uses[id(weight)] > 1],
     )
     for name in adapter.replaced:
-        own, new = name.rpartition(".")[2], adapter.replacement(name)
+        own, new = name.rpartition(".")[2], torch.from_numpy(adapter.replacement(name))
         if new.shape != weights[name].shape:
             raise SpecbeamError(
                 f"{adapter.path} replaces {name} by {list(new.shape)}, but in the base model it is "
@@ -393,7 +394,7 @@ def _merge(model: Any, adapter: Adapter) -> None:
         setattr(modules[name], own, weights[name])  # not tied any more, if it was
     for name in adapter.updates:
         weight = matrix(name)
-        weight.copy_(weight.float() + adapter.update(name, 0, len(weight)))
+        weight.copy_(weight.float() + torch.from_numpy(adapter.update(name, 0, len(weight))))
 
 
 def _resize(model: Any, adapter: Adapter) -> None:

@@ -11,13 +11,12 @@ from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
-from torch import Tensor
+import numpy as np
 
 from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, check_links, read_json
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.finite import are_finite, not_finite
-from specbeam.checkpoints.safetensors_file import shapes_of
+from specbeam.checkpoints.safetensors_file import Floats, tensors_of
 from specbeam.errors import SpecbeamError
 
 PREFIX = "base_model.model."
@@ -59,7 +58,7 @@ class Adapter:
     Attributes:
         path: the folder.
         weights: the file of its tensors.
-        shapes: the shape of each tensor in that file.
+        tensors, shapes: the tensors of that file, and their shapes.
         updates: for each tensor of the base model that is updated, by its name there, the factors.
         replaced: for each tensor of the base model that is replaced, the name of the new one in the adapter's file.
 
@@ -79,9 +78,8 @@ class Adapter:
                 f"{path} has no {ADAPTER_WEIGHTS}, and pickles (adapter_model.bin) are never opened: save the adapter "
                 "with safe_serialization=True"
             )
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: shape for name, (shape, _) in shapes_of(self.weights).items()
-        }
+        self.tensors = tensors_of(self.weights)
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self.tensors.items()}
         self.updates: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         for name in self.shapes:
@@ -139,14 +137,14 @@ class Adapter:
                 )
         return [tokens for tokens, _ in shapes.values()]
 
-    def replacement(self, name: str) -> Tensor:
-        """The new tensor in place of one that is replaced.
+    def replacement(self, name: str) -> Floats:
+        """The new tensor in place of one that is replaced, in float32.
 
         Raises:
             SpecbeamError: its weights are not finite.
         """
-        with safe_open(self.weights, "pt") as tensors:
-            new: Tensor = tensors.get_tensor(self.replaced[name])
+        tensor = self.tensors[self.replaced[name]]
+        new = np.reshape(tensor.rows(0, tensor.shape[0] if tensor.shape else 1), tensor.shape)
         if not are_finite(new):
             raise not_finite(self.weights, self.replaced[name])
         return new
@@ -176,21 +174,22 @@ class Adapter:
                     "be merged exactly"
                 )
 
-    def update(self, name: str, start: int, stop: int) -> Tensor:
+    def update(self, name: str, start: int, stop: int) -> Floats:
         """Rows ``start`` to ``stop`` of s B A [out, in] for a tensor that is updated, in float32.
 
         Raises:
             SpecbeamError: weights of A or B are not finite.
         """
         update = self.updates[name]
-        with safe_open(self.weights, "pt") as tensors:
-            a, b = tensors.get_slice(update.a), tensors.get_slice(update.b)
-            left, right = (a[:, start:stop].t(), b[:].t()) if update.embedding else (b[start:stop], a[:])
+        a, b = self.tensors[update.a], self.tensors[update.b]
+        if update.embedding:
+            left, right = a.columns(start, stop).T, b.rows(0, b.shape[0]).T
+        else:
+            left, right = b.rows(start, stop), a.rows(0, a.shape[0])
         for factor, weights in zip((update.a, update.b)[:: 1 if update.embedding else -1], (left, right), strict=True):
             if not are_finite(weights):
                 raise not_finite(self.weights, factor)
-        delta: Tensor = update.scale * (left.float() @ right.float())
-        return delta
+        return np.float32(update.scale) * (left @ right)
 
     def _check_config(self) -> None:
         config = self._config

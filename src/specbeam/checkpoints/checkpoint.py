@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.architecture import Architecture, tensor_names
@@ -134,18 +132,18 @@ class Checkpoint(ABC):
         most = self.weights_by_type.most_common(1)[0][0] if self.weights_by_type else "unknown"
         return DTYPES.get(most, most)
 
-    def read(self, source: str, start: int, stop: int) -> Tensor:
-        """Rows start to stop of a tensor, dequantized and in our order. Several threads may call it."""
+    def read(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start to stop of a tensor, float32, dequantized and in our order. Several threads may call it."""
         order = self.order(source)
         if order is None:
             return self.read_stored(source, start, stop)
         rows = order[start:stop]
         first = int(rows.min())
-        return self.read_stored(source, first, int(rows.max()) + 1)[torch.from_numpy(rows - first)]
+        return self.read_stored(source, first, int(rows.max()) + 1)[rows - first]
 
     @abstractmethod
-    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
-        """Rows start to stop of a tensor as the file has them, dequantized."""
+    def read_stored(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start to stop of a tensor as the file has them, float32, dequantized."""
 
     @abstractmethod
     def order(self, source: str) -> NDArray[np.int64] | None:

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
-from torch import Tensor
 
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
@@ -24,7 +22,7 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import VOCABULARIES, WEIGHTS, check_links, read_json, weight_map
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
-from specbeam.checkpoints.safetensors_file import extents_of, shapes_of
+from specbeam.checkpoints.safetensors_file import Floats, StoredTensor, extents_of, tensors_of
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.generation_defaults import FILE, GenerationDefaults, defaults_of_config
 
@@ -46,7 +44,7 @@ class FolderCheckpoint(Checkpoint):
             raise SpecbeamError(f"{path} has no config.json: give a folder as transformers saves models")
         self._config = read_json(path, "config.json")
         named = weight_map(path)
-        self._places: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and its name there
+        self._tensors: dict[str, StoredTensor] = {}
         self.shapes = {}
         self.weights_by_type = Counter()
         self._weights = sorted(set(named.values())) or [path / WEIGHTS]
@@ -55,9 +53,9 @@ class FolderCheckpoint(Checkpoint):
                 raise SpecbeamError(
                     f"{path} has no {file.relative_to(path)}: only models saved as safetensors can be loaded"
                 )
-            for tensor, (shape, dtype) in shapes_of(file).items():
-                self._places[tensor], self.shapes[tensor] = (file, tensor), shape
-                self.weights_by_type[dtype] += prod(shape)
+            for name, tensor in tensors_of(file).items():
+                self._tensors[name], self.shapes[name] = tensor, tensor.shape
+                self.weights_by_type[tensor.dtype] += prod(tensor.shape)
         lost = sorted(set(named) - set(self.shapes))
         if lost:
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
@@ -113,10 +111,10 @@ class FolderCheckpoint(Checkpoint):
         vocab_sizes = adapter.vocab_sizes(both)
         embedding, head = map(self._stored, both)
         if vocab_sizes and config.tied_head and embedding in self.shapes:  # from now on the two are different
-            self._places[head], self.shapes[head] = self._places[embedding], self.shapes[embedding]
+            self._tensors[head], self.shapes[head] = self._tensors[embedding], self.shapes[embedding]
         for name, new in adapter.replaced.items():
             stored = self._stored(name)
-            self._places[stored], self.shapes[stored] = (adapter.weights, new), adapter.shapes[new]
+            self._tensors[stored], self.shapes[stored] = adapter.tensors[new], adapter.shapes[new]
         return replace(config, tied_head=False, vocab_size=vocab_sizes[0]) if vocab_sizes else config
 
     def check_transformers(self, config: Any) -> None:
@@ -187,7 +185,7 @@ class FolderCheckpoint(Checkpoint):
         return {} if self.adapter is None else {self._stored(name): name for name in self.adapter.updates}
 
     def place(self, source: str) -> tuple[Path, str]:
-        return self._places[source]
+        return self._tensors[source].file, self._tensors[source].name
 
     def shape(self, source: str) -> tuple[int, ...]:
         shape = self.shapes[source]
@@ -199,20 +197,14 @@ class FolderCheckpoint(Checkpoint):
         rows = np.arange(self.shapes[source][0], dtype=np.int64).reshape(-1, 3, self.config.head_dim)
         return rows.swapaxes(0, 1).ravel()  # (heads, 3, head_dim) to (3, heads, head_dim)
 
-    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
-        architecture = self.architecture
-        # Open the file for each piece: pages that a mapping has touched count as ours until it is closed.
-        file, name = self._places[source]
-        with safe_open(file, "pt") as tensors:
-            whole = tensors.get_slice(name)
-            transposed = architecture.stores_transposed(source)
-            piece: Tensor = whole[:, start:stop].t() if transposed else whole[start:stop]
-        if not piece.is_floating_point():
-            raise SpecbeamError(f"{self.path}: tensor {source} holds {piece.dtype}: load an unquantized folder")
+    def read_stored(self, source: str, start: int, stop: int) -> Floats:
+        architecture, tensor = self.architecture, self._tensors[source]
+        transposed = architecture.stores_transposed(source)
+        piece = tensor.columns(start, stop).T if transposed else tensor.rows(start, stop)
         if self.adapter is not None and source in self._updates:
-            piece = piece.float() + self.adapter.update(self._updates[source], start, stop)
+            piece = piece + self.adapter.update(self._updates[source], start, stop)
         if architecture.folder_norm_offset and source.endswith("norm.weight"):
-            return piece.float() + architecture.folder_norm_offset
+            return piece + np.float32(architecture.folder_norm_offset)
         return piece
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts
 from specbeam.checkpoints.code import refusing
@@ -143,7 +141,7 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def config(self) -> Config:
         divisors = {
-            name: tuple(self.read_stored(name, 0, self.shapes[name][0]).flatten().tolist())
+            name: tuple(self.read_stored(name, 0, self.shapes[name][0]).ravel().tolist())
             for name in DIVISORS
             if name in self._tensors
         }
@@ -210,7 +208,7 @@ class GGUFCheckpoint(Checkpoint):
         rows = np.arange(self.shapes[source][0], dtype=np.int64).reshape(-1, self.config.head_dim // 2, 2)
         return rows.swapaxes(1, 2).ravel()  # (pairs, halves) to (halves, pairs) in every head
 
-    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
+    def read_stored(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
         tensor = self._tensors[source]
         vector = len(tensor.shape) == 1  # one row of the file, and many of ours
         first, last = (0, 1) if vector else (start, stop)
@@ -218,12 +216,12 @@ class GGUFCheckpoint(Checkpoint):
         raw = np.fromfile(self.path, np.uint8, count, offset=offset).reshape(last - first, tensor.row_bytes)
         try:
             with np.errstate(invalid="ignore", over="ignore"):
-                values = torch.from_numpy(dequantize(raw, tensor.type))
+                values = dequantize(raw, tensor.type).astype(np.float32, copy=False)
         except NotImplementedError as error:
             raise SpecbeamError(
                 f"{self.path}: tensor {source} is of type {tensor.type.name}, which cannot be dequantized"
             ) from error
-        return values.flatten()[start:stop] if vector else values.view(last - first, *tensor.shape[1:])
+        return values.ravel()[start:stop] if vector else values.reshape(last - first, *tensor.shape[1:])
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:

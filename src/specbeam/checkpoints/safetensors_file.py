@@ -1,36 +1,111 @@
-"""The header of a safetensors file."""
+"""Safetensors files: their headers, and rows of their tensors as float32."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.errors import SpecbeamError
 
+Floats = NDArray[np.float32]
+FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E5M2": "u1", "F8_E4M3": "u1"}
+"""How NumPy reads the numbers of each floating type. It has none for the last three."""
 
-def shapes_of(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The shape and the dtype (as the format names it) of each tensor.
+
+class StoredTensor(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        name: in the file.
+        dtype: as the format names it.
+        begin: the place of its first byte in the file.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+    def rows(self, start: int, stop: int) -> Floats:
+        """Rows ``start`` to ``stop``, float32 [stop - start, ...]."""
+        self._check_dtype()
+        columns = int(np.prod(self.shape[1:], dtype=np.int64))
+        kind = np.dtype(FLOATS[self.dtype])
+        begin = self.begin + start * columns * kind.itemsize
+        values = np.fromfile(self.file, kind, (stop - start) * columns, offset=begin)
+        return _float32(values.reshape(stop - start, *self.shape[1:]), self.dtype)
+
+    def columns(self, start: int, stop: int) -> Floats:
+        """Columns ``start`` to ``stop`` of a matrix [out, in], float32 [out, stop - start]."""
+        self._check_dtype()
+        # Pages that a mapping has touched count as ours until it is closed, and it is closed at the end of this call.
+        mapped = np.memmap(self.file, FLOATS[self.dtype], "r", self.begin, self.shape)
+        return _float32(np.array(mapped[:, start:stop]), self.dtype)
+
+    def _check_dtype(self) -> None:
+        if self.dtype not in FLOATS:
+            raise SpecbeamError(f"{self.file}: tensor {self.name} holds {self.dtype}: load an unquantized folder")
+
+
+def _float32(values: NDArray[np.generic], dtype: str) -> Floats:
+    if dtype == "BF16":  # the first half of a float32
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F8_E5M2":  # the first half of a float16
+        return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if dtype == "F8_E4M3":
+        return E4M3[values]
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32, copy=False)
+
+
+def _e4m3() -> Floats:
+    """The values of the 256 numbers with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, Table 1)."""
+    bits = np.arange(256)
+    exponents, mantissas = bits >> 3 & 15, (bits & 7) / 8
+    sizes = np.where(exponents == 0, mantissas * 2.0**-6, (1 + mantissas) * 2.0 ** (exponents - 7))
+    sizes[bits & 127 == 127] = np.nan
+    return np.where(bits < 128, sizes, -sizes).astype(np.float32)
+
+
+E4M3 = _e4m3()
+
+
+def tensors_of(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, by their names.
 
     Raises:
         SpecbeamError: the file is damaged.
     """
     try:
-        with safe_open(file, "pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (not a dictionary)
-            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        with safe_open(file, "np") as opened:  # it checks the header
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a dictionary)
+            facts = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        length, header = _header(file)
+        begins = {name: 8 + length + header[name]["data_offsets"][0] for name in facts}
     except (SafetensorError, OSError) as error:
         raise SpecbeamError(f"{file} is damaged or not a safetensors file ({error}): fetch it again") from error
+    return {name: StoredTensor(file, name, *facts[name], begins[name]) for name in facts}
 
 
 def extents_of(file: Path) -> list[Extent]:
     """Where the header and the tensors lie."""
+    length, header = _header(file)
+    data = 8 + length
+    places = (tensor["data_offsets"] for tensor in header.values())
+    return [Extent(0, data, whole=True), *(Extent(data + start, end - start) for start, end in places)]
+
+
+def _header(file: Path) -> tuple[int, dict[str, dict[str, list[int]]]]:
+    """The length of a header in bytes, and the tensors that it describes."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
-    data = 8 + length
-    places = (tensor["data_offsets"] for tensor in header.values())
-    return [Extent(0, data, whole=True), *(Extent(data + start, end - start) for start, end in places)]
+    return length, header

@@ -253,7 +253,7 @@ def pretrained(folder: Path) -> tuple[Any, dict[str, int], dict[str, Any]]:
         if found != shape:
             what = "is missing" if found is None else f"has shape {list(found)}"
             raise SpecbeamError(f"{folder}: tensor {prefix + name} {what}; config.json asks for {list(shape)}")
-        read = checkpoint.read(prefix + name, 0, checkpoint.shape(prefix + name)[0]).float().numpy()
+        read = checkpoint.read(prefix + name, 0, checkpoint.shape(prefix + name)[0])
         return read.T if ".c_" in name else read  # they are read as [out, in]
 
     return checkpoint.tokenizer, hparams, parameters(hparams, config.get("n_inner") or 4 * hparams["n_embd"], tensor)

@@ -13,15 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
-from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints import packed
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.checkpoints.finite import not_finite
+from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.errors import SpecbeamError
 from specbeam.machine import keep_in_memory, usable_processors
 
@@ -155,8 +154,7 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
 
 def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
     """The parts of all parameters, and their size in bytes."""
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Transformer(checkpoint.config).named_parameters()}
+    shapes = parameter_shapes(checkpoint.config)
     checkpoint.check_tensors(shapes)
     parts, offset = [], 0
     for name, shape in shapes.items():
@@ -241,7 +239,7 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
 
 
 def _floats(checkpoint: Checkpoint, source: str, start: int, stop: int) -> NDArray[np.float32]:
-    return np.ascontiguousarray(checkpoint.read(source, start, stop).float().numpy())
+    return np.ascontiguousarray(checkpoint.read(source, start, stop))
 
 
 def _path(checkpoint: Checkpoint, mode: str) -> Path:

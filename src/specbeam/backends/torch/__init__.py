@@ -13,9 +13,11 @@ from torch import Tensor
 from specbeam.backends.contract import Backend, Segment, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, seen_by
+from specbeam.backends.torch.finite import are_finite
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
-from specbeam.checkpoints.finite import are_finite, not_finite
+from specbeam.checkpoints.finite import not_finite
+from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.errors import SpecbeamError
 from specbeam.selection.transfer import to_device
 
@@ -97,7 +99,7 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.devic
         SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for, or its weights
             are not finite.
     """
-    checkpoint.check_tensors({name: tuple(p.shape) for name, p in model.named_parameters()})
+    checkpoint.check_tensors(parameter_shapes(checkpoint.config))
     model.to(dtype).to_empty(device=device)
     model.frequencies = {rope: frequencies.to(device) for rope, frequencies in model.frequencies.items()}
     pieces = [piece for name, p in model.named_parameters() for piece in _pieces(checkpoint, name, p.data)]
@@ -115,7 +117,7 @@ def _pieces(checkpoint: Checkpoint, name: str, parameter: Tensor) -> Iterator[Pi
             target = parameter[row + start : row + stop]
 
             def fill(source: str = source, start: int = start, stop: int = stop, target: Tensor = target) -> None:
-                weights = checkpoint.read(source, start, stop)
+                weights = torch.from_numpy(np.ascontiguousarray(checkpoint.read(source, start, stop)))
                 target.copy_(weights)
                 if are_finite(target):
                     return

@@ -1,0 +1,62 @@
+"""The parameters of a transformer: their names and shapes, by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from specbeam.checkpoints.config import Config
+
+Shape = tuple[int, ...]
+
+
+def parameter_shapes(config: Config) -> dict[str, Shape]:
+    """The shape of each parameter, by its name, in the order in which packed weights have them.
+
+    Matrices are [out, in]. Query, key and value weights are stacked into one matrix, and so are gate and up.
+    """
+    return dict(_parameters(config))
+
+
+def _parameters(config: Config) -> Iterator[tuple[str, Shape]]:
+    hidden = config.hidden_size
+    yield "embedding.weight", (config.vocab_size, hidden)
+    if config.learned_positions:
+        yield "positions.weight", (config.context_length, hidden)
+    for layer in range(config.num_layers):
+        for name, shape in _block(config):
+            yield f"blocks.{layer}.{name}", shape
+    yield from _norm("norm", hidden, config)
+    if not config.tied_head:
+        yield "head.weight", (config.vocab_size, hidden)
+
+
+def _block(config: Config) -> Iterator[tuple[str, Shape]]:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    yield from _norm("attention_norm", hidden, config)
+    rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
+    yield from _weights("attention.qkv", rows, hidden, config.qkv_bias)
+    yield from _weights("attention.output", hidden, config.num_heads * head_dim, config.output_bias)
+    if config.qk_norm:
+        yield from _norm("attention.q_norm", head_dim, config)
+        yield from _norm("attention.k_norm", head_dim, config)
+    if config.post_norms:
+        yield from _norm("post_attention_norm", hidden, config)
+    if config.mlp_norm:
+        yield from _norm("mlp_norm", hidden, config)
+    up, rows = ("mlp.gate_up", 2 * inner) if config.gated_mlp else ("mlp.up", inner)
+    yield from _weights(up, rows, hidden, config.mlp_bias)
+    yield from _weights("mlp.down", hidden, inner, config.mlp_bias)
+    if config.post_norms:
+        yield from _norm("post_mlp_norm", hidden, config)
+
+
+def _weights(name: str, rows: int, columns: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _norm(name: str, size: int, config: Config) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (size,)
+    if config.norm == "layer":
+        yield f"{name}.bias", (size,)
