@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.config_keys import Keys, rope_parameters
 from specbeam.errors import SpecbeamError
 
 
@@ -46,6 +48,10 @@ class Architecture:
     Attributes:
         name: ``model_type`` in config.json.
         gguf_name: ``general.architecture`` in GGUF files; None if its files carry the name of another architecture.
+        keys: the keys of its config.json beside :data:`~specbeam.checkpoints.config_keys.COMMON`, as transformers has
+            them. They may have another type or default than there.
+        older_names: older names of keys, by the newer ones.
+        rope_theta: the default of this key.
         features: fields of :class:`Config` that all its models share. A config.json names its activation itself.
         folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
             ``{q,k,v}`` stands for several modules, whose rows are stacked in this order.
@@ -57,6 +63,9 @@ class Architecture:
 
     name: ClassVar[str]
     gguf_name: ClassVar[str | None]
+    keys: ClassVar[Keys] = {}
+    older_names: ClassVar[dict[str, str]] = {}
+    rope_theta: ClassVar[float] = 10_000.0
     features: ClassVar[dict[str, Any]] = {}
     folder_tensors: ClassVar[dict[str, str]] = {
         "embedding": "model.embed_tokens",
@@ -92,12 +101,30 @@ class Architecture:
     folder_norm_offset: ClassVar[float] = 0.0
     gguf_interleaves_rope: ClassVar[bool] = False
 
-    def refine_folder_config(self, config: Config, given: Any) -> Config:
+    @property
+    def has_rope(self) -> bool:
+        """Whether its layers rotate queries and keys."""
+        return not self.features.get("learned_positions", False)
+
+    def derive(self, given: SimpleNamespace) -> None:
+        """Give keys of a config.json the values that follow from other keys.
+
+        Raises:
+            SpecbeamError: keys contradict each other.
+        """
+        if given.num_key_value_heads is None:
+            given.num_key_value_heads = given.num_attention_heads
+
+    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
+        """The rotary settings of a config.json as transformers 5 has them. They may be nested by kinds of layers."""
+        return rope_parameters(given, self.rope_theta)
+
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
         """Add to a configuration the options of config.json that only this architecture has.
 
         Args:
             config: read by the rules that all architectures share.
-            given: the configuration object of transformers.
+            given: the keys of the file, with defaults.
         """
         return config
 
@@ -117,6 +144,24 @@ class Architecture:
     def stores_qkv_by_head(self, source: str) -> bool:
         """Whether the rows of this tensor in a folder are (heads, 3, head_dim). Ours are (3, heads, head_dim)."""
         return False
+
+
+def require_whole_heads(given: SimpleNamespace) -> None:
+    """Raises SpecbeamError if hidden_size is no multiple of the number of heads. Not all architectures ask for that."""
+    if given.hidden_size % given.num_attention_heads:
+        raise SpecbeamError(
+            f"config.json says hidden_size = {given.hidden_size}, which is no multiple of its "
+            f"{given.num_attention_heads} heads"
+        )
+
+
+def windows_above(given: SimpleNamespace) -> None:
+    """Give the layers from ``max_window_layers`` on a window, where windows are in use (Qwen)."""
+    given.sliding_window = given.sliding_window if given.use_sliding_window else None
+    if given.layer_types is None:
+        first = given.max_window_layers if given.sliding_window is not None else given.num_hidden_layers
+        kinds = ("full_attention", "sliding_attention")
+        given.layer_types = [kinds[i >= first] for i in range(given.num_hidden_layers)]
 
 
 def tensor_names(parameter: str, modules: Mapping[str, str]) -> list[str]:

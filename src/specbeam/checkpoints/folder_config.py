@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 from specbeam.checkpoints.architecture import Architecture
-from specbeam.checkpoints.code import dictionaries
+from specbeam.checkpoints.code import dictionaries, refusing
 from specbeam.checkpoints.config import (
     MAX_HEAD_DIM,
     Config,
@@ -19,6 +21,7 @@ from specbeam.checkpoints.config import (
     yarn_divisors,
     yarn_scale,
 )
+from specbeam.checkpoints.config_keys import COMMON, check_rope, fits, in_words, nested
 from specbeam.checkpoints.families import ARCHITECTURES, require_supported
 from specbeam.errors import SpecbeamError, Unsupported
 
@@ -30,8 +33,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """Our names of the activations, by the names in transformers."""
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""The keys without which a config.json is refused. transformers would take defaults for them."""
 LAYERS = (
     "num_hidden_layers",
     "num_layers",
@@ -43,6 +44,15 @@ LAYERS = (
     "decoder_layers",
 )
 """The keys that say how many layers a model, or a part of it, has."""
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""The keys without which a config.json is refused. transformers would take defaults for them."""
+LAYER_KINDS = {
+    *("full_attention", "sliding_attention", "chunked_attention", "window_attention", "indexed_attention"),
+    *("compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse", "conv", "moe", "hybrid"),
+    *("hybrid_sliding", "reference_sliding_attention", "linear_attention"),
+}
+"""The values of ``layer_types`` that transformers knows."""
+OLDER_LAYER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
 OTHER_COUNTS, MAX_COUNT = ("num_labels", "num_experts", "num_local_experts", "n_routed_experts"), 2**16
 UNSUPPORTED_FLAGS = ("qk_layernorm", "scale_attn_by_inverse_layer_idx", "use_bidirectional_attention")
 
@@ -78,23 +88,56 @@ def config_from_hugging_face(given: Mapping[str, Any], tensors: Collection[str])
     name = str(given.get("model_type"))
     require_supported(name)
 
-    from transformers import CONFIG_MAPPING
-
-    try:
-        kind = CONFIG_MAPPING[name]
-        for key in SIZES:
-            if key not in given and kind.attribute_map.get(key) not in given:
-                raise SpecbeamError(f"config.json has no {key!r}: it does not describe a {name} model")
-        # transformers knows the keys of its older versions, and the default of each key.
-        return _read(ARCHITECTURES[name], kind.from_dict(dict(given)), tensors)
-    except SpecbeamError:
-        raise
-    except Exception as error:  # transformers checks the values, and lets any exception pass
-        reason = " ".join(str(error).split())
-        raise SpecbeamError(f"config.json cannot be read as the configuration of a {name} model: {reason}") from None
+    with refusing(f"config.json cannot be read as the configuration of a {name} model"):
+        return _read(ARCHITECTURES[name], complete(ARCHITECTURES[name], given), tensors)
 
 
-def _read(architecture: Architecture, given: Any, tensors: Collection[str]) -> Config:
+def complete(architecture: Architecture, given: Mapping[str, Any]) -> SimpleNamespace:
+    """The keys of a config.json as attributes, with the defaults of its architecture.
+
+    Raises:
+        SpecbeamError: a key is missing, or its value has a type or a length that transformers refuses.
+        Unsupported: settings of single layers.
+    """
+    older = architecture.older_names
+    for key in SIZES:
+        if key not in given and older.get(key) not in given:
+            raise SpecbeamError(f"config.json has no {key!r}: it does not describe a {architecture.name} model")
+    if given.get("per_layer_config") is not None:
+        raise Unsupported("per_layer_config in config.json is not supported")
+    newer = {old: new for new, old in older.items()}
+    named = {newer.get(key, key): value for key, value in given.items() if newer.get(key) not in given}
+    keys = COMMON | architecture.keys
+    for key, value in named.items():
+        if key in keys and not fits(value, keys[key][0]):
+            written = key if key in given else older[key]
+            raise SpecbeamError(f"config.json says {written} = {str(value)[:80]!r}, not {in_words(keys[key][0])}")
+    complete = SimpleNamespace(**{key: default for key, (_, default) in keys.items()} | deepcopy(named))
+    architecture.derive(complete)
+    _check_layer_kinds(complete)
+    if "layer_types" not in keys:  # the models of such an architecture do not look at it
+        complete.layer_types = None
+    if architecture.has_rope:
+        complete.rope_parameters = architecture.rope_parameters(complete)
+        for parameters in nested(complete) or [complete.rope_parameters]:
+            check_rope(parameters)
+    return complete
+
+
+def _check_layer_kinds(given: SimpleNamespace) -> None:
+    """Refuse kinds of layers that nobody knows, too many or too few. Older names become newer ones."""
+    if (kinds := getattr(given, "layer_types", None)) is None:
+        return
+    given.layer_types = kinds = [OLDER_LAYER_KINDS.get(kind, kind) for kind in kinds]
+    if unknown := [kind for kind in kinds if kind not in LAYER_KINDS]:
+        raise SpecbeamError(f"config.json has layers of the unknown kind {unknown[0]!r}")
+    if len(kinds) != given.num_hidden_layers:
+        raise SpecbeamError(
+            f"config.json says num_hidden_layers = {given.num_hidden_layers}, and layer_types has {len(kinds)} entries"
+        )
+
+
+def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collection[str]) -> Config:
     def get(*names: str, otherwise: Any = None) -> Any:
         return next((v for name in names if (v := getattr(given, name, None)) is not None), otherwise)
 

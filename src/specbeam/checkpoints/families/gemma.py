@@ -7,10 +7,12 @@ the largest model. Both follow llama.cpp here.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata
+from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
 from specbeam.checkpoints.config import Config, Layer, Rope, size
+from specbeam.checkpoints.config_keys import standardized
 from specbeam.errors import SpecbeamError
 
 
@@ -29,10 +31,41 @@ class Gemma(Architecture):
         "blocks.N.post_mlp_norm": "model.layers.N.post_feedforward_layernorm",
     }
     folder_norm_offset = 1.0
+    keys: ClassVar = {
+        "attention_bias": (bool, False),
+        "attention_dropout": (float | int | None, 0.0),
+        "attn_logit_softcapping": (float | None, None),
+        "bos_token_id": (int | None, 2),
+        "eos_token_id": (int | list[int] | None, 1),
+        "final_logit_softcapping": (float | None, None),
+        "head_dim": (int, 256),
+        "hidden_activation": (str, "gelu_pytorch_tanh"),
+        "intermediate_size": (int, 9216),
+        "layer_types": (list[str] | None, None),
+        "max_position_embeddings": (int, 131072),
+        "num_key_value_heads": (int, 4),
+        "pad_token_id": (int | None, 0),
+        "query_pre_attn_scalar": (int, 256),
+        "rms_norm_eps": (float, 1e-6),
+        "sliding_window": (int | None, 4096),
+        "tie_word_embeddings": (bool, True),
+        "use_bidirectional_attention": (bool | None, False),
+    }
     global_layer_period: int
     largest_depth: int
 
-    def refine_folder_config(self, config: Config, given: Any) -> Config:
+    def derive(self, given: SimpleNamespace) -> None:
+        if given.layer_types is None:
+            period = self.period(given)
+            kinds = ("full_attention", "sliding_attention")
+            given.layer_types = [kinds[(i + 1) % period != 0] for i in range(given.num_hidden_layers)]
+        require_whole_heads(given)
+
+    def period(self, given: SimpleNamespace) -> int:
+        """Every how many layers one sees the whole text, by a config.json."""
+        return self.global_layer_period
+
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
         scaled_by = config.head_dim if given.query_pre_attn_scalar is None else given.query_pre_attn_scalar
         return replace(
             config,
@@ -71,6 +104,11 @@ class Gemma2(Gemma):
 
     name = "gemma2"
     gguf_name = "gemma2"
+    keys: ClassVar = Gemma.keys | {
+        "attn_logit_softcapping": (float | None, 50.0),
+        "final_logit_softcapping": (float | None, 30.0),
+        "max_position_embeddings": (int, 8192),
+    }
     global_layer_period = 2
     largest_depth = 46
 
@@ -94,8 +132,26 @@ class Gemma3(Gemma):
     name = "gemma3_text"
     gguf_name = "gemma3"
     features: ClassVar = Gemma.features | {"qk_norm": True}
+    rope_theta, local_theta = 1_000_000.0, 10_000.0
     global_layer_period = 6
     largest_depth = 62
+
+    def period(self, given: SimpleNamespace) -> int:
+        return int(getattr(given, "sliding_window_pattern", self.global_layer_period))
+
+    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
+        ropes = given.rope_parameters
+        given.rope_parameters = ropes = {"full_attention": {}, "sliding_attention": {}} if ropes is None else ropes
+        if (scaling := getattr(given, "rope_scaling", None)) is not None:
+            ropes["full_attention"].update(scaling)
+        for kind, key, theta in (
+            ("full_attention", "rope_theta", self.rope_theta),
+            ("sliding_attention", "rope_local_base_freq", self.local_theta),
+        ):
+            if ropes.get(kind) is None:
+                ropes[kind] = {"rope_type": "default"}
+            ropes[kind].setdefault("rope_theta", getattr(given, key, theta))
+        return standardized(given)
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         cap = float(metadata.need("final_logit_softcapping", 0.0))

@@ -6,7 +6,8 @@ A folder stores most matrices as [in, out], the layout of transformers' ``Conv1D
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import ClassVar
 
 from specbeam.checkpoints.architecture import Architecture
 from specbeam.checkpoints.config import Config
@@ -26,6 +27,34 @@ class GPT2(Architecture):
         "output_bias": True,
         "mlp_bias": True,
     }
+    older_names: ClassVar = {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+    keys: ClassVar = {
+        "activation_function": (str, "gelu_new"),
+        "add_cross_attention": (bool, False),
+        "attention_dropout": (object, None),  # GPT-2 has another name for it
+        "attn_pdrop": (float | int, 0.1),
+        "bos_token_id": (int | None, 50256),
+        "embd_pdrop": (float | int, 0.1),
+        "eos_token_id": (int | list[int] | None, 50256),
+        "layer_norm_epsilon": (float, 1e-5),
+        "max_position_embeddings": (int, 1024),
+        "n_inner": (int | None, None),
+        "reorder_and_upcast_attn": (bool, False),
+        "resid_pdrop": (float | int, 0.1),
+        "scale_attn_by_inverse_layer_idx": (bool, False),
+        "scale_attn_weights": (bool, True),
+        "summary_activation": (str | None, None),
+        "summary_first_dropout": (float | int, 0.1),
+        "summary_proj_to_labels": (bool, True),
+        "summary_type": (str, "cls_index"),
+        "summary_use_proj": (bool, True),
+        "tie_word_embeddings": (bool, True),
+    }
     folder_tensors: ClassVar = {
         "embedding": "transformer.wte",
         "positions": "transformer.wpe",
@@ -41,7 +70,10 @@ class GPT2(Architecture):
     folder_ignored = (".attn.bias", ".attn.masked_bias")  # the causal mask
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
 
-    def refine_folder_config(self, config: Config, given: Any) -> Config:
+    def derive(self, given: SimpleNamespace) -> None:
+        """Nothing follows from other keys."""
+
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
         width = 4 * config.hidden_size if given.n_inner is None else given.n_inner
         return replace(config, intermediate_size=width, num_kv_heads=config.num_heads)
 

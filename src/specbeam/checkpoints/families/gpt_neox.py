@@ -6,10 +6,12 @@ A folder keeps query, key and value of a head together.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata
+from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.config_keys import rope_parameters
 
 
 class GPTNeoX(Architecture):
@@ -25,6 +27,18 @@ class GPTNeoX(Architecture):
         "output_bias": True,
         "mlp_bias": True,
     }
+    keys: ClassVar = {
+        "attention_bias": (bool, True),
+        "bos_token_id": (int | None, 0),
+        "classifier_dropout": (float | int, 0.1),
+        "eos_token_id": (int | list[int] | None, 2),
+        "hidden_act": (str, "gelu"),
+        "hidden_dropout": (float | int, 0.0),
+        "intermediate_size": (int, 24576),
+        "is_decoder": (bool, False),
+        "layer_norm_eps": (float, 1e-5),
+        "use_parallel_residual": (bool, True),
+    }
     folder_tensors: ClassVar = {
         "embedding": "gpt_neox.embed_in",
         "blocks.N.attention_norm": "gpt_neox.layers.N.input_layernorm",
@@ -39,7 +53,14 @@ class GPTNeoX(Architecture):
     folder_ignored = (".attention.bias", ".attention.masked_bias", *Architecture.folder_ignored)  # the causal mask
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
 
-    def refine_folder_config(self, config: Config, given: Any) -> Config:
+    def derive(self, given: SimpleNamespace) -> None:
+        require_whole_heads(given)
+
+    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
+        given.partial_rotary_factor = getattr(given, "rotary_pct", 0.25)
+        return rope_parameters(given, self.rope_theta, "rotary_emb_base")
+
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
         return replace(config, parallel=bool(given.use_parallel_residual), num_kv_heads=config.num_heads)
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata
+from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
 from specbeam.checkpoints.config import Config
 
 
@@ -16,6 +17,21 @@ class Llama(Architecture):
     name = "llama"
     gguf_name = "llama"
     gguf_interleaves_rope = True
+    keys: ClassVar = {
+        "attention_bias": (bool, False),
+        "attention_dropout": (float | int | None, 0.0),
+        "head_dim": (int | None, None),
+        "hidden_act": (str, "silu"),
+        "intermediate_size": (int, 11008),
+        "mlp_bias": (bool, False),
+        "num_key_value_heads": (int | None, None),
+        "pretraining_tp": (int | None, 1),
+        "rms_norm_eps": (float, 1e-6),
+    }
+
+    def derive(self, given: SimpleNamespace) -> None:
+        super().derive(given)
+        require_whole_heads(given)
 
 
 class Mistral(Architecture):
@@ -23,6 +39,15 @@ class Mistral(Architecture):
 
     name = "mistral"
     gguf_name = None
+    keys: ClassVar = {
+        "head_dim": (int | None, None),
+        "hidden_act": (str, "silu"),
+        "intermediate_size": (int, 14336),
+        "max_position_embeddings": (int, 131072),
+        "num_key_value_heads": (int, 8),
+        "rms_norm_eps": (float, 1e-6),
+        "sliding_window": (int | None, 4096),
+    }
 
 
 class SmolLM3(Architecture):
@@ -31,10 +56,35 @@ class SmolLM3(Architecture):
     name = "smollm3"
     gguf_name = "smollm3"
     gguf_interleaves_rope = True
+    rope_theta = 2_000_000.0
+    keys: ClassVar = {
+        "attention_bias": (bool, False),
+        "hidden_act": (str, "silu"),
+        "intermediate_size": (int, 11008),
+        "layer_types": (list[str] | None, None),
+        "max_position_embeddings": (int, 32768),
+        "mlp_bias": (bool, False),
+        "no_rope_layer_interval": (int, 4),
+        "no_rope_layers": (list[int] | None, None),
+        "num_key_value_heads": (int | None, 4),
+        "rms_norm_eps": (float, 1e-6),
+        "sliding_window": (int | None, None),
+        "tie_word_embeddings": (bool, True),
+        "use_sliding_window": (bool, False),
+    }
 
-    def refine_folder_config(self, config: Config, given: Any) -> Config:
-        rotated = given.no_rope_layers  # despite the name, 1 where there is a rotation
-        return config if rotated is None else _rotate_only(config, lambda layer: bool(rotated[layer]))
+    def derive(self, given: SimpleNamespace) -> None:
+        super().derive(given)
+        layers = range(given.num_hidden_layers)
+        if given.no_rope_layers is None:  # despite the name, 1 where there is a rotation
+            given.no_rope_layers = [int((i + 1) % given.no_rope_layer_interval != 0) for i in layers]
+        if given.layer_types is None:
+            slides = given.use_sliding_window and given.sliding_window is not None
+            kinds = ("full_attention", "sliding_attention")
+            given.layer_types = [kinds[bool(slides and not given.no_rope_layers[i])] for i in layers]
+
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
+        return _rotate_only(config, lambda layer: bool(given.no_rope_layers[layer]))
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         return _rotate_only(config, lambda layer: layer % 4 != 3)  # the files do not list the layers

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.config_keys import ORIGINAL, rope_parameters
+from specbeam.errors import SpecbeamError
 
 
 class Phi3(Architecture):
@@ -16,10 +19,46 @@ class Phi3(Architecture):
         "blocks.N.attention.qkv": "model.layers.N.self_attn.qkv_proj",
         "blocks.N.mlp.gate_up": "model.layers.N.mlp.gate_up_proj",
     }
+    keys: ClassVar = {
+        "bos_token_id": (int | None, 1),
+        "embd_pdrop": (float | int, 0.0),
+        "eos_token_id": (int | list[int] | None, 32000),
+        "hidden_act": (str, "silu"),
+        "intermediate_size": (int, 8192),
+        "max_position_embeddings": (int, 4096),
+        "num_key_value_heads": (int | None, None),
+        "original_max_position_embeddings": (int, 4096),
+        "pad_token_id": (int | None, 32000),
+        "resid_pdrop": (float | int, 0.0),
+        "rms_norm_eps": (float, 1e-5),
+        "sliding_window": (int | None, None),
+    }
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {
         "blocks.N.attention.qkv": "blk.N.attn_qkv",
         "blocks.N.mlp.gate_up": "blk.N.ffn_up",
     }
+
+    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
+        given.partial_rotary_factor = partial = getattr(given, "partial_rotary_factor", 1.0)
+        ropes = rope_parameters(given, self.rope_theta)
+        ropes.setdefault("partial_rotary_factor", partial)
+        if ropes["rope_type"] in ("yarn", "longrope"):
+            ropes[ORIGINAL] = given.original_max_position_embeddings
+        if ropes["rope_type"] in ("su", "yarn"):  # names of earlier versions
+            ropes["rope_type"] = "longrope"
+        if ropes["rope_type"] not in ("default", "longrope"):
+            raise SpecbeamError(f"config.json has rotary scaling {ropes['rope_type']!r}: Phi-3 has longrope alone")
+        features = int(given.hidden_size // given.num_attention_heads * ropes["partial_rotary_factor"]) // 2
+        for key in ("short_factor", "long_factor"):
+            factors = ropes.get(key)
+            if factors is None:
+                continue
+            are_numbers = isinstance(factors, list) and all(isinstance(one, int | float) for one in factors)
+            if not are_numbers or len(factors) != features:
+                raise SpecbeamError(
+                    f"config.json says {key} = {str(factors)[:80]}: it must be a list of {features} numbers"
+                )
+        return ropes
 
 
 ARCHITECTURES = (Phi3(),)

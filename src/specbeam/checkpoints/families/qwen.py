@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import ClassVar
 
-from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.architecture import Architecture, windows_above
 
 
-class Qwen2(Architecture):
+class Qwen(Architecture):
+    """The keys of the configuration that both versions have."""
+
+    keys: ClassVar = {
+        "hidden_act": (str, "silu"),
+        "intermediate_size": (int, 22016),
+        "layer_types": (list[str] | None, None),
+        "max_position_embeddings": (int, 32768),
+        "max_window_layers": (int, 28),
+        "num_key_value_heads": (int | None, 32),
+        "rms_norm_eps": (float, 1e-6),
+        "sliding_window": (int | None, 4096),
+        "use_sliding_window": (bool, False),
+    }
+
+    def derive(self, given: SimpleNamespace) -> None:
+        super().derive(given)
+        windows_above(given)
+
+
+class Qwen2(Qwen):
     """Qwen 2 and 2.5 (Yang et al. 2024)."""
 
     name = "qwen2"
@@ -15,11 +36,12 @@ class Qwen2(Architecture):
     features: ClassVar = {"qkv_bias": True}
 
 
-class Qwen3(Architecture):
+class Qwen3(Qwen):
     """Qwen 3 without experts (Yang et al. 2025)."""
 
     name = "qwen3"
     gguf_name = "qwen3"
+    keys: ClassVar = Qwen.keys | {"attention_bias": (bool, False), "head_dim": (int, 128)}
     features: ClassVar = {"qk_norm": True}
 
 

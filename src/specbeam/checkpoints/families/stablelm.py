@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import ClassVar
 
 from specbeam.checkpoints.architecture import Architecture, Metadata
 from specbeam.checkpoints.config import Config
@@ -15,8 +16,22 @@ class StableLM(Architecture):
     name = "stablelm"
     gguf_name = "stablelm"
     features: ClassVar = {"norm": "layer"}
+    keys: ClassVar = {
+        "bos_token_id": (int | None, 0),
+        "eos_token_id": (int | list[int] | None, 0),
+        "hidden_act": (str, "silu"),
+        "hidden_dropout": (float | int, 0.0),
+        "intermediate_size": (int, 6912),
+        "layer_norm_eps": (float, 1e-5),
+        "max_position_embeddings": (int, 4096),
+        "num_key_value_heads": (int, 32),
+        "partial_rotary_factor": (object, 0.25),
+        "qk_layernorm": (bool, False),
+        "use_parallel_residual": (bool, False),
+        "use_qkv_bias": (bool, False),
+    }
 
-    def refine_folder_config(self, config: Config, given: Any) -> Config:
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
         parallel = bool(given.use_parallel_residual)
         return replace(config, parallel=parallel, mlp_norm=not parallel, qkv_bias=bool(given.use_qkv_bias))
 

@@ -1,0 +1,141 @@
+"""A config.json is read as transformers' configuration classes read it, whatever keys it lacks, renames or mistypes."""
+
+import json
+import random
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import transformers
+from transformers import CONFIG_MAPPING
+
+from specbeam.checkpoints import folder_config
+from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.families import ARCHITECTURES
+from specbeam.errors import SpecbeamError, Unsupported
+from tests.conftest import in_thorough_mode
+from tests.fuzz.folder_config import seeds
+
+CASES, PARTS = 10_000 if in_thorough_mode() else 800, 4
+TENSORS = [str(number) for number in range(60)]
+NOT_READ = {"model_type", "id2label", "label2id", "problem_type", "num_labels", "dtype", "torch_dtype"}
+"""Keys of classifiers, and the numbers that specbeam does not take from here. The first one chooses the class."""
+OLDER_NAMES = {
+    *("rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "sliding_window_pattern"),
+    *("rope_local_base_freq", "n_embd", "n_layer", "n_head", "n_positions", "layer_types", "no_rope_layers"),
+}
+VALUES = [
+    *(None, True, False, 0, 1, 2, 3, 5, 7, 64, -1, 1.0, 0.5, 1e-5, "x", "silu", "4", [], [1], [1.0, 2.0], {}),
+    *(["full_attention"] * 3, ["sliding_attention", "full_attention", "attention"]),
+    *({"rope_type": kind, "factor": 2.0} for kind in ("linear", "yarn", "dynamic", "longrope")),
+    {"type": "linear", "factor": 2.0},
+    {"full_attention": {"rope_type": "linear", "factor": 2.0}},
+    {"sliding_attention": None},
+]
+
+
+def by_transformers(given):
+    """The configuration by way of transformers' class; None if that or the rules after it refuse it."""
+    kind = CONFIG_MAPPING[given["model_type"]]
+    if any(key not in given and kind.attribute_map.get(key) not in given for key in folder_config.SIZES):
+        return None  # transformers has defaults for them, and specbeam does not take these
+    try:
+        complete = kind.from_dict(deepcopy(given))
+        return folder_config._read(ARCHITECTURES[given["model_type"]], complete, TENSORS)
+    except Exception:
+        return None
+
+
+def by_us(given):
+    try:
+        return folder_config.config_from_hugging_face(given, TENSORS)
+    except SpecbeamError:
+        return None
+
+
+@cache
+def whole_files():
+    files = [json.loads(seed)["config"] for seed in seeds()]
+    return [file for file in files if file["model_type"] in ARCHITECTURES]
+
+
+def changed(draw):
+    """One of the files, with up to three keys left out, renamed or given another value."""
+    file = deepcopy(draw.choice(whole_files()))
+    names = sorted({key for one in whole_files() for key in one} | OLDER_NAMES)
+    for _ in range(draw.choice([1, 1, 1, 2, 2, 3])):
+        key, how = draw.choice(sorted(file) if draw.random() < 0.6 else names), draw.random()
+        other = draw.choice(names)
+        if not NOT_READ.isdisjoint((key, other)):
+            continue
+        if how < 0.3:
+            file.pop(key, None)
+        elif how < 0.4 and key in file:
+            file[other] = file.pop(key)
+        elif how < 0.55 and isinstance(file.get(key), dict) and file[key]:
+            part = draw.choice(sorted(file[key]))
+            if draw.random() < 0.5:
+                del file[key][part]
+            else:
+                file[key][part] = deepcopy(draw.choice(VALUES))
+        else:
+            file[key] = deepcopy(draw.choice(VALUES))
+    if file["model_type"] == "gpt2":
+        file.pop("rope_scaling", None)  # GPT-2 has no rotation, and transformers looks at the key all the same
+    if file["model_type"] == "phi3" and file.get("head_dim", ...) is None:
+        del file["head_dim"]  # Phi-3 has no such key, and transformers' check of its rotation multiplies by it
+    return file
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_each_file_is_read_as_transformers_reads_it_or_refused_by_both(part):
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        draw, refused = random.Random(part), 0
+        for _ in range(CASES // PARTS):
+            file = changed(draw)
+            expected = by_transformers(file)
+            assert by_us(file) == expected, json.dumps(file)
+            refused += expected is None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    assert 0.2 < refused / (CASES // PARTS) < 0.8
+
+
+def test_every_architecture_is_among_the_files():
+    assert {file["model_type"] for file in whole_files()} == {*ARCHITECTURES}
+
+
+SMALL = {"model_type": "llama", "vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rms_norm_eps": 1}, "config.json says rms_norm_eps = '1', not a number with a point"),
+        ({"head_dim": "8"}, "config.json says head_dim = '8', not a whole number or null"),
+        ({"num_attention_heads": 3}, "hidden_size = 16, which is no multiple of its 3 heads"),
+        ({"layer_types": ["full_attention"] * 2}, "num_hidden_layers = 1, and layer_types has 2 entries"),
+        ({"layer_types": ["attention by ear"]}, "layers of the unknown kind 'attention by ear'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "the rotary scaling 'linear' of config.json lacks factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "says factor = '4', which is no number"),
+        ({"model_type": "gpt2", "n_embd": "16", "hidden_size": ...}, "config.json says n_embd = '16', not a whole"),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_value(changes, says):
+    given = {key: value for key, value in (SMALL | changes).items() if value is not ...}
+    with pytest.raises(SpecbeamError, match=says):
+        folder_config.config_from_hugging_face(given, TENSORS)
+
+
+def test_settings_of_single_layers_are_not_supported():
+    with pytest.raises(Unsupported, match="per_layer_config"):
+        folder_config.config_from_hugging_face(SMALL | {"per_layer_config": {}}, TENSORS)
+
+
+def test_layer_types_count_only_where_the_models_look_at_them():
+    mistral = SMALL | {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention"]}
+    config = folder_config.config_from_hugging_face(mistral, TENSORS)
+    assert isinstance(config, Config)
+    assert config.layers[0].window == 4096
