@@ -30,12 +30,12 @@ class Edit:
 
     Attributes:
         kind: "add" adds a value. "repeat" divides a positive score by the value, and multiplies a negative score by it
-            (CTRL, Keskar et al. 2019, 4.1). "ban" sets -inf.
+            (CTRL, Keskar et al. 2019, 4.1). "ban" sets -inf, and "set" sets the value.
         rows, tokens: which scores, int32 [m] each. Tokens that the logits lack are ignored.
         values: float32 [m]; empty for a ban.
     """
 
-    kind: Literal["add", "repeat", "ban"]
+    kind: Literal["add", "repeat", "ban", "set"]
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -317,7 +317,9 @@ def apply(edit: Edit, scores: Tensor) -> None:
         return
     values = to_device(edit.values[inside], scores.device)
     before = scores[rows, tokens]
-    if edit.kind == "add":
+    if edit.kind == "set":
+        scores[rows, tokens] = values
+    elif edit.kind == "add":
         scores[rows, tokens] = before + values
     else:
         scores[rows, tokens] = torch.where(before < 0, before * values, before / values)

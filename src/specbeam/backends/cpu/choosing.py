@@ -12,7 +12,7 @@ from torch import Tensor
 from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, SelectionRequestStruct, address
 from specbeam.selection import Selection, SelectionRequest, select
 
-EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2}
+EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2, "set": 3}
 """As ``EditKind`` in native/select.h."""
 REQUEST_DTYPE, EDIT_DTYPE = np.dtype(SelectionRequestStruct), np.dtype(EditStruct)
 CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
@@ -168,11 +168,13 @@ class Choice:
             allowed_place,
             noise_place,
             request.normalize,
+            request.renormalize,
             request.total,
             request.top_k or 0,
             1.0 if request.temperature is None else request.temperature,
             1.0 if request.top_p is None else request.top_p,
             request.min_p or 0.0,
+            request.typical_p or 0.0,
             seed,
         )
 
@@ -194,7 +196,7 @@ class Space:
 
 
 def needs_torch(request: SelectionRequest) -> bool:
-    return bool(request.functions) or request.typical_p is not None or request.renormalize
+    return bool(request.functions)
 
 
 class Joined:
