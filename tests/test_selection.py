@@ -68,7 +68,7 @@ def random_request(rng, n, vocab, kind):
         rows, tokens = rng.integers(0, n, m).astype(np.int32), rng.integers(0, vocab + 3, m).astype(np.int32)
         _, once = np.unique(rows * (vocab + 3) + tokens, return_index=True)
         values = {"add": rng.normal(size=len(once)), "repeat": np.full(len(once), 1.3)}
-        values = {**values, "ban": np.empty(0), "set": values["add"]}[name]
+        values = {**values, "ban": np.empty(0), "set": values["add"], "raise": values["repeat"]}[name]
         return Edit(name, rows[once], tokens[once], values.astype(np.float32))
 
     options = np.random.default_rng(kind)
@@ -80,7 +80,7 @@ def random_request(rng, n, vocab, kind):
         given=rng.integers(0, vocab, (n, 2)) if options.random() < 0.3 else None,
         vocab=vocab if options.random() < 0.3 else None,
         normalize=bool(options.random() < 0.5),
-        edits=tuple(edit(name) for name in ("add", "repeat", "ban", "set") if options.random() < 0.5),
+        edits=tuple(edit(name) for name in ("add", "repeat", "ban", "set", "raise") if options.random() < 0.5),
         allowed=None if allowed is None else np.packbits(allowed, axis=-1, bitorder="little"),
         one_of=(0, 1) if options.random() < 0.3 else (),
         temperature=1.7 if drawn else None,

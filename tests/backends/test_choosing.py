@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 
 from specbeam.backends.cpu import CpuBackend
@@ -47,10 +46,15 @@ def request_of(rng, n, vocab, tied, plain=0.6):
         return value if rng.random() > plain else None
 
     def edit():
-        kind, m = str(rng.choice(["add", "repeat", "ban", "set"])), int(rng.integers(0, 3 * vocab))
+        kind, m = str(rng.choice(["add", "repeat", "ban", "set", "raise"])), int(rng.integers(0, 3 * vocab))
         rows, tokens = rng.integers(0, n, m).astype(np.int32), rng.integers(0, vocab + 2, m).astype(np.int32)
         whole, factors = rng.integers(-4, 4, vocab + 2), rng.uniform(0.5, 2, vocab + 2)
-        values = {"add": whole, "repeat": factors, "set": whole if tied else rng.normal(size=vocab + 2)}
+        values = {
+            "add": whole,
+            "repeat": factors,
+            "raise": factors,
+            "set": whole if tied else rng.normal(size=vocab + 2),
+        }
         return Edit(kind, rows, tokens, *([] if kind == "ban" else [values[kind][tokens].astype(np.float32)]))
 
     fewer = maybe(int(rng.integers(1, vocab + 1)))  # a mask and end tokens may be of the whole vocabulary

@@ -7,7 +7,7 @@ and masks. Only a caller's own functions see all scores.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,15 +96,13 @@ class Processors:
         if self.is_plain:
             return {}
         nodes = np.asarray(nodes, dtype=np.int64)
-        changes: dict[str, Any] = {"edits": tuple(self._edits(tree, nodes))}
         allowed = self._allowed(tree, nodes, draft_tokens)
+        edits, allowed = self._change([*self._edits(tree, nodes)], allowed, tree, nodes)
+        changes: dict[str, Any] = {"edits": tuple(edits)}
         if allowed is not None:
             changes["allowed"] = allowed
-        functions = [*self._changes(tree, nodes)]
         if self.functions:
-            functions.append(partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)))
-        if functions:
-            changes["functions"] = tuple(functions)
+            changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)),)
         if self.has_one_end:
             changes["one_of"] = self._eos
         return changes
@@ -200,13 +198,21 @@ class Processors:
                 self._dead_ends.add(node)
         return np.stack(by_function) if allowed is None else np.stack(by_function) & allowed
 
-    def _changes(self, tree: Tree, nodes: Nodes) -> Iterator[Callable[[Tensor], Tensor]]:
-        """The changes of all scores that the checkpoint asks for at nodes, as functions of the scores."""
+    def _change(
+        self, edits: list[Edit], allowed: NDArray[np.uint8] | None, tree: Tree, nodes: Nodes
+    ) -> tuple[list[Edit], NDArray[np.uint8] | None]:
+        """Edits and masks with the checkpoint's changes at nodes. Tokens that it forces are allowed in any case."""
         for change in self.of_checkpoint.changes:
             new = tree.depths(nodes) + 1 - tree.prompt_length
             rows = np.flatnonzero((new >= change.first) & (new <= change.last))
             if len(rows):
-                yield partial(change, rows=rows, new_tokens=new[rows])
+                values = np.repeat(change.values(new[rows]), len(change.tokens))
+                edits.append(Edit(change.kind, *_each(change.tokens, rows), values))
+                if change.only:
+                    mask = packed(change.tokens, self.vocab_size)
+                    allowed = np.full((len(nodes), len(mask)), 255, np.uint8) if allowed is None else allowed.copy()
+                    allowed[rows] = mask
+        return edits, allowed
 
     def _call(self, tree: Tree, nodes: Nodes, drafted: NDArray[np.bool_], scores: Tensor) -> Tensor:
         """Call the functions on all nodes of one depth at once, since their sequences are equally long.

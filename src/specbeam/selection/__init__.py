@@ -30,12 +30,13 @@ class Edit:
 
     Attributes:
         kind: "add" adds a value. "repeat" divides a positive score by the value, and multiplies a negative score by it
-            (CTRL, Keskar et al. 2019, 4.1). "ban" sets -inf, and "set" sets the value.
+            (CTRL, Keskar et al. 2019, 4.1). "ban" sets -inf, and "set" sets the value. "raise" adds the score's
+            absolute value times the value, unless the score is not finite.
         rows, tokens: which scores, int32 [m] each. Tokens that the logits lack are ignored.
         values: float32 [m]; empty for a ban.
     """
 
-    kind: Literal["add", "repeat", "ban", "set"]
+    kind: Literal["add", "repeat", "ban", "set", "raise"]
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -321,6 +322,8 @@ def apply(edit: Edit, scores: Tensor) -> None:
         scores[rows, tokens] = values
     elif edit.kind == "add":
         scores[rows, tokens] = before + values
+    elif edit.kind == "raise":
+        scores[rows, tokens] = torch.where(before.isfinite(), before + before.abs() * values, before)
     else:
         scores[rows, tokens] = torch.where(before < 0, before * values, before / values)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, SelectionRequestStruct, address
 from specbeam.selection import Selection, SelectionRequest, select
 
-EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2, "set": 3}
+EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2, "set": 3, "raise": 4}
 """As ``EditKind`` in native/select.h."""
 REQUEST_DTYPE, EDIT_DTYPE = np.dtype(SelectionRequestStruct), np.dtype(EditStruct)
 CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]

@@ -133,7 +133,7 @@ const char *wrong(const Choice &c) {
       std::any_of(c.edit_tokens, c.edit_tokens + c.entry_count, negative))
     return "a token is negative";
   for (const Edit *e = c.edits; e != c.edits + c.edit_count; e++) {
-    if (e->kind < ADD || e->kind > SET) return "the kind of an edit is not known";
+    if (e->kind < ADD || e->kind > RAISE) return "the kind of an edit is not known";
     if (e->begin > e->end || e->begin < 0 || e->end > c.entry_count) return "an edit has more entries than there are";
     if (e->kind != BAN && !inside(e->values, e->end - e->begin, 1, c.value_count)) return "an edit lacks values";
   }

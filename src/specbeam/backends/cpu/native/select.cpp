@@ -403,6 +403,15 @@ class Row {
     space.edited[token / BLOCK_TOKENS] = true;
   }
 
+  static float edited(int64_t kind, float score, float value) {
+    switch (kind) {
+      case ADD: return score + value;
+      case REPEAT: return score < 0 ? score * value : score / value;
+      case RAISE: return std::isfinite(score) ? score + std::abs(score) * value : score;
+      default: return value;
+    }
+  }
+
   // An edit reads all its scores before it changes one: so a token that it names twice is changed once.
   void edit() {
     const float *changed = space.scores.data();
@@ -413,10 +422,7 @@ class Row {
         const int32_t token = c.edit_tokens[last->place];
         const float score = token < vocab ? changed[token] : 0;
         const float value = edit.kind == BAN ? LOWEST : c.edit_values[edit.values + last->place - edit.begin];
-        space.read.push_back(edit.kind == ADD      ? score + value
-                             : edit.kind != REPEAT ? value
-                             : score < 0           ? score * value
-                                                   : score / value);
+        space.read.push_back(edited(edit.kind, score, value));
       }
       for (const Entry *e = first; e != last; e++)
         if (const int32_t token = c.edit_tokens[e->place]; token < vocab) set(token, space.read[e - first]);

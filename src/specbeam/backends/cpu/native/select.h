@@ -6,7 +6,7 @@
 
 namespace specbeam {
 
-enum EditKind : int64_t { ADD, REPEAT, BAN, SET };
+enum EditKind : int64_t { ADD, REPEAT, BAN, SET, RAISE };
 
 // A change of single scores. Its entries are [begin, end) of Choice::edit_rows and Choice::edit_tokens, and their
 // values begin at `values`.
