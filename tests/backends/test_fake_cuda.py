@@ -81,7 +81,7 @@ and to choose."""
 CASES = {
     "greedy": ({}, [1] * 3),
     "beams": ({"num_beams": 4}, [OUT_OF_ORDER, 1, 1]),
-    "groups of beams": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, [OUT_OF_ORDER + 2, 3, 3]),
+    "groups of beams": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, [OUT_OF_ORDER, 1, 1]),
     "penalties": ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "logit_bias": {9: 2.0}}, [1] * 3),
     "a constraint": ({"constraint": specbeam.TokenTrie([[8, 9, 10, 11], [8, 9, 12, 13]])}, [1] * 3),
     "a function of the caller": ({"logits_processor": [forbid_even]}, [4] * 3),
