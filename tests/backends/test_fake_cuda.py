@@ -9,10 +9,11 @@ from specbeam import hf, ladder
 from specbeam.backends import devices
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
+from specbeam.backends.torch.selecting import choose
 from specbeam.backends.transformers import CausalBackend
 from specbeam.cache.slots import Slots
 from specbeam.engine import CostTable
-from specbeam.selection import Edit, Noise, SelectionRequest, choose
+from specbeam.selection import Edit, Noise, SelectionRequest
 from specbeam.tree import Tree
 from tests.backends.test_conformance import FAMILIES, evaluate
 from tests.conftest import random_model, run_alone
@@ -59,7 +60,7 @@ def waits(gpu, monkeypatch):
         starts, forward = [], backend.forward
 
         def noted(self, segments):
-            if self.device.type == "cuda":
+            if self.device == CUDA:
                 starts.append(len(gpu.waits))
             return forward(self, segments)
 
@@ -70,6 +71,7 @@ def waits(gpu, monkeypatch):
     return waits
 
 
+@specbeam.tensors
 def forbid_even(input_ids, scores):
     assert input_ids.device == scores.device
     return scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) % 2 == 0, -torch.inf)
@@ -226,8 +228,8 @@ def test_compiled_rungs_reduce_the_overhead_of_launches(gpu, monkeypatch, folder
 
 def test_memory_of_a_gpu(gpu):
     device = devices.choose_device("auto")
-    assert device.type == "cuda"
-    assert devices.choose_dtype("auto", device, "float16") == torch.float16
+    assert device == "cuda"
+    assert devices.choose_dtype("auto", device, "float16") == "float16"
     assert devices.memory_for_caches(device) == int(0.8 * (10**9 + 3 * 10**8 - 10**8))
     assert devices.peak_memory(device) == 4 * 10**8
     assert devices._names() == ["cpu", CUDA]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from specbeam.backends.torch.selecting import changed
 from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
@@ -29,7 +30,6 @@ from specbeam.engine.strategies import make_search, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import Row
 from specbeam.integrations.transformers_prompts import KeysAndValues
-from specbeam.selection import changed
 from specbeam.tree import Nodes, Tree
 
 

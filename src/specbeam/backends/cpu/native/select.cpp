@@ -1,4 +1,4 @@
-// Selections from rows of logits, in the order of operations of selection/. A row's selection depends on the row and
+// Selections from rows of logits, in the order of operations of selection.py. A row's selection depends on the row and
 // its request alone. It has the same bits on every instruction set: no multiplication is fused, and vectors are as wide
 // on all.
 

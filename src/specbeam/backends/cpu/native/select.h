@@ -14,7 +14,7 @@ struct Edit {
   int64_t kind, begin, end, values;
 };
 
-// A SelectionRequest of selection/. The parts of all requests lie in the arrays of Choice. A place says where the
+// A SelectionRequest of selection.py. The parts of all requests lie in the arrays of Choice. A place says where the
 // request's part begins.
 struct SelectionRequest {
   int64_t first_row, rows, vocab;  // of the logits
