@@ -10,6 +10,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import specbeam

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 import pytest
+import torch
 from filelock import FileLock
 from gguf import GGMLQuantizationType as Type
 from gguf import quants

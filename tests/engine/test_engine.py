@@ -103,7 +103,7 @@ def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
     slots = Slots(Tree([5, 6, 7, 8]), lm.backend)
     expected = lm.backend.forward([slots.segment(slots.missing([3]), np.arange(4))])
     torch.testing.assert_close(torch.from_numpy(strategy.seen[0]), expected[asked], atol=2e-4, rtol=0)
-    torch.testing.assert_close(strategy.seen[1], expected[[1]], atol=2e-4, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(strategy.seen[1]), expected[[1]], atol=2e-4, rtol=0)
 
 
 def test_slots_are_used_again(save, monkeypatch):

@@ -218,7 +218,7 @@ class Joined:
         return np.concatenate(self.arrays, dtype=self.dtype, casting="same_kind")
 
 
-# A caller's functions: all scores are changed here up to them, and native code selects from what they return.
+# A caller's functions: all scores are changed here up to them, and native code selects from the returned scores.
 
 
 def normalizers_alone(request: SelectionRequest) -> SelectionRequest:
@@ -262,7 +262,7 @@ def apply(edit: Edit, scores: NDArray[np.float32]) -> None:
 
 
 def with_own_log_probs(found: Selection, own: Selection, given: NDArray[np.int64] | None) -> Selection:
-    """A selection from changed scores, with what it says of the logits themselves.
+    """A selection from changed scores, with the log-probabilities by the model itself.
 
     Args:
         own: has the logits and their normalizers.
