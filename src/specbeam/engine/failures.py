@@ -13,9 +13,8 @@ from specbeam.errors import NotFinite, SpecbeamError
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether there was no memory, on a GPU or on the CPU."""
-    torch = sys.modules.get("torch")  # without it nobody raises its errors
-    on_gpu = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    return on_gpu or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+    on_gpu = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())  # nobody raises it without PyTorch
+    return isinstance(error, (MemoryError, on_gpu)) or "DefaultCPUAllocator" in str(error)
 
 
 def forget_frames(error: Exception) -> Exception:
