@@ -175,7 +175,9 @@ def _random_case(models: Models, draw: random.Random, made: list[Case]) -> Case:
         options["prefix_allowed_tokens_fn"] = lambda _, ids: allowed if len(ids) % 2 else [*range(258)]
     if limit == "processor":
         token = draw.randrange(256)
-        options["logits_processor"] = lambda ids, scores: scores.index_fill(1, torch.tensor([token]), -1.0)
+        options["logits_processor"] = specbeam.tensors(
+            lambda ids, scores: scores.index_fill(1, torch.tensor([token]), -1.0)
+        )
     draft = draw.choice((None, None, *models.drafts))
     if draft is not None and draw.random() < 0.4:
         options |= {"num_draft_tokens": draw.choice((1, 3, 8)), "draft_width": draw.choice((1, 2, 4))}

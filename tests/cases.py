@@ -457,9 +457,9 @@ def _limits(limit: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     if (token := limit.get("processor")) is not None:
 
         def lower(ids: Any, scores: Any) -> Any:
-            scores = scores.clone()
-            scores[:, token] -= 2.0
-            return scores
+            changed = scores + 0.0
+            changed[:, token] -= 2.0
+            return changed
 
         return {"logits_processor": lower}
     return {}

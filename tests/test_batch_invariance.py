@@ -10,8 +10,8 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 import specbeam
 from specbeam import Engine
@@ -255,7 +255,7 @@ def test_a_pass_that_depends_on_its_batch_is_seen(subjects, monkeypatch):
     def worse(segments):
         logits = forward(segments)
         if len(segments) > 1:
-            logits[:, ::2] = torch.nextafter(logits[:, ::2], torch.tensor(torch.inf))
+            logits[:, ::2] = np.nextafter(logits[:, ::2], np.float32(np.inf))
         return logits
 
     monkeypatch.setattr(backend, "forward", worse)

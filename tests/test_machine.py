@@ -102,7 +102,6 @@ def test_version_1_without_limits(machine):
 
 def test_engines_take_a_share_of_the_container(machine, monkeypatch):
     """The threads of a backend and the room for caches follow the container, not the machine."""
-    import torch
 
     from specbeam.backends import devices
     from specbeam.backends.cpu import choose_threads
@@ -113,6 +112,6 @@ def test_engines_take_a_share_of_the_container(machine, monkeypatch):
     monkeypatch.setattr(devices, "usable_memory", lambda **_: usable_memory(root))
     monkeypatch.delenv("SPECBEAM_THREADS", raising=False)
     assert choose_threads(None) == 3
-    assert devices.memory_for_caches(torch.device("cpu")) == 2 * GB
+    assert devices.memory_for_caches("cpu") == 2 * GB
     machine("0::/", **limits | group(memory_current=7 * GB))
-    assert devices.memory_for_caches(torch.device("cpu")) == int(0.8 * GB)
+    assert devices.memory_for_caches("cpu") == int(0.8 * GB)

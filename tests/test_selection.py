@@ -18,9 +18,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from specbeam import selection
-from specbeam.selection import Edit, Noise, SelectionRequest, choose, highest, select
-from specbeam.selection.noise import gumbel, philox
+from specbeam.backends.torch import selecting
+from specbeam.backends.torch.noise import gumbel, philox
+from specbeam.backends.torch.selecting import choose, highest, select
+from specbeam.selection import Edit, Noise, SelectionRequest
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -67,7 +68,8 @@ def random_request(rng, n, vocab, kind):
         m = int(rng.integers(0, 9))
         rows, tokens = rng.integers(0, n, m).astype(np.int32), rng.integers(0, vocab + 3, m).astype(np.int32)
         _, once = np.unique(rows * (vocab + 3) + tokens, return_index=True)
-        values = {"add": rng.normal(size=len(once)), "repeat": np.full(len(once), 1.3), "ban": np.empty(0)}[name]
+        values = {"add": rng.normal(size=len(once)), "repeat": np.full(len(once), 1.3)}
+        values = {**values, "ban": np.empty(0), "set": values["add"], "raise": values["repeat"]}[name]
         return Edit(name, rows[once], tokens[once], values.astype(np.float32))
 
     options = np.random.default_rng(kind)
@@ -79,7 +81,7 @@ def random_request(rng, n, vocab, kind):
         given=rng.integers(0, vocab, (n, 2)) if options.random() < 0.3 else None,
         vocab=vocab if options.random() < 0.3 else None,
         normalize=bool(options.random() < 0.5),
-        edits=tuple(edit(name) for name in ("add", "repeat", "ban") if options.random() < 0.5),
+        edits=tuple(edit(name) for name in ("add", "repeat", "ban", "set", "raise") if options.random() < 0.5),
         allowed=None if allowed is None else np.packbits(allowed, axis=-1, bitorder="little"),
         one_of=(0, 1) if options.random() < 0.3 else (),
         temperature=1.7 if drawn else None,
@@ -211,10 +213,10 @@ def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
     }
     request = SelectionRequest(**(everything if kind == "all" else {}))
     logits = torch.from_numpy(rng.normal(size=(n, vocab)).astype(np.float32)) * 3
-    compiled = torch.compile(selection._select, fullgraph=True, dynamic=False, backend=compiler)
+    compiled = torch.compile(selecting._select, fullgraph=True, dynamic=False, backend=compiler)
     with torch.no_grad():
-        got = compiled(logits, request, selection._seeds(request))
-        expected = selection._select(logits, request, selection._seeds(request))
+        got = compiled(logits, request, selecting._seeds(request))
+        expected = selecting._select(logits, request, selecting._seeds(request))
     torch.compiler.reset()
     assert torch.equal(got[0], expected[0])
     for one, other in zip(got, expected, strict=True):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specbeam import lm_eval as lm_eval
     from specbeam import reference as reference
     from specbeam import scoring as scoring
+    from specbeam.callers import tensors as tensors
     from specbeam.constraints import TokenTrie as TokenTrie
     from specbeam.drafting.suffix import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
@@ -69,6 +70,7 @@ _HOMES = {
     "show_prompt": "prompts",
     "stream": "generation",
     "suffix_automaton": "drafting.suffix",
+    "tensors": "callers",
 }
 
 _MODULES = ("constraints", "hf", "labels", "ladder", "reference", "scoring")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
-from typing import TypedDict, TypeVar, get_type_hints
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from specbeam.constraints import Constraint
 from specbeam.options import Options
 
-AllowedTokens = Callable[[int, Tensor], Collection[int] | Tensor]
-LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+AllowedTokens = Callable[[int, Any], Collection[int] | NDArray[np.integer] | Any]
+"""The token ids are an array, int64 [length], or a tensor (:func:`specbeam.tensors`)."""
+LogitsProcessor = Callable[[Any, Any], Any]
+"""Of token ids, int64 [n, length], and scores, float32 [n, vocab]: arrays, or tensors."""
 
 
 class OptionKeywords(TypedDict, total=False):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
-from specbeam.backends.devices import peak_memory, reset_peak_memory
+from specbeam.backends.devices import kind, peak_memory, reset_peak_memory
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.backends.torch.transformer import TreeSegment
@@ -77,7 +77,7 @@ class Model:
             self.forward = through(backend)
         if compiled:
             # A CUDA graph launches all kernels of a pass at once: one launch takes longer than a small kernel.
-            mode = "reduce-overhead" if self.device.type == "cuda" else None
+            mode = "reduce-overhead" if kind(self.device) == "cuda" else None
             self.forward = torch.compile(self.forward, fullgraph=True, dynamic=False, mode=mode)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class NoCache(KeyValues):
     """Takes the place of a cache and keeps nothing: attention gets the keys and values of the pass itself."""
 
     def __init__(self) -> None:
-        super().__init__(0, 0, 0, dtype=torch.float32, device=torch.device("cpu"))
+        super().__init__(0, 0, 0, dtype=torch.float32, device="cpu")
 
     def store(
         self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, seen: slice | Tensor
@@ -388,7 +388,7 @@ def ground(lm: LanguageModel) -> tuple[str, str, str]:
     """The device, the backend and the weights that a model runs on."""
     backend: Any = lm.backend
     weights = backend.quantize if backend.name == "cpu" else str(backend.dtype).removeprefix("torch.")
-    return str(backend.device), backend.name, weights
+    return backend.device, backend.name, weights
 
 
 def reason(error: Exception) -> str:

@@ -22,8 +22,6 @@ from specbeam.options import refuse_unknown_keywords
 from specbeam.token_texts import text_of
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
-    import torch
-
     from specbeam.checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger("specbeam")
@@ -115,7 +113,7 @@ class LanguageModel:
         name = os.fspath(source)
         with self._loading:
             if name not in self._drafts:
-                placement = self.placement or Placement(device=str(self.backend.device))
+                placement = self.placement or Placement(device=self.backend.device)
                 self._drafts[name] = load_silently(name, placement)
             return self._drafts[name]
 
@@ -184,7 +182,7 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
     from specbeam.backends.devices import choose_device
 
     halves = placement.dtype not in ("auto", "float32")
-    if placement.quantize == "auto" and (halves or choose_device(placement.device).type != "cpu"):
+    if placement.quantize == "auto" and (halves or choose_device(placement.device) != "cpu"):
         return "torch", None
     try:
         library(choose_isa())
@@ -200,7 +198,7 @@ def _weight_format(placement: Placement) -> str:
     from specbeam.backends.devices import choose_device
 
     device, dtype, quantize = placement.device, placement.dtype, placement.quantize
-    if device != "auto" and choose_device(device).type != "cpu":
+    if device != "auto" and choose_device(device) != "cpu":
         raise SpecbeamError(f"the cpu backend does not run on {device}: leave out the device, or the backend")
     if dtype == "auto" or (dtype == "float32" and quantize in ("auto", "float32")):
         return quantize if dtype == "auto" else "float32"
@@ -283,22 +281,22 @@ def load(
     return lm
 
 
-def weights_of(source: str | os.PathLike[str], placement: Placement) -> tuple[torch.device, int]:
+def weights_of(source: str | os.PathLike[str], placement: Placement) -> tuple[str, int]:
     """The device on which a model's weights will lie, and their size in bytes. They are not read.
 
     Raises:
         SpecbeamError: as for :func:`load`.
     """
-    from specbeam.backends.devices import choose_device, choose_dtype
+    from specbeam.backends.devices import DTYPES, choose_device, choose_dtype
 
     checkpoint, backend, _ = _open(source, placement)
     if backend == "cpu":
         from specbeam.backends.cpu import choose_mode
         from specbeam.backends.cpu.weights import packed_bytes
 
-        return choose_device("cpu"), packed_bytes(checkpoint, choose_mode(_weight_format(placement), checkpoint))
+        return "cpu", packed_bytes(checkpoint, choose_mode(_weight_format(placement), checkpoint))
     device = choose_device(placement.device)
-    return device, checkpoint.facts.parameters * choose_dtype(placement.dtype, device, checkpoint.dtype).itemsize
+    return device, checkpoint.facts.parameters * DTYPES[choose_dtype(placement.dtype, device, checkpoint.dtype)]
 
 
 def _open(

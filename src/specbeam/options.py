@@ -155,10 +155,12 @@ class Options:
         constraint: the sequences that may be generated: a :class:`specbeam.TokenTrie` or another
             :class:`specbeam.constraints.Constraint`.
         prefix_allowed_tokens_fn: as in transformers, called with 0 and the token ids so far, prompt included (int64
-            tensor [length]). It returns the ids of the tokens that may follow.
+            array [length]). It returns the ids of the tokens that may follow.
         logits_processor: one function or several (kept as a tuple) as in transformers. Each is called with token ids
             (int64 [n, length], prompts included) and scores (float32 [n, vocab]), and returns scores. The scores are
-            log-probabilities in beam search, else logits, after all other processors.
+            log-probabilities in beam search, else logits, after all other processors. Both are NumPy arrays. Functions
+            that are marked by :func:`specbeam.tensors`, and processors of transformers, get tensors on the model's
+            device.
 
     Raises:
         SpecbeamError: an unknown option, a value out of its range, options that contradict each other, or an option

@@ -6,11 +6,10 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbeam import chat_templates
 from specbeam.checkpoints.code import refusing
@@ -27,7 +26,14 @@ A part is ``{"type": "text", "text": ...}``. A line break joins the parts, as in
 that reads only lists of parts gets the text as one part (:mod:`specbeam.chat_templates`).
 """
 
-Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Tensor
+
+class SupportsToList(Protocol):
+    """A tensor of PyTorch, which need not be installed."""
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | SupportsToList
 """Text, token ids (a list, or a vector of NumPy or PyTorch), or chat messages."""
 
 PLACE_OF_ANSWER = "<PLACE OF THE ANSWER>"

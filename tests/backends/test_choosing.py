@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 
 from specbeam.backends.cpu import CpuBackend
 from specbeam.backends.cpu.library import library
+from specbeam.backends.torch.selecting import select
 from specbeam.checkpoints import open_checkpoint
-from specbeam.selection import Edit, Noise, SelectionRequest, select
+from specbeam.selection import Edit, Noise, SelectionRequest
 from tests.conftest import random_model
 from tests.test_selection import ARRAYS, assert_equal_bits
 
@@ -45,10 +47,16 @@ def request_of(rng, n, vocab, tied, plain=0.6):
         return value if rng.random() > plain else None
 
     def edit():
-        kind, m = str(rng.choice(["add", "repeat", "ban"])), int(rng.integers(0, 3 * vocab))
+        kind, m = str(rng.choice(["add", "repeat", "ban", "set", "raise"])), int(rng.integers(0, 3 * vocab))
         rows, tokens = rng.integers(0, n, m).astype(np.int32), rng.integers(0, vocab + 2, m).astype(np.int32)
-        values = {"add": rng.integers(-4, 4, vocab + 2), "repeat": rng.uniform(0.5, 2, vocab + 2), "ban": np.zeros(0)}
-        return Edit(kind, rows, tokens, (values[kind][tokens] if kind != "ban" else values[kind]).astype(np.float32))
+        whole, factors = rng.integers(-4, 4, vocab + 2), rng.uniform(0.5, 2, vocab + 2)
+        values = {
+            "add": whole,
+            "repeat": factors,
+            "raise": factors,
+            "set": whole if tied else rng.normal(size=vocab + 2),
+        }
+        return Edit(kind, rows, tokens, *([] if kind == "ban" else [values[kind][tokens].astype(np.float32)]))
 
     fewer = maybe(int(rng.integers(1, vocab + 1)))  # a mask and end tokens may be of the whole vocabulary
     noise = Noise(int(rng.integers(0, 2**64, dtype=np.uint64)), *rng.integers(0, 2**32, (2, n), dtype=np.uint32))
@@ -65,7 +73,8 @@ def request_of(rng, n, vocab, tied, plain=0.6):
         top_k=maybe(int(rng.integers(1, vocab + 5))),
         top_p=None if tied else maybe(float(rng.uniform(0, 1))),  # transformers keeps any of equal tokens
         min_p=maybe(float(rng.uniform(0, 0.5))),
-        typical_p=maybe(0.7) if rng.random() < 0.1 else None,
+        typical_p=maybe(float(rng.uniform(0.01, 1))),
+        renormalize=bool(rng.random() < 0.3),
         noise=maybe(noise),
         total=bool(rng.random() < 0.5),
     )
@@ -101,11 +110,12 @@ RANDOM = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 @given(RANDOM, st.sampled_from(VOCABS))
 def test_selections_are_those_of_the_reference(backends, rng, vocab):
     logits, requests = batch_of(rng, vocab)
+    requests = [(rows, replace(request, typical_p=None, renormalize=False)) for rows, request in requests]
     before = logits.clone()
     for (rows, request), selection in zip(requests, backends["", 2].choose(logits, requests), strict=True):
         own = logits[rows, : request.vocab]
         np.testing.assert_allclose(selection.normalizers, own.double().logsumexp(-1), atol=2e-6)
-        assert torch.equal(selection.logits, own)
+        np.testing.assert_array_equal(selection.logits, own)
         differences = []
         for rounding in (0, 1e-5, -1e-5):  # the reference adds up probabilities in float32
             other = {name: value + rounding for name in ("top_p", "min_p") if (value := getattr(request, name))}
@@ -113,6 +123,33 @@ def test_selections_are_those_of_the_reference(backends, rng, vocab):
             differences.append(differs(selection, expected))
         assert None in differences, differences[0]
     assert torch.equal(logits, before)
+
+
+@given(RANDOM, st.sampled_from(VOCABS), st.none() | st.floats(0.01, 0.99), st.booleans())
+def test_typical_tokens_and_their_log_probs_are_those_of_transformers(backends, rng, vocab, p, is_truncated):
+    """In float64, where rounding decides nothing: of tokens that are equally near within 1e-5, any may stay."""
+    logits = rows_of(rng, 2, vocab, tied=bool(rng.random() < 0.4))
+    request = SelectionRequest(top=vocab, typical_p=p, temperature=1.7 if is_truncated else None, renormalize=True)
+    request = replace(request, top_k=9, min_p=0.01) if is_truncated else request
+    scores = logits.double()
+    if is_truncated:
+        for warper in (TemperatureLogitsWarper(1.7), TopKLogitsWarper(9), MinPLogitsWarper(0.01)):
+            scores = warper(None, scores)
+    log_probs = scores.log_softmax(-1)
+    distance = (-log_probs - (-log_probs * log_probs.exp()).nansum(-1, keepdim=True)).abs()
+
+    def farthest(mass):
+        kept = (TypicalLogitsWarper(mass)(None, scores) if p else scores).isfinite()
+        return distance.masked_fill(~kept, 0.0).amax(-1, keepdim=True)
+
+    (selection,) = backends["", 2].choose(logits, [(slice(0, 2), request)])
+    by_rank, tokens = torch.from_numpy(selection.scores), torch.from_numpy(selection.tokens)
+    found = torch.zeros_like(by_rank).scatter(-1, tokens, by_rank)
+    kept = found.isfinite()
+    assert kept[distance < farthest((p or 0) - 1e-5) - 1e-5].all()
+    assert not kept[distance > farthest((p or 0) + 1e-5) + 1e-5].any()
+    expected = scores.masked_fill(~kept, -np.inf).log_softmax(-1).float()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @given(RANDOM, st.sampled_from(VOCABS))

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 import pytest
+import torch
 from filelock import FileLock
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
@@ -266,7 +267,7 @@ def test_logits_are_the_same_bits_whichever_nodes_want_them(folder, wanted):
         below = lm.backend.forward([one.segment(two, np.arange(2)) for one, two in zip(places, children, strict=True)])
         for slots in places:
             slots.close()
-        return found.numpy(), below.numpy()
+        return found, below
 
     every, below = logits(np.arange(6), np.arange(4))
     some, below_some = logits([n for n in wanted if n < 6], [n - 6 for n in wanted if n >= 6])
@@ -290,7 +291,7 @@ def test_instruction_sets_give_the_same_bits(save, family):
             lm = loaded(folder, quantize, isa=isa)
             beams = specbeam.generate(lm, PROMPTS[2], num_beams=3, num_return_sequences=3, max_new_tokens=6).sequences
             lm.backend.reserve(len(tokens))
-            logits = lm.backend.forward([of_one_sequence(tokens, np.arange(len(tokens)))]).numpy()
+            logits = lm.backend.forward([of_one_sequence(tokens, np.arange(len(tokens)))])
             found[isa] = [(s.token_ids, s.log_probs, s.score) for s in beams], logits.tobytes()
         for isa in ALIKE:
             assert found[isa] == found[ALIKE[0]], (isa, quantize)
@@ -315,7 +316,7 @@ def log_probs_of_all(folder, tokens, quantize, isa=""):
     """The log-probabilities after each token of a sequence, [n, vocab]."""
     backend = loaded(folder, quantize, isa=isa).backend
     backend.reserve(len(tokens))
-    return backend.forward([of_one_sequence(tokens, np.arange(len(tokens)))]).log_softmax(-1)
+    return torch.from_numpy(backend.forward([of_one_sequence(tokens, np.arange(len(tokens)))])).log_softmax(-1)
 
 
 def of_one_sequence(tokens, slots, wanted=None):

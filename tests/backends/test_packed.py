@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from filelock import FileLock
 from gguf import GGMLQuantizationType as Type
 
@@ -70,7 +69,7 @@ def test_mapped_weights_leave_less_memory_for_caches(folder, cached, monkeypatch
     monkeypatch.setattr(devices, "usable_memory", lambda mapped=0: Memory(total, 2 * size + others - mapped))
 
     def room():
-        return devices.memory_for_caches(torch.device("cpu"))
+        return devices.memory_for_caches("cpu")
 
     assert room() == int(0.8 * 2 * size)
     models = [loaded(folder), loaded(folder)]

@@ -11,8 +11,8 @@ from scipy.stats import chisquare
 
 import specbeam
 from specbeam import Engine, Options
+from specbeam.backends.torch.selecting import normalizers_of
 from specbeam.decoding.beam import BeamSearch
-from specbeam.selection import normalizers_of
 from tests.conftest import beams_of_transformers, random_model
 from tests.decoding.test_distinct import written_out
 from tests.decoding.test_lazy_beam import PROMPT, Searched

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, Options
+from specbeam.backends.torch.selecting import select
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
@@ -30,7 +31,6 @@ from specbeam.drafting.chains import Chains
 from specbeam.drafting.copies import Copies
 from specbeam.engine import CostTable
 from specbeam.engine.strategies import make_search
-from specbeam.selection import select
 from specbeam.tree import Tree
 from tests.conftest import examples, random_model
 from tests.decoding.test_record import Replayed

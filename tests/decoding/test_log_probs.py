@@ -9,9 +9,10 @@ import torch
 
 import specbeam
 from specbeam import Engine
+from specbeam.backends.torch.selecting import select
 from specbeam.decoding import Evaluate, Hypothesis, alternatives
 from specbeam.decoding.alternatives import Alternatives
-from specbeam.selection import SelectionRequest, select
+from specbeam.selection import SelectionRequest
 from specbeam.tree import Tree
 from tests.engine.conftest import ended
 
@@ -95,7 +96,7 @@ def test_no_alternatives_are_known_where_a_strategy_added_a_token_unasked(tiny):
         tree = setup.tree
         (first,) = tree.add(tree.tip, 5, -1.0)  # the prompt's end was not evaluated
         logits = yield Evaluate(np.array([first]))
-        (second,) = tree.add(first, 6, float(logits[0].log_softmax(-1)[6]))
+        (second,) = tree.add(first, 6, float(torch.from_numpy(logits[0]).log_softmax(-1)[6]))
         return [Hypothesis(int(second), 0.0, "length")]
 
     (sequence,) = ended(Engine(lm), [1, 2, 3], {"top_logprobs": 2}, strategy=strategy).sequences

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers.generation import logits_process as theirs
 
+from specbeam.backends.torch.selecting import select
 from specbeam.decoding.checkpoint_processors import processors_of_checkpoint
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.errors import SpecbeamError
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.options import Options
-from specbeam.selection import Noise, SelectionRequest, select
+from specbeam.selection import Noise, SelectionRequest
 from specbeam.tree import Tree
 from tests.calls import calls_made
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from specbeam.backends.torch.selecting import select
 from specbeam.decoding.drafter import DraftTokens
 from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.selection import select
 from specbeam.tree import NO_NODES, Tree
 from tests.conftest import examples
 

@@ -102,8 +102,8 @@ def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
     ended(Engine(lm, max_batch_tokens=chunk), [5, 6, 7, 8], strategy=strategy)
     slots = Slots(Tree([5, 6, 7, 8]), lm.backend)
     expected = lm.backend.forward([slots.segment(slots.missing([3]), np.arange(4))])
-    torch.testing.assert_close(strategy.seen[0], expected[asked], atol=2e-4, rtol=0)
-    torch.testing.assert_close(strategy.seen[1], expected[[1]], atol=2e-4, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(strategy.seen[0]), expected[asked], atol=2e-4, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(strategy.seen[1]), expected[[1]], atol=2e-4, rtol=0)
 
 
 def test_slots_are_used_again(save, monkeypatch):
@@ -129,7 +129,7 @@ def test_making_room_can_be_tried_again(monkeypatch):
         left["allocations"] -= 1
         return new_zeros(tensor, *size, **how)
 
-    store = KeyValues(2, 3, 4, torch.float32, torch.device("cpu"))
+    store = KeyValues(2, 3, 4, torch.float32, "cpu")
     store.reserve(64)
     stored, one = torch.randn(2, 2, 64, 3, 4), torch.ones(1, 3, 4)  # keys and values by layer
     for layer, both in enumerate(stored):
@@ -229,7 +229,7 @@ def test_pytorch_uses_one_thread_beside_a_target_with_its_own(lm):
 
 def test_a_draft_elsewhere_is_refused(lm, tiny, monkeypatch):
     draft = tiny("qwen2", seed=5)[1]
-    monkeypatch.setattr(draft.backend, "device", torch.device("meta"))
+    monkeypatch.setattr(draft.backend, "device", "meta")
     with pytest.raises(SpecbeamError, match="on meta, but the model on cpu"):
         specbeam.generate(lm, [1], draft=draft)
 

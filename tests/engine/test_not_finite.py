@@ -243,7 +243,7 @@ def test_a_strategy_that_takes_rows_of_logits_is_told_too(folder):
 def test_processed_scores_may_all_be_masked(clean):
     """Then no text is possible, as before: the logits themselves are sound."""
     for num_beams in (1, 3):
-        options = {"num_beams": num_beams, "logits_processor": [lambda ids, scores: torch.full_like(scores, -INF)]}
+        options = {"num_beams": num_beams, "logits_processor": [lambda ids, scores: np.full_like(scores, -INF)]}
         (found,) = outcomes(clean, (PROMPT, {"max_new_tokens": 3, **options}, {}))
         assert "no text is possible" in str(found)
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbeam.backends import devices
-from specbeam.selection import Beams, Selection, SelectionRequest, choose
+from specbeam.selection import Beams, Logits, Selection, SelectionRequest
 
 
 @dataclass(slots=True)
@@ -56,11 +54,13 @@ def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
 class Backend(Protocol):
     """One loaded model on one device, with one KV cache. It knows nothing of strategies and trees.
 
-    Subclasses inherit the choice of tokens in PyTorch, and the sizes of memory of their device.
+    Its logits are of its own kind: rows that can be sliced and counted. The engine joins them by :meth:`join`, and
+    hands them back to :meth:`choose`. Subclasses inherit the sizes of memory of their device.
     """
 
     name: str
-    device: torch.device
+    device: str
+    """Its name: "cpu", "cuda:1"."""
     precision: str
     """The number type of its weights, such as "float32", "int8", or "Q4_K_M" for the blocks of a file."""
     weights_digest: str | None = None
@@ -82,24 +82,30 @@ class Backend(Protocol):
         It waits for a pass in another thread. After a failure it may be tried again.
         """
 
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[Segment]) -> Logits:
         """One forward pass over all nodes of all segments. It stores the nodes' keys and values.
 
         Repeating a pass changes nothing.
 
         Returns:
-            Logits at the wanted nodes, float32 [sum of w, v] on the backend's device, in the order of the segments. v
-            is at least the largest ``vocab`` of the segments, and at most vocab_size.
+            Logits at the wanted nodes, float32 [sum of w, v], in the order of the segments. v is at least the largest
+            ``vocab`` of the segments, and at most vocab_size.
         """
 
-    @torch.inference_mode()
-    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
-        """The selections that are requested of a pass's logits, float32 [w, v]. All come to the CPU together.
+    def choose(self, logits: Logits, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+        """The selections that are requested of a pass's logits, [w, v]. All come to the CPU together.
+
+        Without requests it waits for the logits.
 
         Args:
-            requests: slices of the rows, and what to select from them, without functions, which the engine runs.
+            requests: slices of the rows, and what to select from them.
         """
-        return choose(logits, requests)
+
+    def join(self, rows: Sequence[Logits]) -> Logits:
+        """A copy of pieces of logits with equally many columns, one after another."""
+
+    def array(self, logits: Logits) -> NDArray[np.float32]:
+        """Logits as an array, float32 [n, v]."""
 
     def memory_for_caches(self) -> int:
         """Bytes the engine may fill with keys and values."""

@@ -14,10 +14,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
+from specbeam.backends.torch.transfer import to_device
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.compat import DecoderPositions
 from specbeam.interrupts import HeldInterrupts
-from specbeam.selection.transfer import to_device
 
 MAX_ENCODED_TOKENS = 8192
 """Tokens that the encoder reads together, padding included. A longer prompt is read alone."""

@@ -23,16 +23,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache
 from transformers.pytorch_utils import Conv1D
 
-from specbeam.backends.contract import Backend, Segment
+from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.backends.torch.finite import are_finite
+from specbeam.backends.torch.selecting import TensorBackend
+from specbeam.backends.torch.transfer import to_device
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import not_finite
 from specbeam.errors import SpecbeamError
-from specbeam.selection.transfer import to_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_ATTENTION = ("codegen", "falcon", "gptj", "stablelm")
@@ -48,7 +49,7 @@ class LearnedKeyValues(KeyValues):
     """A KV cache that learns the shape of each layer in the first pass. Layers may lie on several devices."""
 
     def __init__(self) -> None:
-        super().__init__(0, 0, 0, torch.float32, torch.device("cpu"))
+        super().__init__(0, 0, 0, torch.float32, "cpu")
 
     @property
     def elements(self) -> int:
@@ -92,7 +93,7 @@ class ReadPrompt:
         return self.layers[0][0].shape[1]
 
 
-class TransformersBackend(Backend):
+class TransformersBackend(TensorBackend):
     """A loaded model of transformers. It is not changed, and may be used otherwise between passes.
 
     Args:
@@ -114,7 +115,7 @@ class TransformersBackend(Backend):
         self._window: int | None = None if layer_types == {FULL} else getattr(config, "sliding_window", None)
         self._mixed = len(layer_types) > 1
         self.window = None if self._mixed else self._window
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device = str(model.get_input_embeddings().weight.device)
         self.dtype: torch.dtype = model.dtype
         self.precision = str(self.dtype).removeprefix("torch.")
         self.vocab_size: int = getattr(model.get_output_embeddings(), "out_features", config.vocab_size)
@@ -325,7 +326,7 @@ def load_model(
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     check_model(folder, {} if file else read_json(folder, "config.json"))
     where = {"local_files_only": True, "trust_remote_code": False, **file}
-    how = {"dtype": choose_dtype(dtype, chosen, own), "use_safetensors": True}
+    how = {"dtype": getattr(torch, choose_dtype(dtype, chosen, own)), "use_safetensors": True}
     with refusing(f"transformers cannot load {path}"):
         config = AutoConfig.from_pretrained(folder, **where)
         if check is not None:

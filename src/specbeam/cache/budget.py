@@ -5,6 +5,7 @@ from __future__ import annotations
 from threading import Lock
 from weakref import WeakSet
 
+from specbeam.backends import devices
 from specbeam.backends.contract import Backend
 from specbeam.cache.pool import EngineCache
 from specbeam.errors import SpecbeamError, TooManyNodes
@@ -36,14 +37,15 @@ class Budget:
         self._caches = {backend: self.target}
         self._row_bytes = 4 * backend.vocab_size
         for_caches = backend.memory_for_caches()
-        self._logits_bytes = for_caches * (LOGITS_SHARE_ON_GPU if backend.device.type == "cuda" else LOGITS_SHARE)
+        on_gpu = devices.kind(backend.device) == "cuda"
+        self._logits_bytes = for_caches * (LOGITS_SHARE_ON_GPU if on_gpu else LOGITS_SHARE)
         self._sharing: WeakSet[Budget] = WeakSet()
         self._origin = ""  # of the limit, for messages
         if max_cache_tokens is None:
             self.cache_bytes = max(for_caches, backend.slot_bytes)
             self._origin = f" ({self.cache_bytes / 1e9:.3g} GB, by default a part of the memory that was free)"
             with _sharing_lock:
-                self._sharing = _sharing.setdefault(str(backend.device), WeakSet())
+                self._sharing = _sharing.setdefault(backend.device, WeakSet())
                 self._sharing.add(self)
         else:
             self.cache_bytes = max_cache_tokens * backend.slot_bytes

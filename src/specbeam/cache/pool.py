@@ -150,7 +150,7 @@ class Pool:
         """Let the backend have room for all slots that are not free. Called without the lock.
 
         Raises:
-            MemoryError, torch.OutOfMemoryError: there is no memory for them. It may be tried again.
+            MemoryError, or PyTorch's OutOfMemoryError: there is no memory for them. It may be tried again.
         """
         if (end := self.free.end) > self._reserved:
             backend.reserve(end)

@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.backends.devices import choose_device, devices
 
     if given.device != "all":
-        chosen = [str(choose_device(given.device))]
+        chosen = [choose_device(given.device)]
     else:
         chosen = ["cpu"] if given.backend == "cpu" else devices()
     found: list[Rung] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,7 @@ from specbeam.decoding.candidates import (
 from specbeam.decoding.search import Search
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.selection import Beams, changed, highest
-from specbeam.selection.transfer import to_cpu, to_device
+from specbeam.selection import Beams
 from specbeam.tree import Nodes, Tree
 
 ROUNDING = 1e-5
@@ -115,21 +113,14 @@ class BeamSearch(Search):
         how = Beams(self.scores, self._unsettled_above(), FORBIDDEN_SCORE / 2)
         return Evaluate(beams, request, ahead=ahead, ends=self.stop.eos_token_ids, beams=how)
 
-    def step(
-        self, selection: Selection | None, known: Mask | None = None, token_penalties: NDArray[np.float32] | None = None
-    ) -> bool:
-        """Replace the beams, as :meth:`Search.step` says.
-
-        Args:
-            token_penalties: lower the score of every token in this step, float32 [vocab].
-        """
+    def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
         rows = self._beam_numbers if known is None else np.flatnonzero(known)
         missing = len(rows) < self.num_beams
         if selection is None or (missing and not self.bounded):
             return False
         if not missing:
             self.selector.process.check(self.beams, selection)
-        candidates = self._candidates(selection, rows, token_penalties)
+        candidates = self._candidates(selection, rows)
         if candidates is None:
             return False
         survivors, scores = self._survivors(candidates)
@@ -141,14 +132,10 @@ class BeamSearch(Search):
         self.done = (candidates.any_ended and bool(candidates.ended.all())) or self._settled()
         return True
 
-    def _candidates(
-        self, selection: Selection, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
-    ) -> Candidates | None:
+    def _candidates(self, selection: Selection, rows: NDArray[np.int64]) -> Candidates | None:
         """The best continuations of some of the beams; None if that takes all beams."""
         if selection.scores.size < self.num_beams:
             return None
-        if token_penalties is not None:
-            selection = self._penalized(selection, rows, token_penalties)
         best = self._best(selection, rows)
         if selection.noise is None and self._go_on(first := best.take(slice(self.num_beams))):
             nodes, none = first.add(self.tree, self.beams), self._none_ended  # the other candidates do not matter
@@ -178,18 +165,6 @@ class BeamSearch(Search):
         """Whether the first num_beams continuations are the new beams: none of them ends."""
         no_end = self.stop.unchanged(self.tree, int(self.beams[0])) > 0
         return no_end and self.stop.eos_token_ids.isdisjoint(first.tokens.tolist())
-
-    def _penalized(
-        self, selection: Selection, rows: NDArray[np.int64], token_penalties: NDArray[np.float32]
-    ) -> Selection:
-        """The selection of some of the beams if the scores of all tokens were lower, float32 [vocab]."""
-        logits, normalizers = selection.logits, to_device(selection.normalizers, selection.logits.device)
-        scores = changed(logits, self.selection_request(self.beams[rows]), normalizers)
-        scores = scores - to_device(token_penalties, logits.device)
-        tokens = highest(scores, min(self.num_candidates, scores.shape[-1]))
-        log_probs = logits.gather(-1, tokens) - normalizers[:, None]
-        ((best, found, chosen),) = to_cpu([[scores.gather(-1, tokens), log_probs, tokens]])
-        return replace(selection, tokens=chosen, scores=best, log_probs=found)
 
     def text(self, node: int) -> Hashable:
         """Equal for finished hypotheses that may not both be returned."""

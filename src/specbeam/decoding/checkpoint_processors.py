@@ -6,74 +6,66 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbeam.decoding.bans import BadWords, BannedTokens, Bans, SequenceBias, SourceNgrams
 from specbeam.errors import SpecbeamError
 from specbeam.generation_defaults import GenerationDefaults, is_number
 from specbeam.options import MAX_LOGIT_BIAS, Options
-from specbeam.selection.transfer import to_device
-from specbeam.selection.warpers import MASKED
 
 LARGEST_RAISE = 1e30
 """The most that a score is multiplied by. float32 has no numbers over 3e38."""
 
 
 class Change(Protocol):
-    """A change of all scores of the sequences that have certain numbers of new tokens.
+    """An edit of the scores of some tokens, in the sequences that have certain numbers of new tokens.
 
     Attributes:
         first, last: these numbers.
+        tokens: which tokens, int64 [n].
+        kind: of the edit.
+        only: no other token has a chance.
     """
 
     first: int
     last: int
+    tokens: NDArray[np.int64]
+    kind: Literal["set", "raise"]
+    only: bool
 
-    def __call__(self, scores: Tensor, rows: NDArray[np.int64], new_tokens: NDArray[np.int64]) -> Tensor:
-        """New scores, float32 [n, vocab].
-
-        Args:
-            rows: the rows that are to be changed, int64 [m].
-            new_tokens: of the sequences in these rows, int64 [m].
-        """
+    def values(self, new_tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The value of the edit for sequences with numbers of new tokens, int64 [m]: float32 [m]."""
 
 
 class Forced:
     """One of some tokens must follow: each has the score 0, and no other token has a chance."""
 
+    kind: Literal["set", "raise"] = "set"
+    only = True
+
     def __init__(self, tokens: Sequence[int], at: int) -> None:
         self.tokens, self.first, self.last = np.array(tokens, dtype=np.int64), at, at
 
-    def __call__(self, scores: Tensor, rows: NDArray[np.int64], new_tokens: NDArray[np.int64]) -> Tensor:
-        tokens = to_device(self.tokens[self.tokens < scores.shape[-1]], scores.device)
-        at = to_device(rows, scores.device)
-        scores = scores.index_fill(0, at, MASKED)
-        scores[at[:, None], tokens] = 0.0
-        return scores
+    def values(self, new_tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        return np.zeros(len(new_tokens), np.float32)
 
 
 class LengthPenalty:
     """``exponential_decay_length_penalty``: beyond some new tokens, the scores of end tokens rise exponentially."""
 
+    kind: Literal["set", "raise"] = "raise"
+    only = False
     last = sys.maxsize
 
     def __init__(self, start: int, factor: float, eos_token_ids: frozenset[int]) -> None:
         self.start, self.factor, self.first = start, factor, start + 1
-        self.eos_token_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
+        self.tokens = np.array(sorted(eos_token_ids), dtype=np.int64)
 
-    def __call__(self, scores: Tensor, rows: NDArray[np.int64], new_tokens: NDArray[np.int64]) -> Tensor:
-        tokens = to_device(self.eos_token_ids[self.eos_token_ids < scores.shape[-1]], scores.device)
-        grown = np.array([self._power(n) for n in (new_tokens - self.start).tolist()]) - 1
-        scores, at = scores.clone(), (to_device(rows, scores.device)[:, None], tokens)
-        before = scores[at]
-        raised = before + before.abs() * to_device(grown.astype(np.float32), scores.device)[:, None]
-        scores[at] = torch.where(before.isfinite(), raised, before)
-        return scores
+    def values(self, new_tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        return (np.array([self._power(n) for n in (new_tokens - self.start).tolist()]) - 1).astype(np.float32)
 
     def _power(self, exponent: int) -> float:
         try:
@@ -91,7 +83,7 @@ class CheckpointProcessors:
         prompt_penalty: ``encoder_repetition_penalty``: the distinct tokens of the prompt, int32 [n], and the value of
             the edit "repeat" for them.
         bans: tokens that may not follow.
-        changes: of all scores, in this order.
+        changes: edits by the number of new tokens, in this order.
         raises: a log-probability may be raised above 0.
         renormalizes: ``renormalize_logits``.
     """

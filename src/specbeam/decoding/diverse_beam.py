@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class DiverseBeamSearch(Search):
         self.tree = groups[0].tree
         self.groups = groups
         self.diversity_penalty = diversity_penalty
-        self.needs_rows = True
+        self.needs_rows = False
         self.reported = False
         self._live = groups
         self._follow_groups()
@@ -43,20 +44,31 @@ class DiverseBeamSearch(Search):
         self.length = self._live[0].length
 
     def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
-        return self.groups[0].selection_request(nodes, draft_tokens)
+        """As of one group, and a candidate more for each beam: as many tokens may be lowered among the highest."""
+        request = self.groups[0].selection_request(nodes, draft_tokens)
+        return replace(request, top=request.top + len(self.groups) * self.groups[0].num_beams)
 
     def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
         if selection is None or (known is not None and not known.all()):
             return False
         chosen: Nodes = NO_NODES
-        vocab = selection.logits.shape[-1]
         parts = np.split(np.arange(len(selection.tokens)), len(self._live))
         for group, rows in zip(self._live, parts, strict=True):
-            times_chosen = np.bincount(chosen, minlength=vocab).astype(np.float32)
-            group.step(selection.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)
+            group.step(self._lowered(selection.take(rows), chosen, group.num_candidates))
             chosen = np.concatenate([chosen, group.tree.tokens(group.beams)])
         self._follow_groups()
         return True
+
+    def _lowered(self, selection: Selection, chosen: Nodes, count: int) -> Selection:
+        """The highest tokens of each row, by how many, once the scores of chosen tokens are lowered."""
+        times_chosen = np.bincount(chosen, minlength=int(selection.tokens.max(initial=0)) + 1).astype(np.float32)
+        scores = selection.scores - (np.float32(self.diversity_penalty) * times_chosen)[selection.tokens]
+        order = np.where(np.isnan(scores), -np.inf, -scores)  # a function's NaN stays where it is found
+        best = np.lexsort((selection.tokens, order), axis=-1)[:, :count]
+        tokens, scores, log_probs = (
+            np.take_along_axis(of_all, best, -1) for of_all in (selection.tokens, scores, selection.log_probs)
+        )
+        return replace(selection, tokens=tokens, scores=scores, log_probs=log_probs)
 
     @property
     def finished_nodes(self) -> Nodes:

@@ -6,7 +6,7 @@ from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Selection, Strategy
 from specbeam.decoding.record import Record
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.selection.warpers import MASKED
+from specbeam.selection import MASKED
 from specbeam.tree import Tree
 
 

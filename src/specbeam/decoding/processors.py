@@ -7,15 +7,14 @@ and masks. Only a caller's own functions see all scores.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from specbeam import callers
 from specbeam.decoding import Selection
 from specbeam.decoding.bans import BadWords, BannedTokens, Bans, RepeatedNgrams, SequenceBias
 from specbeam.decoding.checkpoint_processors import CheckpointProcessors
@@ -23,9 +22,7 @@ from specbeam.decoding.constraint_mask import ConstraintMask, packed
 from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.selection import Edit
-from specbeam.selection.transfer import to_device
-from specbeam.selection.warpers import MASKED
+from specbeam.selection import MASKED, Edit
 from specbeam.tree import Nodes, Tree
 
 
@@ -35,7 +32,7 @@ class Processors:
     Args:
         vocab_size: of the target.
         of_checkpoint: what the checkpoint asks for.
-        device: of the token ids that functions of the caller get.
+        device: of the tensors that functions of the caller get.
 
     Attributes:
         forbids: some tokens may be forbidden whatever their scores, so a drafter can avoid them.
@@ -49,7 +46,7 @@ class Processors:
         eos_token_ids: frozenset[int],
         vocab_size: int,
         of_checkpoint: CheckpointProcessors = CheckpointProcessors(),  # noqa: B008 (it is never changed)
-        device: torch.device | str = "cpu",
+        device: str = "cpu",
     ) -> None:
         self.device = device
         self.vocab_size = vocab_size
@@ -96,15 +93,13 @@ class Processors:
         if self.is_plain:
             return {}
         nodes = np.asarray(nodes, dtype=np.int64)
-        changes: dict[str, Any] = {"edits": tuple(self._edits(tree, nodes))}
         allowed = self._allowed(tree, nodes, draft_tokens)
+        edits, allowed = self._change([*self._edits(tree, nodes)], allowed, tree, nodes)
+        changes: dict[str, Any] = {"edits": tuple(edits)}
         if allowed is not None:
             changes["allowed"] = allowed
-        functions = [*self._changes(tree, nodes)]
         if self.functions:
-            functions.append(partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)))
-        if functions:
-            changes["functions"] = tuple(functions)
+            changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)),)
         if self.has_one_end:
             changes["one_of"] = self._eos
         return changes
@@ -192,23 +187,33 @@ class Processors:
             return allowed
         by_function, drafted = [], np.isin(nodes, draft_tokens)
         for row, node in enumerate(nodes.tolist()):
-            input_ids = to_device(tree.tokens(tree.path(node)), self.device)
-            tokens = self.prefix_allowed_tokens_fn(0, input_ids)
+            input_ids = tree.tokens(tree.path(node))
+            tokens = callers.call("prefix_allowed_tokens_fn", self.prefix_allowed_tokens_fn, self.device, 0, input_ids)
             index = _token_ids(tokens, self.vocab_size, some=not drafted[row])
             by_function.append(packed(index, self.vocab_size))
             if not len(index):
                 self._dead_ends.add(node)
         return np.stack(by_function) if allowed is None else np.stack(by_function) & allowed
 
-    def _changes(self, tree: Tree, nodes: Nodes) -> Iterator[Callable[[Tensor], Tensor]]:
-        """The changes of all scores that the checkpoint asks for at nodes, as functions of the scores."""
+    def _change(
+        self, edits: list[Edit], allowed: NDArray[np.uint8] | None, tree: Tree, nodes: Nodes
+    ) -> tuple[list[Edit], NDArray[np.uint8] | None]:
+        """Edits and masks with the checkpoint's changes at nodes. Tokens that it forces are allowed in any case."""
         for change in self.of_checkpoint.changes:
             new = tree.depths(nodes) + 1 - tree.prompt_length
             rows = np.flatnonzero((new >= change.first) & (new <= change.last))
             if len(rows):
-                yield partial(change, rows=rows, new_tokens=new[rows])
+                values = np.repeat(change.values(new[rows]), len(change.tokens))
+                edits.append(Edit(change.kind, *_each(change.tokens, rows), values))
+                if change.only:
+                    mask = packed(change.tokens, self.vocab_size)
+                    allowed = np.full((len(nodes), len(mask)), 255, np.uint8) if allowed is None else allowed.copy()
+                    allowed[rows] = mask
+        return edits, allowed
 
-    def _call(self, tree: Tree, nodes: Nodes, drafted: NDArray[np.bool_], scores: Tensor) -> Tensor:
+    def _call(
+        self, tree: Tree, nodes: Nodes, drafted: NDArray[np.bool_], scores: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
         """Call the functions on all nodes of one depth at once, since their sequences are equally long.
 
         A draft token that no token may follow keeps its scores: functions may count on some token that is allowed. If
@@ -216,26 +221,23 @@ class Processors:
         accepted. A draft model may have fewer tokens than the target. Functions see the others as forbidden.
 
         Raises:
-            SpecbeamError: a function of the caller returned scores of another shape, NaN, or no tokens.
+            SpecbeamError: a function of the caller returned scores of another shape, NaN, or no numbers, or used an
+                array as a tensor.
         """
         columns = scores.shape[-1]
-        scores = torch.nn.functional.pad(scores, (0, max(0, self.vocab_size - columns)), value=MASKED)
-        scores = scores.clone() if columns >= self.vocab_size else scores
-        alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | ~drafted)
-        for rows, ids in _by_length(tree, nodes[alive]):
-            input_ids = to_device(ids, scores.device)
-            at = to_device(alive[rows], scores.device)
-            chosen = to_device(~drafted[alive[rows]], scores.device)
+        missing = max(0, self.vocab_size - columns)
+        scores = np.concatenate([scores, np.full((len(scores), missing), MASKED, np.float32)], axis=1)
+        alive = np.flatnonzero((scores > MASKED).any(-1) | ~drafted)
+        for rows, input_ids in _by_length(tree, nodes[alive]):
+            at = alive[rows]
             here = scores[at]
             for function in self.functions:
-                here = function(input_ids, shaped := here)
-                if not isinstance(here, Tensor) or here.shape != shaped.shape:
-                    got = f"of shape {[*here.shape]}" if isinstance(here, Tensor) else type(here).__name__
-                    raise SpecbeamError(
-                        f"logits_processor returned a value {got}: give scores of shape {[*shaped.shape]}"
-                    )
-                if (here.isnan().any(-1) & chosen).any():
-                    raise _not_a_number(getattr(function, "option", "logits_processor"))
+                option = getattr(function, "option", "logits_processor")
+                here = callers.as_scores(
+                    "logits_processor", callers.call(option, function, self.device, input_ids, here), here.shape
+                )
+                if (np.isnan(here).any(-1) & ~drafted[at]).any():
+                    raise _not_a_number(option)
             scores[at] = here
         return scores[:, :columns]
 
@@ -311,7 +313,7 @@ def _token_ids(tokens: Any, vocab_size: int, some: bool) -> NDArray[np.int64]:
         SpecbeamError: there is none, or a value that is no token id.
     """
     try:
-        index = np.atleast_1d(np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)).ravel()
+        index = np.atleast_1d(np.asarray(tokens.cpu() if hasattr(tokens, "cpu") else tokens)).ravel()
     except (TypeError, ValueError):
         index = np.array([None])
     if not len(index) and not some:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from typing import Any, cast
-
-from torch.nn import Module
 
 from specbeam import plugins
 from specbeam.decoding.drafter import Drafter
@@ -130,7 +129,7 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):
         _check_draft_model(lm, draft)
-    elif isinstance(draft, Module):
+    elif _is_module(draft):
         raise SpecbeamError(
             f"draft is a {type(draft).__name__}, and no loaded model: give what specbeam.load returned, or "
             "specbeam.hf.wrap(model)"
@@ -142,6 +141,12 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
             f'draft={shown(draft)} is not allowed: give a model or its source, "ngram", "suffix", the automaton that '
             "specbeam.suffix_automaton returned, or a function of your own (docs/guides/extend.md)"
         )
+
+
+def _is_module(draft: Any) -> bool:
+    """Whether it is a model of PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(draft, torch.nn.Module)
 
 
 def _check_own(draft: Any) -> None:

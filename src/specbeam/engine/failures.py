@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from specbeam.errors import NotFinite, SpecbeamError
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether there was no memory, on a GPU or on the CPU."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+    on_gpu = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())  # nobody raises it without PyTorch
+    return isinstance(error, (MemoryError, on_gpu)) or "DefaultCPUAllocator" in str(error)
 
 
 def forget_frames(error: Exception) -> Exception:
@@ -31,9 +33,9 @@ def out_of_memory(nodes: int) -> SpecbeamError:
     )
 
 
-def not_finite(source: str, length: int, logits: Tensor) -> NotFinite:
-    """The logits of a node, float32 [vocab], are not finite, after this many tokens."""
-    found = "NaN" if logits.isnan().any() else "+inf" if logits.amax() > 0 else "-inf alone"
+def not_finite(source: str, length: int, logits: NDArray[np.float32]) -> NotFinite:
+    """The logits of a node, float32 [1, vocab], are not finite, after this many tokens."""
+    found = "NaN" if np.isnan(logits).any() else "+inf" if logits.max() > 0 else "-inf alone"
     return NotFinite(
         f"no token has a probability after {length} tokens, because the logits of {source} hold {found}: "
         "check its weights, or give dtype='float32' if numbers overflow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
 from functools import cache, partial
@@ -10,16 +11,13 @@ from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
-import torch
-from threadpoolctl import ThreadpoolController
-from torch import Tensor
 
 from specbeam.backends.contract import AheadBackend, EncodingBackend
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.scheduler import Batch, Scheduler
-from specbeam.selection import Selection
+from specbeam.selection import Logits, Selection
 
-NO_LOGITS = torch.empty(0, 0)
+NO_LOGITS = np.empty((0, 0), np.float32)
 NORMALIZERS = attrgetter("normalizers")
 
 
@@ -48,7 +46,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     except Exception as error:
         failure = forget_frames(error)
     else:
-        with _one_thread() if one_torch_thread else nullcontext():
+        with _one_thread() if one_torch_thread and "torch" in sys.modules else nullcontext():
             if _are_finite(selections):
                 for (request, nodes), rows, own in zip(batch, parts, selections, strict=True):
                     request.receive(nodes, logits, rows, own, passes - 1)
@@ -74,11 +72,11 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], list[list[Selection]], int]:
+def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], list[list[Selection]], int]:
     """Run a pass, or several where the backend goes on by itself.
 
     Returns:
-        The logits, float32 [n, vocab], each request's rows of them, and the selections that it asked for. Last, the
+        The logits, [n, vocab], each request's rows of them, and the selections that it asked for. Last, the
         number of passes. If several were allowed, there are no logits, and selections have rows for each pass.
     """
     backend = batch[0][0].model.backend
@@ -107,9 +105,7 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
     else:
         with scheduler.passing():
             logits = backend.forward(segments)
-            found = backend.choose(logits, asked) if asked else []
-            if logits.is_cuda and not asked:  # selections wait for the device
-                torch.cuda.synchronize(logits.device)
+            found = backend.choose(logits, asked)
     selections = iter(found)
     seconds = time.perf_counter() - start
     together = sum(len(s.tokens) for s in segments)
@@ -127,7 +123,7 @@ def _are_finite(selections: list[list[Selection]]) -> bool:
 
 
 def _receive_sound(
-    batch: Batch, logits: Tensor, parts: list[slice], selections: list[list[Selection]], ahead: int
+    batch: Batch, logits: Logits, parts: list[slice], selections: list[list[Selection]], ahead: int
 ) -> Batch:
     """Let the requests go on whose logits are finite. Returns the part of the batch that has to be tried alone."""
     found, alone = list(zip(batch, parts, selections, strict=True)), Batch()
@@ -159,5 +155,7 @@ def _one_thread() -> Any:
 
 
 @cache
-def _openmp() -> ThreadpoolController:
+def _openmp() -> Any:
+    from threadpoolctl import ThreadpoolController
+
     return ThreadpoolController().select(user_api="openmp")

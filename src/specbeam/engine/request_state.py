@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from numpy.typing import NDArray
 
 from specbeam.backends.contract import Segment
 from specbeam.cache.budget import Budget
@@ -30,7 +30,7 @@ from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.selection import Selection, SelectionRequest, select
+from specbeam.selection import Logits, Selection, SelectionRequest
 from specbeam.tree import NO_NODES, Nodes
 
 
@@ -228,7 +228,7 @@ class RequestState:
         is_last = len(nodes) == len(self.pending)
         return self._selection_requests() if is_last and self._rows.in_order and self._rows.is_whole else []
 
-    def is_sound(self, logits: Tensor, rows: slice, selections: list[Selection]) -> bool:
+    def is_sound(self, logits: Logits, rows: slice, selections: list[Selection]) -> bool:
         """Whether it can go on with its rows of logits, or with the selections from them.
 
         No result depends on the logits of a draft model.
@@ -237,13 +237,18 @@ class RequestState:
             return True
         if selections:
             return selections[0].finite
-        return rows.start == rows.stop or bool(logits[rows].amax(-1).isfinite().all())
+        return rows.start == rows.stop or self._sums(logits, rows).finite
 
-    def receive(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection], ahead: int = 0) -> None:
+    def _sums(self, logits: Logits, rows: slice) -> Selection:
+        """A selection of no tokens. It tells which rows are finite."""
+        (found,) = self.model.backend.choose(logits, [(rows, SelectionRequest(top=0))])
+        return found
+
+    def receive(self, nodes: Nodes, logits: Logits, rows: slice, selections: list[Selection], ahead: int = 0) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
 
         Args:
-            logits: of a whole pass, float32 [n, vocab].
+            logits: of a whole pass, [n, vocab].
             rows: of these nodes.
             selections: for the :meth:`selection_requests` about these logits.
             ahead: how many further passes the backend has run by itself. The selections have rows for each of them.
@@ -251,21 +256,23 @@ class RequestState:
         with self._failing_alone():
             self.pending = self.pending[len(nodes) :]
             self.model.evaluated(nodes, self.pending, ahead)
+            backend = self.model.backend
             if len(self.pending) or not self._rows.is_last_part:
-                self._rows.add(logits[rows])
+                self._rows.add(logits[rows], backend.join)
                 if not len(self.pending):
                     self._evaluate(self._rows.rest)
                 return
             self.model.completed += 1 + ahead
             if not selections:
-                logits = self._rows.complete(logits[rows])
+                logits = self._rows.complete(logits[rows], backend.join)
                 rows = slice(0, len(logits))
-                selections = self.model.backend.choose(logits, [(rows, one) for one in self._selection_requests()])
+                if requests := self._selection_requests():
+                    selections = backend.choose(logits, [(rows, one) for one in requests])
             if (alternatives := self._alternatives) is not None:
                 alternatives.add(self._rows.nodes, selections.pop())
-            self._advance(self._selection(selections[0]) if selections else logits)
+            self._advance(self._selection(selections[0]) if selections else backend.array(logits))
 
-    def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> None:
+    def refuse(self, nodes: Nodes, logits: Logits, rows: slice, selections: list[Selection]) -> None:
         """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
 
         The first time its whole cache is recomputed. After that the strategy asks for other nodes, or the request ends.
@@ -281,11 +288,11 @@ class RequestState:
                 self._evaluate(self._rows.ascending)
             self._was_recomputed = True
 
-    def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> NotFinite:
+    def _not_finite(self, nodes: Nodes, logits: Logits, rows: slice, selections: list[Selection]) -> NotFinite:
         wanted = nodes[self._rows.among(nodes)]
-        highest = selections[0].normalizers if selections else logits[rows].amax(-1).cpu().numpy()
-        passes, row = divmod(int(np.flatnonzero(~np.isfinite(highest))[0]), len(wanted))
-        there = (selections[0].logits if selections else logits[rows])[row]  # a backend that goes ahead stops there
+        found = selections[0] if selections else self._sums(logits, rows)
+        passes, row = divmod(int(np.flatnonzero(~np.isfinite(found.normalizers))[0]), len(wanted))
+        there = self.model.backend.array(found.logits[row : row + 1])  # a backend that goes ahead stops there
         length = int(self._setup.tree.depths(wanted[row])) + 1 + passes
         return not_finite(self._lm.source, length, there)
 
@@ -309,7 +316,8 @@ class RequestState:
             raise self._show_error
         if (own := self.step.selection_request) is None or not own.functions:
             return selection
-        return select(selection.logits, own, selection.normalizers)
+        (found,) = self.model.backend.choose(selection.logits, [(slice(0, len(selection.tokens)), own)])
+        return found
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
@@ -358,7 +366,7 @@ class RequestState:
             own = len(np.unique(slots.held)) * self._target.backend.slot_bytes + self.source_bytes
             raise budget.too_small if budget.held == own else budget.lost(own)
 
-    def _advance(self, selection: Selection | Tensor | TooManyNodes | NotFinite | None) -> None:
+    def _advance(self, selection: Selection | NDArray[np.float32] | TooManyNodes | NotFinite | None) -> None:
         """Let the strategy take a selection and name the next nodes, or finish."""
         assert self._strategy is not None
         try:

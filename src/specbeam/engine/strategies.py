@@ -61,7 +61,7 @@ def may_be_lazy(setup: Setup) -> bool:
     """
     options, process = setup.options, setup.selector.process
     fixed = any(options.draft_size(name) is not None for name in ("num_draft_tokens", "draft_width", "draft_budget"))
-    calls = options.prefix_allowed_tokens_fn is not None or bool(process.functions or process.of_checkpoint.changes)
+    calls = options.prefix_allowed_tokens_fn is not None or bool(process.functions)
     counts = options.early_stopping is True  # finished hypotheses
     return (
         options.bound_rule

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from collections.abc import Callable
 
-from specbeam.selection.transfer import to_device
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.selection import Logits
 from specbeam.tree import Nodes
+
+Join = Callable[[list[Logits]], Logits]
+""":meth:`specbeam.backends.contract.Backend.join`"""
 
 
 class WantedRows:
@@ -29,7 +32,7 @@ class WantedRows:
         ascending = sorted({*given})
         self.in_order = given == ascending
         self.ascending = self.part = self.nodes if self.in_order else np.array(ascending, dtype=np.int64)
-        self._received: list[Tensor] = []
+        self._received: list[Logits] = []
 
     def restart(self) -> None:
         """Drop the rows that have come."""
@@ -55,15 +58,15 @@ class WantedRows:
         first, end = self.part.searchsorted((nodes[0], nodes[-1] + 1))
         return nodes.searchsorted(self.part[first:end])
 
-    def add(self, logits: Tensor) -> None:
-        """Take some rows, float32 [k, vocab]. The others come later."""
+    def add(self, logits: Logits, join: Join) -> None:
+        """Take some rows, [k, vocab]. The others come later."""
         if len(logits):  # a view would keep the logits of the whole pass
-            self._received.append(logits.clone())
+            self._received.append(join([logits]))
 
-    def complete(self, logits: Tensor) -> Tensor:
-        """The rows in the strategy's order, float32 [n, vocab], with the last ones that have come."""
-        logits = torch.cat([*self._received, logits]) if self._received else logits
+    def complete(self, logits: Logits, join: Join) -> Logits:
+        """The rows in the strategy's order, [n, vocab], with the last ones that have come."""
+        logits = join([*self._received, logits]) if self._received else logits
         self._received = []
         if self.in_order:
             return logits
-        return logits[to_device(self.ascending.searchsorted(self.nodes), logits.device)]
+        return join([logits[row : row + 1] for row in self.ascending.searchsorted(self.nodes).tolist()])

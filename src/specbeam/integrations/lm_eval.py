@@ -94,7 +94,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
             draft = load(draft, **how)
         check_draft(pretrained, draft, self._options)
         self.lm, self.draft, self.tokenizer = pretrained, draft, pretrained.tokenizer
-        self._device = self.lm.backend.device
+        self._device = torch.device(self.lm.backend.device)
         if self.tokenizer is None:
             raise SpecbeamError(f"{self.lm.source} has no tokenizer, and tasks are text: load the model with one")
         context = self.lm.backend.context_length

@@ -10,12 +10,13 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
+from specbeam.callers import tensors
 from specbeam.errors import SpecbeamError
 
 BANS_AND_PENALTIES = (
@@ -113,6 +114,7 @@ class Named:
 
     option: str
     call: Callable[..., Tensor]
+    wants_tensors: ClassVar[bool] = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return self.call(input_ids, scores)
@@ -212,7 +214,7 @@ def _min_new_tokens(step: Any, row: Row, eos: Sequence[int]) -> int | None:
 def _allowed_tokens(step: Any, row: Row) -> Callable[[int, Tensor], Any]:
     """The caller's function, with the number of the text in the batch."""
     allowed = row.whole(partial(step._prefix_allowed_tokens_fn, row.first // row.num_beams))
-    return lambda _, input_ids: allowed(input_ids)
+    return tensors(lambda _, input_ids: allowed(input_ids))
 
 
 def _but_for_no_tokens(remove_invalid: Any) -> Callable[[Tensor, Tensor], Tensor]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from specbeam.backends.torch.selecting import changed
 from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
@@ -29,7 +30,6 @@ from specbeam.engine.strategies import make_search, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import Row
 from specbeam.integrations.transformers_prompts import KeysAndValues
-from specbeam.selection import changed
 from specbeam.tree import Nodes, Tree
 
 
@@ -220,12 +220,12 @@ class TransformersBeamSearch(BeamSearch):
         places = np.flatnonzero(self.finished.ended)[: self.num_return_sequences]
         return [cast(Continued, self.finished.texts[place]).beams for place in places]
 
-    def step(self, selection: Selection | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
+    def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
         if selection is None or (known is not None and not known.all()):
             return False
         if self._kept is not None:
             self._kept.append(changed_rows(selection, self.selection_request(self.beams)))
-        return super().step(selection, known, token_penalties)
+        return super().step(selection, known)
 
     def _go_on(self, first: Continuations) -> bool:
         return False  # ``topk`` ranks the candidates once more

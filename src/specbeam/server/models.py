@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from specbeam.backends.devices import free_memory
 from specbeam.cache.pool import MAX_FREE_SHARE
 from specbeam.control_tokens import ControlTokens
@@ -43,7 +41,7 @@ def check_memory(sources: Sequence[str], placement: Placement) -> None:
     Raises:
         SpecbeamError: they do not fit, or one of them cannot be opened.
     """
-    sizes: dict[torch.device, int] = {}
+    sizes: dict[str, int] = {}
     for source in sources:
         device, size = weights_of(source, placement)
         sizes[device] = sizes.get(device, 0) + size
@@ -64,7 +62,7 @@ def check_caches(lms: Mapping[str, LanguageModel], tokens: int) -> None:
     Raises:
         SpecbeamError: they do not fit.
     """
-    sizes: dict[torch.device, int] = {}
+    sizes: dict[str, int] = {}
     for lm in lms.values():
         sizes[lm.backend.device] = sizes.get(lm.backend.device, 0) + tokens * lm.backend.slot_bytes
     for device, size in sizes.items():

@@ -13,16 +13,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment, logits_wanted
-from specbeam.backends.cpu.choosing import Choice, needs_torch
+from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import SHOW, AheadStruct, ModelConfigStruct, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
@@ -59,7 +58,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     has_threads = True
-    device = torch.device("cpu")
+    device = "cpu"
 
     def __init__(
         self, checkpoint: Checkpoint, quantize: str = "auto", threads: int | None = None, isa: str = ""
@@ -92,7 +91,7 @@ class CpuBackend(Backend):
                 raise MemoryError(wrong.decode())
 
     @fork_guard
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[Segment]) -> NDArray[np.float32]:
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
         vocab = logits_wanted(segments, self.vocab_size)
@@ -105,7 +104,7 @@ class CpuBackend(Backend):
         del kept  # until here this frame kept alive all that the pass reads: self, the segments and their arrays
         if wrong:
             raise RuntimeError(f"a pass was refused: {wrong.decode()}")
-        return torch.from_numpy(logits)
+        return logits
 
     @fork_guard
     def forward_ahead(
@@ -122,9 +121,9 @@ class CpuBackend(Backend):
         rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
         asked = list(zip(rows, requests, strict=True))
         vocab = logits_wanted(segments, self.vocab_size)
-        if any(needs_torch(request) or request.top > vocab for request in requests):
+        if any(request.functions or request.top > vocab for request in requests):
             return self.choose(self.forward(segments), asked)
-        logits = torch.empty(rows[-1].stop, vocab)
+        logits = np.empty((rows[-1].stop, vocab), np.float32)
         choice = Choice(logits, asked, passes)
         structs, kept = _structs(segments)
         ahead, kept_ahead = _ahead_structs(segments, beams, passes)
@@ -145,7 +144,7 @@ class CpuBackend(Backend):
                 address(structs),
                 len(segments),
                 address(ahead),
-                logits.data_ptr(),
+                address(logits),
                 choice.address,
                 passes,
                 address(last),
@@ -162,8 +161,38 @@ class CpuBackend(Backend):
             raise failures.pop()
         return choice.selections(int(done[0]))
 
-    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
-        choice = Choice(logits.contiguous(), requests)
+    def choose(
+        self, logits: NDArray[np.float32], requests: Sequence[tuple[slice, SelectionRequest]]
+    ) -> list[Selection]:
+        natively = [(rows, normalizers_alone(one) if one.functions else one) for rows, one in requests]
+        found = self._choose(logits, natively) if natively else []
+        for number, (_, request) in enumerate(requests):
+            if request.functions:
+                found[number] = self._choose_by_functions(found[number], request)
+        return found
+
+    def _choose_by_functions(self, own: Selection, request: SelectionRequest) -> Selection:
+        """The selection of a request with functions of the caller.
+
+        Args:
+            own: has the rows and their normalizers.
+        """
+        scores = changed(own.logits, request, own.normalizers)
+        warped = replace(request, vocab=None, given=None, normalize=False, edits=(), allowed=None, functions=())
+        (found,) = self._choose(scores, [(slice(0, len(scores)), warped)])
+        found.scores[np.isnan(scores).any(-1), :1] = np.nan  # the processors look for it there
+        return with_own_log_probs(found, own, request.given)
+
+    def join(self, rows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        return np.concatenate(rows)
+
+    def array(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        return logits
+
+    def _choose(
+        self, logits: NDArray[np.float32], requests: Sequence[tuple[slice, SelectionRequest]]
+    ) -> list[Selection]:
+        choice = Choice(np.ascontiguousarray(logits), requests)
         with self._one_pass:
             wrong = self._library.specbeam_choose(self._model, choice.address)
         if wrong:

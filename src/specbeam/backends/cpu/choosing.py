@@ -1,23 +1,23 @@
-"""Selections in native code, as by :func:`specbeam.selection.choose`. Fills the structures of native/select.h."""
+"""Selections in native code, for requests of ``specbeam.selection``. Fills the structures of native/select.h."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, SelectionRequestStruct, address
-from specbeam.selection import Selection, SelectionRequest, select
+from specbeam.callers import returned_scores
+from specbeam.selection import MASKED, Edit, Selection, SelectionRequest
 
-EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2}
+EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2, "set": 3, "raise": 4}
 """As ``EditKind`` in native/select.h."""
 REQUEST_DTYPE, EDIT_DTYPE = np.dtype(SelectionRequestStruct), np.dtype(EditStruct)
 CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
 """All of them are as long as an int64."""
-NORMALIZERS_ALONE = SelectionRequest(top=0)
 JOINED = {
     "edit_rows": np.int32,
     "edit_tokens": np.int32,
@@ -34,7 +34,7 @@ class Choice:
     """The native structure of the selection requests of a pass, and the arrays that it points into.
 
     Args:
-        logits: float32 [rows, vocab] on the CPU, in one piece.
+        logits: float32 [rows, vocab], in one piece.
         passes: make room for the results of this many passes.
 
     Attributes:
@@ -44,7 +44,9 @@ class Choice:
         ValueError: a request does not fit the logits.
     """
 
-    def __init__(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]], passes: int = 1) -> None:
+    def __init__(
+        self, logits: NDArray[np.float32], requests: Sequence[tuple[slice, SelectionRequest]], passes: int = 1
+    ) -> None:
         self.logits, self.requests, self.passes = logits, requests, passes
         self._joined = {name: Joined(dtype) for name, dtype in JOINED.items()}
         self._edits: list[tuple[int, int, int, int]] = []
@@ -82,7 +84,7 @@ class Choice:
             "noise_count": len(inputs["streams"]),
             "top_count": top,
             "row_count": rows_of_all,
-            "logits": logits.data_ptr(),
+            "logits": address(logits),
             **{name: address(array) for name, array in inputs.items()},
             **{name: at for name, (_, at) in outputs.items()},
         }
@@ -101,9 +103,6 @@ class Choice:
             _, n, vocab, top, at, width, given_at, row, *_ = fields
             here = self.logits if vocab == columns else self.logits[:, :vocab]
             of_rows = slice(row, row + n)
-            if needs_torch(request):
-                selections.append(select(here[rows], request, normalizers[0, of_rows]))
-                continue
             found, shape = slice(at, at + n * top), (done * n, top)
             given = slice(given_at, given_at + n * width)
             selections.append(
@@ -124,8 +123,6 @@ class Choice:
         """Add a request's parts. Returns the fields of its ``SelectionRequestStruct``."""
         joined, n, columns = self._joined, rows.stop - rows.start, self.logits.shape[1]
         vocab = columns if request.vocab is None else min(request.vocab, columns)
-        if needs_torch(request):
-            request = NORMALIZERS_ALONE
         top = min(request.top, vocab)
         top_place, row_place = self._top_count, self._row_count
         self._top_count += n * top
@@ -168,11 +165,13 @@ class Choice:
             allowed_place,
             noise_place,
             request.normalize,
+            request.renormalize,
             request.total,
             request.top_k or 0,
             1.0 if request.temperature is None else request.temperature,
             1.0 if request.top_p is None else request.top_p,
             request.min_p or 0.0,
+            request.typical_p or 0.0,
             seed,
         )
 
@@ -191,10 +190,6 @@ class Space:
         at = self._address + self._taken
         self._taken += array.nbytes
         return array, at
-
-
-def needs_torch(request: SelectionRequest) -> bool:
-    return bool(request.functions) or request.typical_p is not None or request.renormalize
 
 
 class Joined:
@@ -221,3 +216,66 @@ class Joined:
         if not self.arrays:
             return np.empty(0, self.dtype)
         return np.concatenate(self.arrays, dtype=self.dtype, casting="same_kind")
+
+
+# A caller's functions: all scores are changed here up to them, and native code selects from the returned scores.
+
+
+def normalizers_alone(request: SelectionRequest) -> SelectionRequest:
+    return SelectionRequest(top=0, vocab=request.vocab)
+
+
+def changed(
+    logits: NDArray[np.float32], request: SelectionRequest, normalizers: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """The scores that a request makes of logits, float32 [n, vocab] both, up to its functions and with them.
+
+    Args:
+        normalizers: of the logits, float32 [n].
+    """
+    scores = logits - normalizers[:, None] if request.normalize else logits.copy()
+    with np.errstate(all="ignore"):
+        for edit in request.edits:
+            apply(edit, scores)
+    if request.allowed is not None:
+        allowed = np.unpackbits(request.allowed, axis=1, bitorder="little")[:, : scores.shape[1]]
+        scores[allowed == 0] = MASKED
+    for function in request.functions:
+        scores = returned_scores(function, scores)
+    return scores
+
+
+def apply(edit: Edit, scores: NDArray[np.float32]) -> None:
+    """Change scores, float32 [n, vocab], in place."""
+    inside = edit.tokens < scores.shape[1]
+    at = edit.rows[inside], edit.tokens[inside]
+    before, values = scores[at], edit.values[inside] if edit.kind != "ban" else np.float32(MASKED)
+    match edit.kind:
+        case "add":
+            scores[at] = before + values
+        case "repeat":
+            scores[at] = np.where(before < 0, before * values, before / values)
+        case "raise":
+            scores[at] = np.where(np.isfinite(before), before + np.abs(before) * values, before)
+        case "ban" | "set":
+            scores[at] = values
+
+
+def with_own_log_probs(found: Selection, own: Selection, given: NDArray[np.int64] | None) -> Selection:
+    """A selection from changed scores, with the log-probabilities by the model itself.
+
+    Args:
+        own: has the logits and their normalizers.
+        given: tokens whose log-probabilities are needed, too.
+    """
+
+    def log_probs(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        return np.take_along_axis(own.logits, tokens, -1) - own.normalizers[:, None]
+
+    return replace(
+        found,
+        log_probs=log_probs(found.tokens),
+        normalizers=own.normalizers,
+        given=None if given is None else log_probs(given),
+        sources=own.sources,
+    )

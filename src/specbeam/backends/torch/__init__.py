@@ -10,22 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.backends.contract import Backend, Segment, logits_wanted
+from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.finite import are_finite
+from specbeam.backends.torch.selecting import TensorBackend
+from specbeam.backends.torch.transfer import to_device
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.finite import not_finite
 from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.errors import SpecbeamError
-from specbeam.selection.transfer import to_device
 
 PIECE_ELEMENTS = 1 << 20
 """Elements read at once: they stay in a processor's cache while they are dequantized."""
 
 
-class TorchBackend(Backend):
+class TorchBackend(TensorBackend):
     """A checkpoint loaded into a :class:`Transformer`.
 
     Args:
@@ -41,8 +42,8 @@ class TorchBackend(Backend):
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         self.device = choose_device(device)
-        self.dtype = choose_dtype(dtype, self.device, checkpoint.dtype)
-        self.precision = str(self.dtype).removeprefix("torch.")
+        self.precision = choose_dtype(dtype, self.device, checkpoint.dtype)
+        self.dtype: torch.dtype = getattr(torch, self.precision)
         config = checkpoint.config
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
@@ -89,7 +90,7 @@ class TorchBackend(Backend):
         )
 
 
-def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+def load_weights(model: Transformer, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
     """Fill a model that lies on the meta device with the tensors of a checkpoint.
 
     The parameters are made in their dtype on their device and filled piece by piece. So memory holds them and a few

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment
-from specbeam.selection.transfer import to_device
+from specbeam.backends.torch.transfer import to_device
 
 MIN_CAPACITY = 64
 """Slots."""
@@ -19,7 +19,7 @@ MIN_CAPACITY = 64
 class KeyValues:
     """Keys and values for each layer, [kv_heads, capacity, head_dim]. Capacity grows by quarters."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
         self.capacity = 0
         self._keys = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
         self._values = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
@@ -100,7 +100,7 @@ def seen_by(segment: Segment) -> Seen:
     )
 
 
-def index(slots: NDArray[np.int64], device: torch.device) -> slice | Tensor:
+def index(slots: NDArray[np.int64], device: torch.device | str) -> slice | Tensor:
     """Slots int64 [n] as an index of a tensor: a slice where they lie in one run."""
     first, n = int(slots[0]), len(slots)
     if slots[-1] - first == n - 1 and (np.diff(slots) == 1).all():

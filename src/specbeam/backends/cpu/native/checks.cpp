@@ -133,7 +133,7 @@ const char *wrong(const Choice &c) {
       std::any_of(c.edit_tokens, c.edit_tokens + c.entry_count, negative))
     return "a token is negative";
   for (const Edit *e = c.edits; e != c.edits + c.edit_count; e++) {
-    if (e->kind < ADD || e->kind > BAN) return "the kind of an edit is not known";
+    if (e->kind < ADD || e->kind > RAISE) return "the kind of an edit is not known";
     if (e->begin > e->end || e->begin < 0 || e->end > c.entry_count) return "an edit has more entries than there are";
     if (e->kind != BAN && !inside(e->values, e->end - e->begin, 1, c.value_count)) return "an edit lacks values";
   }
@@ -162,13 +162,13 @@ const char *wrong(const Choice &c) {
       return "a request lacks a part of its mask";
     if (r->noise_place != -1 && !inside(r->noise_place, r->rows, 1, c.noise_count))
       return "a request lacks streams or positions";
-    if ((r->normalize != 0 && r->normalize != 1) || (r->total != 0 && r->total != 1))
-      return "a flag is neither 0 nor 1";
+    for (int64_t flag : {r->normalize, r->renormalize, r->total})
+      if (flag != 0 && flag != 1) return "a flag is neither 0 nor 1";
     if (!(r->temperature > 0) || !std::isfinite(r->temperature)) return "the temperature is not a positive number";
     if (float(r->temperature) == 0) return "the temperature is too small for float32";
     if (r->top_k < 0) return "top_k is negative";
-    if (!(r->top_p >= 0 && r->top_p <= 1) || !(r->min_p >= 0 && r->min_p <= 1))
-      return "top_p or min_p is not in [0, 1]";
+    for (double p : {r->top_p, r->min_p, r->typical_p})
+      if (!(p >= 0 && p <= 1)) return "top_p, min_p or typical_p is not in [0, 1]";
   }
   return nullptr;
 }

@@ -1,4 +1,4 @@
-// Selections from rows of logits, in the order of operations of selection/. A row's selection depends on the row and
+// Selections from rows of logits, in the order of operations of selection.py. A row's selection depends on the row and
 // its request alone. It has the same bits on every instruction set: no multiplication is fused, and vectors are as wide
 // on all.
 
@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "buffer.h"
@@ -236,8 +237,9 @@ class Row {
       philox.start(request.seed, c.positions[at], c.streams[at]);
     }
     change();
-    const bool truncated = top_k > 0 || request.top_p < 1 || request.min_p > 0;
+    const bool truncated = top_k > 0 || request.top_p < 1 || request.min_p > 0 || request.typical_p > 0;
     if (truncated) truncate();
+    if (request.renormalize) renormalize(truncated);
     if (request.total) c.totals[request.row_place + row] = float(truncated ? log_sum(space.kept) : log_sum_of_scores());
     if (!request.top) return;
     Best &best = truncated ? best_kept() : request.noise_place >= 0 ? best_noisy() : best_scores(request.top);
@@ -357,13 +359,9 @@ class Row {
     }
   }
 
-  // Rewrites `scores` into the space, and notes the highest score of each block.
   void rewrite(bool normalize, bool masked, float divisor) {
-    room(space.scores, vocab);
-    const float *from = scores;
-    float *to = space.scores.data();
-    const auto changed = [vocab = vocab, normalize, divisor, subtracted = normalizer,
-                          allowed = masked ? mask() : nullptr](F32 v, int64_t i) {
+    rewrite([vocab = vocab, normalize, divisor, subtracted = normalizer, allowed = masked ? mask() : nullptr](
+                F32 v, int64_t i) {
       if (normalize) v = v - subtracted;
       if (allowed) {
         const int32_t some = allowed[i / 8] | (i + 8 < vocab ? allowed[i / 8 + 1] << 8 : 0);
@@ -371,7 +369,14 @@ class Row {
         v = select((all(some) & load<I32>(BITS)) != 0, v, all(LOWEST));
       }
       return divisor == 1 ? v : v / divisor;
-    };
+    });
+  }
+
+  // Rewrites `scores` into the space, and notes the highest score of each block.
+  template <class F> void rewrite(const F &changed) {
+    room(space.scores, vocab);
+    const float *from = scores;
+    float *to = space.scores.data();
     each_piece([this, from, to, changed](int64_t first, int64_t last, int64_t) {
       for (int64_t block = first; block < last; block += BLOCK_TOKENS) {
         const int64_t end = std::min(block + BLOCK_TOKENS, last);
@@ -398,6 +403,15 @@ class Row {
     space.edited[token / BLOCK_TOKENS] = true;
   }
 
+  static float edited(int64_t kind, float score, float value) {
+    switch (kind) {
+      case ADD: return score + value;
+      case REPEAT: return score < 0 ? score * value : score / value;
+      case RAISE: return std::isfinite(score) ? score + std::abs(score) * value : score;
+      default: return value;
+    }
+  }
+
   // An edit reads all its scores before it changes one: so a token that it names twice is changed once.
   void edit() {
     const float *changed = space.scores.data();
@@ -407,11 +421,8 @@ class Row {
       for (; last != entries_end && last->edit == first->edit; last++) {
         const int32_t token = c.edit_tokens[last->place];
         const float score = token < vocab ? changed[token] : 0;
-        const float value = edit.kind == BAN ? 0 : c.edit_values[edit.values + last->place - edit.begin];
-        space.read.push_back(edit.kind == ADD   ? score + value
-                             : edit.kind == BAN ? LOWEST
-                             : score < 0        ? score * value
-                                                : score / value);
+        const float value = edit.kind == BAN ? LOWEST : c.edit_values[edit.values + last->place - edit.begin];
+        space.read.push_back(edited(edit.kind, score, value));
       }
       for (const Entry *e = first; e != last; e++)
         if (const int32_t token = c.edit_tokens[e->place]; token < vocab) set(token, space.read[e - first]);
@@ -522,14 +533,15 @@ class Row {
     }
   }
 
-  // Notes which tokens top_k, top_p and min_p keep.
+  // Notes which tokens top_k, top_p, min_p and typical_p keep.
   void truncate() {
     std::vector<Candidate> &kept = space.kept;
     kept.clear();
     const float highest = *std::max_element(space.highest.begin(), space.highest.end());
     if (highest == LOWEST) return;
     LogSum all{};
-    double lowest = LOWEST;
+    double lowest = LOWEST, surprise = 0;
+    const bool typical_alone = !(top_k > 0 || request.top_p < 1 || request.min_p > 0);
     if (top_k > 0) {
       Best &best = best_scores(top_k);
       best.sort();
@@ -538,8 +550,14 @@ class Row {
       // A token whose probability is at most (1 - p) / vocab is left out, because all the less likely ones are no more.
       all = log_sum_of_scores();
       lowest = highest + all.log_sum + std::log((1 - request.top_p) / double(vocab)) - 0.001;
-    } else {
+    } else if (request.min_p > 0) {
       lowest = highest + std::log(request.min_p) - 0.001;
+    } else {
+      // The same holds for tokens whose surprise is over twice the expected one: then no likelier token is further off.
+      all = log_sum_of_scores();
+      surprise = expected_surprise(all);
+      lowest =
+          highest + all.log_sum + std::min(std::log((1 - request.typical_p) / double(vocab)), -2 * surprise) - 0.001;
     }
     lowest = std::nextafter(std::max(float(lowest), -std::numeric_limits<float>::max()), LOWEST);
     each_above([&] { return float(lowest); },
@@ -550,10 +568,38 @@ class Row {
           std::remove_if(kept.begin(), kept.end(),
                          [&](const Candidate &k) { return std::exp(double(k.score) - highest) < request.min_p; }),
           kept.end());
+    if (request.typical_p > 0) {
+      if (!typical_alone) all = log_sum(kept), surprise = expected_surprise(kept, all);
+      typical(all, surprise);
+    }
   }
 
   // Keeps the likeliest of the kept tokens, whose probabilities first sum to p.
   void nucleus(const LogSum &all) {
+    space.kept.resize(best_with(request.top_p, all));
+    order_kept();
+  }
+
+  // Keeps the tokens whose surprise is nearest to the expected one and whose probabilities first sum to p, and all that
+  // are as near as the last of them.
+  void typical(const LogSum &all, double expected) {
+    std::vector<Candidate> &kept = space.kept;
+    for (Candidate &k : kept) k.rank = -std::abs((double(k.score) - all.highest) - all.log_sum + expected);
+    const auto last = kept.begin() + best_with(request.typical_p, all);
+    double lowest = 0;
+    for (auto k = kept.begin(); k != last; k++) lowest = std::min(lowest, k->rank);
+    kept.erase(std::remove_if(last, kept.end(), [&](const Candidate &k) { return k.rank < lowest; }), kept.end());
+    for (Candidate &k : kept) k.rank = k.score;
+    order_kept();
+  }
+
+  void order_kept() {
+    std::sort(space.kept.begin(), space.kept.end(),
+              [](const Candidate &a, const Candidate &b) { return a.token < b.token; });
+  }
+
+  // Puts the best of the kept tokens first, whose probabilities first sum to p. Returns their number.
+  int64_t best_with(double p, const LogSum &all) {
     std::vector<Candidate> &kept = space.kept;
     auto first = kept.begin(), last = kept.end();
     double before = 0;  // the sum of the probabilities before `first`
@@ -562,11 +608,44 @@ class Row {
       std::nth_element(first, middle, last, better);
       double sum = before;
       for (auto k = first; k != middle; k++) sum += std::exp((double(k->score) - all.highest) - all.log_sum);
-      if (sum >= request.top_p) last = middle;
+      if (sum >= p) last = middle;
       else first = middle, before = sum;
     }
-    kept.erase(last, kept.end());
-    std::sort(kept.begin(), kept.end(), [](const Candidate &a, const Candidate &b) { return a.token < b.token; });
+    return last - kept.begin();
+  }
+
+  // The mean of -log(p) over the distribution that the scores make.
+  double expected_surprise(const LogSum &of_all) {
+    const int64_t padded = (pieces() + LANES - 1) / LANES * LANES;
+    space.piece_sums.assign(padded, 0);
+    each_piece([&](int64_t first, int64_t last, int64_t piece) {
+      F32 sums{};
+      for (int64_t i = first; i < last; i += LANES) {
+        const F32 below = larger(all(-87.0f), load_scores(scores + i, last - i) - of_all.highest);
+        sums += exp_of_negative(below) * below;
+      }
+      space.piece_sums[piece] = sum(sums);
+    });
+    const double total = std::accumulate(space.piece_sums.begin(), space.piece_sums.end(), 0.0);
+    return of_all.log_sum - total * std::exp(-of_all.log_sum);
+  }
+
+  static double expected_surprise(const std::vector<Candidate> &kept, const LogSum &all) {
+    double total = 0;
+    for (const Candidate &k : kept) {
+      const double log_prob = (double(k.score) - all.highest) - all.log_sum;
+      total -= std::exp(log_prob) * log_prob;
+    }
+    return total;
+  }
+
+  // Makes log-probabilities of the scores, unless no token is possible.
+  void renormalize(bool truncated) {
+    const LogSum all = truncated ? log_sum(space.kept) : log_sum_of_scores();
+    if (all.highest == LOWEST) return;
+    const float highest = all.highest, log_sum = float(all.log_sum);
+    if (!truncated) return rewrite([highest, log_sum](F32 v, int64_t) { return (v - highest) - log_sum; });
+    for (Candidate &k : space.kept) k.rank = k.score = (k.score - highest) - log_sum;
   }
 };
 

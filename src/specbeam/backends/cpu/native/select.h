@@ -6,7 +6,7 @@
 
 namespace specbeam {
 
-enum EditKind : int64_t { ADD, REPEAT, BAN };
+enum EditKind : int64_t { ADD, REPEAT, BAN, SET, RAISE };
 
 // A change of single scores. Its entries are [begin, end) of Choice::edit_rows and Choice::edit_tokens, and their
 // values begin at `values`.
@@ -14,7 +14,7 @@ struct Edit {
   int64_t kind, begin, end, values;
 };
 
-// A SelectionRequest of selection/. The parts of all requests lie in the arrays of Choice. A place says where the
+// A SelectionRequest of selection.py. The parts of all requests lie in the arrays of Choice. A place says where the
 // request's part begins.
 struct SelectionRequest {
   int64_t first_row, rows, vocab;  // of the logits
@@ -22,9 +22,10 @@ struct SelectionRequest {
   int64_t given, given_place;      // tokens per row; the place in Choice::given and given_log_probs
   int64_t row_place;               // in normalizers and totals
   int64_t edits_begin, edits_end, one_of_begin, one_of_end;
-  int64_t allowed_place, noise_place;  // -1: no mask, no noise. noise_place: in streams and positions
-  int64_t normalize, total, top_k;     // normalize, total: 0 or 1; top_k: 0 for none
-  double temperature, top_p, min_p;    // 1, 1 and 0 for none
+  int64_t allowed_place, noise_place;           // -1: no mask, no noise. noise_place: in streams and positions
+  int64_t normalize, renormalize, total;        // 0 or 1
+  int64_t top_k;                                // 0 for none
+  double temperature, top_p, min_p, typical_p;  // 1, 1, 0 and 0 for none
   uint64_t seed;
 };
 

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.selection.transfer import to_device
-
-MASKED = float("-inf")
+from specbeam.backends.torch.transfer import to_device
+from specbeam.selection import MASKED
 
 
 def only_the_likeliest(scores: Tensor, tokens: Sequence[int]) -> Tensor:
