@@ -73,8 +73,9 @@ _HOMES = {
     "tensors": "callers",
 }
 
-_MODULES = ("constraints", "hf", "labels", "ladder", "reference", "scoring")
-_MODULES_OF_EXTRAS = ("lm_eval",)
+_MODULES = ("constraints", "labels", "reference", "scoring")
+_MODULES_OF_EXTRAS = {"hf": ("torch", "transformers"), "ladder": ("torch",), "lm_eval": ("lm_eval",)}
+"""The modules that need more packages than the core, and these packages."""
 
 __all__ = [*_HOMES]
 
@@ -83,6 +84,10 @@ if not TYPE_CHECKING:  # which would take every name, misspelt ones too, for one
 
     def __getattr__(name: str) -> Any:
         """Import a public name or module on first use, so that the command line answers before PyTorch has loaded."""
+        if name in ("hf", "ladder"):
+            from specbeam.extras import require
+
+            require(f"specbeam.{name}", *_MODULES_OF_EXTRAS[name])
         if name in _MODULES or name in _MODULES_OF_EXTRAS:
             return import_module(f"specbeam.{name}")
         if name not in _HOMES:
@@ -93,6 +98,10 @@ if not TYPE_CHECKING:  # which would take every name, misspelt ones too, for one
 def __dir__() -> list[str]:
     """The public names, for ``dir``, ``help`` and tab completion.
 
-    ``help`` imports all of them. So modules that need an extra are among them only once they are imported.
+    ``help`` imports all of them. So modules that need more packages are among them only where these are installed, and
+    ``lm_eval`` only once it is imported.
     """
-    return [*_HOMES, *_MODULES, *(name for name in globals() if name in _MODULES_OF_EXTRAS or name.startswith("__"))]
+    from specbeam.extras import are_installed
+
+    there = [name for name in ("hf", "ladder") if are_installed(*_MODULES_OF_EXTRAS[name])]
+    return [*_HOMES, *_MODULES, *there, *(name for name in globals() if name == "lm_eval" or name.startswith("__"))]

@@ -2,8 +2,8 @@
 
 A chat template is a program that comes with a checkpoint. Jinja's sandbox keeps it from files, but lets it take all
 memory and time. A single call of C code may do so, and no thread can interrupt that. So templates run in a child
-process, which is this module run as a program, and the kernel limits its memory and its processor time. The rendering
-itself is transformers'.
+process, which is this module run as a program, and the kernel limits its memory and its processor time.
+:mod:`specbeam.template_sandbox` renders, with transformers' results.
 
 Most templates read the content of a message as a text, and some read it only as a list of parts. The child finds out
 which, once per template and role, by rendering a short text in both forms (:func:`_reads_parts`).
@@ -59,7 +59,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the child and do not wait: it needs half a second before it can render."""
+        """Start the child and do not wait: it needs a tenth of a second before it can render."""
         with self._lock:
             self._running()
 
@@ -75,7 +75,7 @@ class Renderer:
         Args:
             template: its source.
             messages: their contents are texts. A template that reads lists of parts gets each text as one part.
-            how: further arguments of transformers' ``render_jinja_template``, and variables of the template.
+            how: ``add_generation_prompt``, and further variables of the template.
 
         Raises:
             ValueError: the template refuses the messages, leaves out their text, or exceeds a limit.
@@ -159,11 +159,11 @@ def _read(line: bytes) -> Any:
 
 
 def _rendered(task: Mapping[str, Any]) -> str:
-    """The text that transformers makes of a task."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    """The text of a task."""
+    from specbeam.template_sandbox import render
 
-    (text,), _ = render_jinja_template(**task)
-    return str(text)
+    variables = {name: value for name, value in task.items() if name not in ("chat_template", "conversations")}
+    return render(task["chat_template"], task["conversations"][0], variables)
 
 
 def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
     template, (messages,) = task["chat_template"], task["conversations"]
     if not isinstance(template, str):
         return task
-    of_conversation = ("chat_template", "conversations", "add_generation_prompt", "continue_final_message")
+    of_conversation = ("chat_template", "conversations", "add_generation_prompt")
     variables = json.dumps({name: value for name, value in task.items() if name not in of_conversation})
     return task | {"conversations": [[_readable(message, template, variables) for message in messages]]}
 
@@ -229,7 +229,7 @@ def _message(role: str, text: str, in_parts: bool | None) -> dict[str, Any]:
 
 def _serve() -> None:
     """The child: read tasks from standard input, one in a line, and answer each with a line on standard output."""
-    import transformers.utils.chat_template_utils  # noqa: F401  # its memory is no template's
+    import specbeam.template_sandbox  # noqa: F401  # its memory is no template's
 
     memory = _memory_of_this_process()
     for line in sys.stdin.buffer:

@@ -16,6 +16,7 @@ from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.checkpoints.registry import ALIASES
 from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.extras import require
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import BACKENDS
 from specbeam.options import refuse_unknown_keywords
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # they import PyTorch, which takes a second
 logger = logging.getLogger("specbeam")
 CONFIGURATIONS = ("config.json", "adapter_config.json")
 """The files of a folder that say how the weights of a model or an adapter are used."""
+PACKAGES: dict[str, tuple[str, ...]] = {"cpu": (), "torch": ("torch",), "transformers": ("torch", "transformers")}
+"""The packages that each backend needs beyond the core."""
 shown_precisions: set[str] = set()  # the lines that this process has shown
 
 
@@ -312,6 +315,9 @@ def _open(
     checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
     if backend == "auto":
         backend, reason = _choose_backend(checkpoint, placement)
+    asks_for_dtype = placement.backend == "auto" and reason is None
+    what = f"dtype={placement.dtype!r}" if asks_for_dtype else f"the {backend} backend"
+    require(what if reason is None else f"{reason}. To run it, {what}", *PACKAGES[backend])
     return checkpoint, backend, reason
 
 

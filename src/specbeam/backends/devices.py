@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from specbeam.errors import SpecbeamError
+from specbeam.extras import are_installed, require
 from specbeam.machine import mapped_bytes, usable_memory
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,7 +21,7 @@ DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg", 
 
 def devices() -> list[str]:
     """The kinds of device there are on this machine."""
-    if find_spec("torch") is None:
+    if not are_installed("torch"):
         return ["cpu"]
     import torch
 
@@ -49,8 +49,7 @@ def choose_device(device: str) -> str:
     """
     if device == "cpu" or (device == "auto" and not _has_gpu()):
         return "cpu"
-    if find_spec("torch") is None:
-        raise SpecbeamError(f"device={device!r} needs PyTorch: pip install 'specbeam[torch]', or leave the device out")
+    require(f"device={device!r}", "torch")
     import torch
 
     try:
@@ -68,7 +67,7 @@ def choose_device(device: str) -> str:
 def _has_gpu() -> bool:
     """Whether PyTorch has a CUDA device. It is imported only where it is installed and a driver is there."""
     has_driver = sys.platform == "win32" or any(Path(driver).exists() for driver in DRIVERS)
-    if "torch" not in sys.modules and not (has_driver and find_spec("torch") is not None):
+    if "torch" not in sys.modules and not (has_driver and are_installed("torch")):
         return False
     import torch
 

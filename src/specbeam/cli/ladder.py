@@ -12,6 +12,7 @@ from specbeam.cli.arguments import add_model_to, load_model, some_of
 from specbeam.cli.printing import json_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError, Unsupported
+from specbeam.extras import require
 from specbeam.options import Options
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
@@ -56,6 +57,7 @@ def run(given: argparse.Namespace) -> int:
         raise SpecbeamError(f"--runs {given.runs} is not allowed: give at least 1")
     prompt = next(read_rows(given.prompt, None)).prompt
 
+    require("the ladder", "torch")
     import torch
     from tqdm import tqdm
 

@@ -1,0 +1,23 @@
+"""Packages that the native core does without. They come with ``specbeam[torch]``."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from specbeam.errors import SpecbeamError
+
+
+def are_installed(*packages: str) -> bool:
+    """Whether all of some packages are here. None of them is imported."""
+    return all(find_spec(package) is not None for package in packages)
+
+
+def require(what: str, *packages: str) -> None:
+    """Raises SpecbeamError if a package is missing.
+
+    Args:
+        what: needs the packages.
+    """
+    missing = [package for package in packages if not are_installed(package)]
+    if missing:
+        raise SpecbeamError(f"{what} needs {' and '.join(missing)}: pip install 'specbeam[torch]'")
