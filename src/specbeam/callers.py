@@ -54,10 +54,11 @@ def call(option: str, function: Callable[..., Any], device: str, *given: Any) ->
     if wants_tensors(function):
         import torch
 
-        from specbeam.backends.torch.transfer import to_device
+        def tensor(array: Any) -> torch.Tensor:  # as in backends/torch/transfer.py
+            return torch.from_numpy(array).to(device, non_blocking=device.startswith("cuda"))
 
         with torch.inference_mode(False):  # the caller may keep the tensors, and train with them
-            return function(*(to_device(x, device) if isinstance(x, np.ndarray) else x for x in given))
+            return function(*(tensor(x) if isinstance(x, np.ndarray) else x for x in given))
     try:
         return function(*given)
     except (AttributeError, TypeError) as error:
