@@ -21,6 +21,7 @@ from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import BACKENDS
 from specbeam.options import refuse_unknown_keywords
 from specbeam.token_texts import text_of
+from specbeam.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
@@ -59,8 +60,8 @@ class LanguageModel:
 
     Attributes:
         source: the name of the model, as the caller gave it.
-        tokenizer: a tokenizer of transformers, with the model's chat template if it has one. If this is None, prompts
-            are token ids and texts are empty.
+        tokenizer: a :class:`~specbeam.Tokenizer`, or one of transformers, with the model's chat template if it has
+            one. If this is None, prompts are token ids and texts are empty.
         eos_token_ids: the tokens that end its texts.
         generation_defaults: its checkpoint's generation settings.
         names: what its checkpoint and its source call it, its architecture too; empty if another function made it.
@@ -166,9 +167,12 @@ class LanguageModel:
     @cached_property
     def _decode(self) -> Callable[..., str]:
         """The tokenizer's way to decode. Texts are decoded token by token, so checks of transformers are skipped."""
+        tokenizer, kind = self.tokenizer, type(self.tokenizer)
+        if isinstance(tokenizer, Tokenizer):
+            backend_decode: Callable[..., str] = tokenizer.backend_tokenizer.decode
+            return backend_decode
         from transformers import PreTrainedTokenizerFast as Fast
 
-        tokenizer, kind = self.tokenizer, type(self.tokenizer)
         only_checks = isinstance(tokenizer, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
         skips = only_checks and not tokenizer.clean_up_tokenization_spaces
         decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if skips else tokenizer.decode

@@ -106,7 +106,7 @@ class Checkpoint(ABC):
     @cached_property
     @abstractmethod
     def tokenizer(self) -> Any:
-        """A tokenizer of transformers (``PreTrainedTokenizerFast``), with its chat template if there is one.
+        """A :class:`~specbeam.Tokenizer`, or one of transformers, with its chat template if there is one.
 
         None if the checkpoint has no vocabulary. Raises SpecbeamError for a damaged one.
         """

@@ -24,6 +24,7 @@ from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.safetensors_file import Floats, StoredTensor, extents_of, tensors_of
 from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.extras import require
 from specbeam.generation_defaults import FILE, GenerationDefaults, defaults_of_config
 
 
@@ -122,14 +123,15 @@ class FolderCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
         # An adapter that adds tokens has a tokenizer of its own.
         folder = self.path if self.adapter is None or not _has_vocabulary(self.adapter.path) else self.adapter.path
         described = read_json(folder, "tokenizer_config.json")
         if described.get("tokenizer_class") != "ByT5Tokenizer" and not _has_vocabulary(folder):
             return None  # transformers would make an empty one for some architectures
         check_tokenizer(folder, described)
+        require(f"the tokenizer of {folder}", "transformers")
+        from transformers import AutoTokenizer
+
         with refusing(f"{folder} has no tokenizer that can be loaded"):
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
