@@ -34,8 +34,8 @@ class Tokenizer:
 
     Attributes:
         special_tokens_map: the special tokens.
-        bos_token, eos_token, unk_token, pad_token: the token that begins texts, ends them, stands for what the
-            vocabulary lacks, or fills up short texts; None if there is none.
+        bos_token, eos_token, unk_token, pad_token: the token that begins texts, ends them, stands for anything
+            the vocabulary lacks, or fills up short texts; None if there is none.
         bos_token_id, eos_token_id, unk_token_id, pad_token_id: their ids.
     """
 
@@ -69,7 +69,7 @@ class Tokenizer:
         return f"Tokenizer({len(self)} tokens, {self.special_tokens_map})"
 
     def __len__(self) -> int:
-        """The number of tokens, with those that were added to the vocabulary."""
+        """The number of tokens, with the added ones."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, without those that were added to the vocabulary."""
+        """The number of tokens, without the added ones."""
         return self._tokenizer.get_vocab_size(with_added_tokens=False)
 
     @property

@@ -1,4 +1,4 @@
-"""The parameters of a configuration are those of the torch backend's transformer, in its order."""
+"""The parameters of a configuration, against the torch backend's transformer."""
 
 from dataclasses import replace
 
