@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints import gguf_tokenizer, open_checkpoint, packed
 from specbeam.checkpoints.folder_config import config_from_hugging_face
 from specbeam.checkpoints.gguf_tokenizer import PRE, tokenizer_from_gguf
 from specbeam.checkpoints.gguf_transformers import check_transformers
@@ -641,3 +641,29 @@ def test_a_folder_with_one_file_is_that_file_unless_it_is_a_link_elsewhere(tmp_p
     write_gguf(tmp_path / "other.gguf", model)
     with pytest.raises(SpecbeamError, match=r"holds 2 GGUF files: give the path of one of them \(m.gguf, other.gguf\)"):
         specbeam.load(tmp_path)
+
+
+def test_the_merges_of_a_large_vocabulary_are_kept(monkeypatch, tmp_path):
+    """So the next start needs no search for them. A damaged file, or one that cannot be written, changes nothing."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
+    types, scores = [2, 3, 3, *[6] * 256, *[1] * 6], [-float(i) for i in range(len(tokens))]
+
+    def ids():
+        return tokenizer_of_file("llama", tokens, scores=scores, token_type=types)("abab b aab").input_ids
+
+    expected = ids()
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
+    monkeypatch.setattr(gguf_tokenizer, "MANY_TOKENS", 0)
+    assert ids() == expected
+    (kept,) = packed.files()
+    assert kept.path.suffix == packed.KEPT
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_tokenizer, "_implied_merges", None)  # not called
+        assert ids() == expected
+    for damage in (lambda content: content[:-4], lambda content: content[:40] + b"x" + content[41:], lambda _: b""):
+        kept.path.write_bytes(damage(kept.path.read_bytes()))
+        assert ids() == expected
+    assert packed.clear() > 0
+    (tmp_path / "packed").rmdir()
+    (tmp_path / "packed").write_text("in the way")
+    assert ids() == expected

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, check_links, read_json
 from specbeam.checkpoints.fingerprint import Extent
@@ -189,7 +190,9 @@ class Adapter:
         for factor, weights in zip((update.a, update.b)[:: 1 if update.embedding else -1], (left, right), strict=True):
             if not are_finite(weights):
                 raise not_finite(self.weights, factor)
-        return np.float32(update.scale) * (left @ right)
+        # In float64: then the threads and the pieces of the product, and the library of it, do not show in the result.
+        product: NDArray[np.float64] = left.astype(np.float64) @ right.astype(np.float64)
+        return (update.scale * product).astype(np.float32)
 
     def _check_config(self) -> None:
         config = self._config

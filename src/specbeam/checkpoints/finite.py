@@ -12,7 +12,8 @@ from specbeam.errors import SpecbeamError
 
 def are_finite(weights: NDArray[np.float32]) -> bool:
     """Whether all of some weights are finite numbers. ``isfinite`` of each would make an array of the same length."""
-    return not weights.size or bool(np.isfinite((weights.min(), weights.max())).all())
+    with np.errstate(invalid="ignore"):
+        return not weights.size or bool(np.isfinite((weights.min(), weights.max())).all())
 
 
 def not_finite(place: str | Path, tensor: str) -> SpecbeamError:

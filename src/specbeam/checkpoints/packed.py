@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,10 @@ from specbeam.errors import SpecbeamError
 if TYPE_CHECKING:  # filelock imports asyncio, and a model whose packed weights are there needs no lock
     from filelock import FileLock
 
-SUFFIX = ".weights"
+SUFFIX, KEPT = ".weights", ".kept"
+"""The endings of files of packed weights, and of other results that take long to compute."""
 DEFAULT_LIMIT_GB = 20.0
+DIGEST_BYTES = hashlib.sha256().digest_size
 NAME_CHARACTERS = 80
 """How much of a file's or folder's name is in the names of its packed files."""
 
@@ -59,7 +63,7 @@ def limit() -> int:
 def files() -> list[PackedFile]:
     """All packed files, the least recently used first."""
     found = []
-    for path in folder().glob(f"*{SUFFIX}"):
+    for path in (*folder().glob(f"*{SUFFIX}"), *folder().glob(f"*{KEPT}")):
         try:
             facts = path.stat()
         except OSError:  # another process has just removed it
@@ -88,6 +92,31 @@ def lock(path: Path, timeout: float = -1) -> FileLock:
 def unfinished(path: Path) -> Path:
     """The file to pack into, before it gets the name ``path``. The lock of ``path`` is its lock too."""
     return path.with_name(f".{path.stem}.new")
+
+
+def kept(name: str, key: str, make: Callable[[], bytes]) -> bytes:
+    """Bytes that take long to make, from the file of an earlier call if that is whole.
+
+    Args:
+        name: :func:`label` of the checkpoint.
+        key: differs for other bytes.
+    """
+    path = folder() / f"{name}-{key}{KEPT}"
+    with suppress(OSError):
+        digest, content = (whole := path.read_bytes())[:DIGEST_BYTES], whole[DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() == digest:
+            note_use(path)
+            return content
+    content = make()
+    new = path.with_name(f".{path.stem}.{os.getpid()}.new")  # of several processes, the last one stays
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(hashlib.sha256(content).digest() + content)
+        os.replace(new, path)
+    except OSError:  # it is made again next time
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+    return content
 
 
 def evict(keep: Path) -> None:
@@ -126,7 +155,7 @@ def _plain(name: str) -> str:
 
 def files_of(name: str) -> list[PackedFile]:
     """The packed files of the checkpoints that have a label, and of the files of a repository that has it."""
-    named = re.compile(rf"{re.escape(name)}(--.+)?-[^-]+-[0-9a-f]+{SUFFIX}")
+    named = re.compile(rf"{re.escape(name)}(--.+)?-[^-]+-[0-9a-f]+({SUFFIX}|{KEPT})")
     return [file for file in files() if named.fullmatch(file.path.name)]
 
 

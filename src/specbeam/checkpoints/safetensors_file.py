@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,15 +41,25 @@ class StoredTensor(NamedTuple):
         columns = int(np.prod(self.shape[1:], dtype=np.int64))
         kind = np.dtype(FLOATS[self.dtype])
         begin = self.begin + start * columns * kind.itemsize
-        values = np.fromfile(self.file, kind, (stop - start) * columns, offset=begin)
-        return _float32(values.reshape(stop - start, *self.shape[1:]), self.dtype)
+        with self._as_it_was_opened():
+            values = np.fromfile(self.file, kind, (stop - start) * columns, offset=begin)
+            values = values.reshape(stop - start, *self.shape[1:])
+        return _float32(values, self.dtype)
 
     def columns(self, start: int, stop: int) -> Floats:
         """Columns ``start`` to ``stop`` of a matrix [out, in], float32 [out, stop - start]."""
         self._check_dtype()
         # Pages that a mapping has touched count as ours until it is closed, and it is closed at the end of this call.
-        mapped = np.memmap(self.file, FLOATS[self.dtype], "r", self.begin, self.shape)
-        return _float32(np.array(mapped[:, start:stop]), self.dtype)
+        with self._as_it_was_opened():
+            values = np.array(np.memmap(self.file, FLOATS[self.dtype], "r", self.begin, self.shape)[:, start:stop])
+        return _float32(values, self.dtype)
+
+    @contextmanager
+    def _as_it_was_opened(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise SpecbeamError(f"{self.file} has changed since it was opened: load the model again") from error
 
     def _check_dtype(self) -> None:
         if self.dtype not in FLOATS:
