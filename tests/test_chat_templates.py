@@ -36,7 +36,7 @@ def renderer():
     renderer.end()
 
 
-@pytest.mark.parametrize("how", [{"add_generation_prompt": True}, {"add_generation_prompt": False, "tools": None}])
+@pytest.mark.parametrize("how", [{"add_generation_prompt": True}, {"continue_final_message": True}, {"tools": None}])
 def test_templates_are_rendered_as_by_transformers(renderer, how):
     (expected,), _ = render_jinja_template([MESSAGES], chat_template=FEATURES, bos_token="<s>", **how)
     assert renderer(FEATURES, MESSAGES, bos_token="<s>", **how) == expected

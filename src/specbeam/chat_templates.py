@@ -42,6 +42,8 @@ OWN_NAMES = (
     "tools",
 )
 """Variables of a template that no caller may set: they are arguments of transformers' and Jinja's functions."""
+END = "END_OF_THE_FINAL_MESSAGE "
+"""Marks the end of a message that is to be continued. A template that trims messages removes its space."""
 PROBE = "zqprobezq"
 """A text that no template has of its own. No filter that is usual in templates changes more than its case."""
 MAX_PROBED = 1024
@@ -75,7 +77,7 @@ class Renderer:
         Args:
             template: its source.
             messages: their contents are texts. A template that reads lists of parts gets each text as one part.
-            how: ``add_generation_prompt``, and further variables of the template.
+            how: ``add_generation_prompt`` or ``continue_final_message``, and further variables of the template.
 
         Raises:
             ValueError: the template refuses the messages, leaves out their text, or exceeds a limit.
@@ -159,11 +161,38 @@ def _read(line: bytes) -> Any:
 
 
 def _rendered(task: Mapping[str, Any]) -> str:
-    """The text of a task."""
+    """The text of a task.
+
+    Raises:
+        ValueError: the last message is to be continued, and the template leaves it out or cuts its end.
+    """
     from specbeam.template_sandbox import render
 
-    variables = {name: value for name, value in task.items() if name not in ("chat_template", "conversations")}
-    return render(task["chat_template"], task["conversations"][0], variables)
+    own = ("chat_template", "conversations", "continue_final_message")
+    variables = {name: value for name, value in task.items() if name not in own}
+    template, (messages,) = task["chat_template"], task["conversations"]
+    if not task.get("continue_final_message"):
+        return render(template, messages, variables)
+    *earlier, last = messages
+    last, begun = _marked(last)
+    text = render(template, [*earlier, last], variables)
+    if begun.strip() not in text or END.strip() not in text:
+        raise ValueError("it leaves out the message that is to be continued")
+    text, _, rest = text.rpartition(END.strip())
+    return text if rest.startswith(" ") else text.rstrip()  # a template that trims messages trims this one
+
+
+def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A message with a mark at the end of its text, and that text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return message | {"content": content + END}, content
+    parts: list[dict[str, Any]] = content or []
+    for i, part in reversed([*enumerate(parts)]):
+        if "text" in part:
+            marked = part | {"text": part["text"] + END}
+            return message | {"content": [*parts[:i], marked, *parts[i + 1 :]]}, part["text"]
+    raise ValueError("the message that is to be continued has no text")
 
 
 def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +204,7 @@ def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
     template, (messages,) = task["chat_template"], task["conversations"]
     if not isinstance(template, str):
         return task
-    of_conversation = ("chat_template", "conversations", "add_generation_prompt")
+    of_conversation = ("chat_template", "conversations", "add_generation_prompt", "continue_final_message")
     variables = json.dumps({name: value for name, value in task.items() if name not in of_conversation})
     return task | {"conversations": [[_readable(message, template, variables) for message in messages]]}
 

@@ -324,7 +324,7 @@ def apply_chat_template(tokenizer: Any, messages: list[Message], /, **how: str |
     """The text of ``tokenizer.apply_chat_template``, rendered with limits (:mod:`specbeam.chat_templates`).
 
     Args:
-        how: ``add_generation_prompt``, and further variables of the template.
+        how: ``add_generation_prompt`` or ``continue_final_message``, and further variables of the template.
 
     Raises:
         SpecbeamError: the template refuses the messages, or exceeds a limit.
