@@ -2,8 +2,8 @@
 
 A chat template is a program that comes with a checkpoint. Jinja's sandbox keeps it from files, but lets it take all
 memory and time. A single call of C code may do so, and no thread can interrupt that. So templates run in a child
-process, which is this module run as a program, and the kernel limits its memory and its processor time. The rendering
-itself is transformers'.
+process, which is this module run as a program, and the kernel limits its memory and its processor time. Templates find
+the filters, functions and tags that transformers' ``apply_chat_template`` gives them, and render to the same texts.
 
 Most templates read the content of a message as a text, and some read it only as a list of parts. The child finds out
 which, once per template and role, by rendering a short text in both forms (:func:`_reads_parts`).
@@ -19,7 +19,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
+from datetime import datetime
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any
 
@@ -41,7 +42,13 @@ OWN_NAMES = (
     "self",
     "tools",
 )
-"""Variables of a template that no caller may set: they are arguments of transformers' and Jinja's functions."""
+"""Variables of a template that no caller may set: they are arguments of transformers and Jinja, or the chat."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names under which messages hold what a model thought. The first that is there counts for all templates."""
+END = "END_OF_THE_FINAL_MESSAGE "
+"""Marks the end of a message that is to be continued. Without its space, the template trims messages."""
+MAX_COMPILED = 128
+"""Templates that the child keeps compiled."""
 PROBE = "zqprobezq"
 """A text that no template has of its own. No filter that is usual in templates changes more than its case."""
 MAX_PROBED = 1024
@@ -59,7 +66,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the child and do not wait: it needs half a second before it can render."""
+        """Start the child and do not wait: it needs a tenth of a second before it can render."""
         with self._lock:
             self._running()
 
@@ -75,7 +82,7 @@ class Renderer:
         Args:
             template: its source.
             messages: their contents are texts. A template that reads lists of parts gets each text as one part.
-            how: further arguments of transformers' ``render_jinja_template``, and variables of the template.
+            how: ``add_generation_prompt``, ``continue_final_message`` and variables of the template.
 
         Raises:
             ValueError: the template refuses the messages, leaves out their text, or exceeds a limit.
@@ -159,11 +166,124 @@ def _read(line: bytes) -> Any:
 
 
 def _rendered(task: Mapping[str, Any]) -> str:
-    """The text that transformers makes of a task."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    """The text of a task, as transformers' ``apply_chat_template`` makes it.
 
-    (text,), _ = render_jinja_template(**task)
-    return str(text)
+    Raises:
+        ValueError: the last message is to be continued, and the template changes it.
+    """
+    own = ("chat_template", "conversations", "continue_final_message")
+    variables = {name: value for name, value in task.items() if name not in own}
+    always = {"tools": None, "documents": None, "add_generation_prompt": False}
+    messages = [_with_reasoning(message) for message in task["conversations"][0]]
+    template = _compiled(task["chat_template"])
+    begun = ""
+    if task.get("continue_final_message"):
+        messages[-1], begun = _marked(messages[-1])
+    text = str(template.render(always | variables | {"messages": messages}))
+    if not task.get("continue_final_message"):
+        return text
+    if begun.strip() not in text or END.strip() not in text:
+        raise ValueError(
+            "continue_final_message is set but the final message does not appear in the chat after applying the chat "
+            "template"
+        )
+    text, _, rest = text.rpartition(END.strip())
+    return text if rest.startswith(" ") else text.rstrip()  # a template that trims messages trims this one
+
+
+def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A message with a mark at the end of its text, and that text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return message | {"content": content + END}, content
+    for i, part in reversed([*enumerate(content or [])]):
+        if "text" in part:
+            marked = part | {"text": part["text"] + END}
+            return message | {"content": [*content[:i], marked, *content[i + 1 :]]}, part["text"]
+    raise ValueError("continue_final_message is set but the final message has no text to continue")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the standard name, and under the name that gpt-oss reads."""
+    thought = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+
+
+@lru_cache(MAX_COMPILED)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
+
+
+@cache
+def _environment() -> Any:
+    """Jinja's sandbox with what transformers adds for chat templates."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """``{% generation %}`` around the assistant's text, which is for training and has no effect here."""
+
+        tags = {"generation"}  # noqa: RUF012  # Jinja's way
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
+
+        def _write(self, caller: Any) -> Any:
+            return caller()
+
+    class OpenNamespace(Namespace):
+        """A namespace without attributes that begin with an underscore: the sandbox protects those of other objects."""
+
+        def __init__(*args: Any, **values: Any) -> None:  # a template may name a value self
+            own, *rest = args
+            values = dict(*rest, **values)
+            for name in values:
+                _check_attribute(name)
+            Namespace.__init__(own, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _check_attribute(name)
+            super().__setitem__(name, value)
+
+    def _check_attribute(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(
+                "Chat templates cannot store underscore-prefixed attributes on a namespace, but got "
+                f"{name!r}. Please rename the attribute."
+            )
+
+    class Dict:
+        """``dict`` for templates: it makes dictionaries, and is no class that a template could reach others by."""
+
+        def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
+            return dict(*values, **named)
+
+        def fromkeys(self, *keys: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*keys)
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        how = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, **how)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox.filters["tojson"] = to_json
+    sandbox.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "dict": Dict(),
+        "namespace": OpenNamespace,
+    }
+    return sandbox
 
 
 def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +349,7 @@ def _message(role: str, text: str, in_parts: bool | None) -> dict[str, Any]:
 
 def _serve() -> None:
     """The child: read tasks from standard input, one in a line, and answer each with a line on standard output."""
-    import transformers.utils.chat_template_utils  # noqa: F401  # its memory is no template's
-
+    _environment()  # its memory is no template's
     memory = _memory_of_this_process()
     for line in sys.stdin.buffer:
         _limit(memory + MEMORY_BYTES + MEMORY_PER_BYTE * len(line))
