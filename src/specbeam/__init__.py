@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from specbeam.results import Result as Result
     from specbeam.results import Sequence as Sequence
     from specbeam.results import Stats as Stats
+    from specbeam.tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {
     "Engine": "engine",
@@ -63,6 +64,7 @@ _HOMES = {
     "SpecbeamError": "errors",
     "Stats": "results",
     "TokenTrie": "constraints",
+    "Tokenizer": "tokenizer",
     "generate": "generation",
     "load": "model",
     "nbest": "generation",

@@ -196,10 +196,11 @@ def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
     content = message.get("content")
     if isinstance(content, str):
         return message | {"content": content + END}, content
-    for i, part in reversed([*enumerate(content or [])]):
+    parts: list[dict[str, Any]] = content or []
+    for i, part in reversed([*enumerate(parts)]):
         if "text" in part:
             marked = part | {"text": part["text"] + END}
-            return message | {"content": [*content[:i], marked, *content[i + 1 :]]}, part["text"]
+            return message | {"content": [*parts[:i], marked, *parts[i + 1 :]]}, part["text"]
     raise ValueError("continue_final_message is set but the final message has no text to continue")
 
 

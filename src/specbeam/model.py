@@ -20,6 +20,7 @@ from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import BACKENDS
 from specbeam.options import refuse_unknown_keywords
 from specbeam.token_texts import text_of
+from specbeam.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
     import torch
@@ -58,8 +59,8 @@ class LanguageModel:
 
     Attributes:
         source: the name of the model, as the caller gave it.
-        tokenizer: a tokenizer of transformers, with the model's chat template if it has one. If this is None, prompts
-            are token ids and texts are empty.
+        tokenizer: a :class:`specbeam.Tokenizer`, or one of transformers where only that library reads the files. If
+            this is None, prompts are token ids and texts are empty.
         eos_token_ids: the tokens that end its texts.
         generation_defaults: its checkpoint's generation settings.
         names: what its checkpoint and its source call it, its architecture too; empty if another function made it.
@@ -165,11 +166,14 @@ class LanguageModel:
     @cached_property
     def _decode(self) -> Callable[..., str]:
         """The tokenizer's way to decode. Texts are decoded token by token, so checks of transformers are skipped."""
-        from transformers import PreTrainedTokenizerFast as Fast
-
         tokenizer, kind = self.tokenizer, type(self.tokenizer)
-        only_checks = isinstance(tokenizer, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
-        skips = only_checks and not tokenizer.clean_up_tokenization_spaces
+        if kind is Tokenizer:
+            skips = True
+        else:  # transformers' or a caller's
+            fast: Any = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerFast", None)
+            is_fast = fast is not None and isinstance(tokenizer, fast)
+            only_checks = is_fast and (kind.decode, kind._decode) == (fast.decode, fast._decode)
+            skips = only_checks and not tokenizer.clean_up_tokenization_spaces
         decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if skips else tokenizer.decode
         return decode
 

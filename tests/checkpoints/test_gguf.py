@@ -535,7 +535,9 @@ def test_special_tokens_of_phi_3_take_the_space_after_them(name):
     theirs = tokenizer_of_file(
         "llama", [t if t not in stripping else f"<{i}>" for i, t in enumerate(tokens)], scores=scores
     )
-    theirs.add_tokens([AddedToken(t, rstrip="3" in str(name), normalized=False, special=True) for t in stripping])
+    theirs.backend_tokenizer.add_tokens(
+        [AddedToken(t, rstrip="3" in str(name), normalized=False, special=True) for t in stripping]
+    )
     for text in ("<|user|>\na <|end|>\n<|user|> a</s>  <|end|>a", "<s> a<|endoftext|>\n a"):
         expected = theirs.convert_ids_to_tokens(theirs(text).input_ids)
         assert ours.convert_ids_to_tokens(ours(text).input_ids) == expected

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from specbeam.checkpoints.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 from specbeam.errors import SpecbeamError
+from specbeam.tokenizer import Tokenizer
 
 logger = logging.getLogger("specbeam")
 
@@ -92,8 +94,8 @@ STRIPPING = ("phi-3", "phi3")
 NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Any:
-    """A transformers tokenizer with the vocabulary, special tokens and chat template of a GGUF file's metadata.
+def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
+    """A tokenizer with the vocabulary, special tokens and chat template of a GGUF file's metadata.
 
     Args:
         metadata: all keys of a file that has a vocabulary.
@@ -101,7 +103,6 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> 
     Raises:
         SpecbeamError: it is of a kind that is not supported, or lacks a part.
     """
-    from transformers import PreTrainedTokenizerFast
 
     def get(key: str, otherwise: Any = None) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}", otherwise)
@@ -118,15 +119,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> 
     name = str(metadata.get("general.name")).lower()
     _add_special(tokenizer, vocabulary, strips=any(part in name for part in STRIPPING))
     _surround(tokenizer, vocabulary, {"bos": get("add_bos_token", begins), "eos": get("add_eos_token", False)})
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **{name: vocabulary.tokens[i] for name, i in vocabulary.special.items()},
-    )
+    special = {name: vocabulary.tokens[i] for name, i in vocabulary.special.items()}
+    return Tokenizer(tokenizer, special, metadata.get("tokenizer.chat_template"))
 
 
-def _add_special(tokenizer: Tokenizer, vocabulary: Vocabulary, strips: bool) -> None:
+def _add_special(tokenizer: Backend, vocabulary: Vocabulary, strips: bool) -> None:
     """Add the tokens that are read as a whole. Special ones are not shown."""
     named = set(vocabulary.special.values())
     added = []
@@ -138,7 +135,7 @@ def _add_special(tokenizer: Tokenizer, vocabulary: Vocabulary, strips: bool) -> 
     tokenizer.add_tokens(added)
 
 
-def _surround(tokenizer: Tokenizer, vocabulary: Vocabulary, has: Mapping[str, bool]) -> None:
+def _surround(tokenizer: Backend, vocabulary: Vocabulary, has: Mapping[str, bool]) -> None:
     """Let each text begin with BOS and end with EOS, as far as it has them."""
     ids: dict[str, int] = {}
     for name in (name for name in has if has[name]):
@@ -174,7 +171,7 @@ def _pre(name: str | None, vocabulary: Vocabulary) -> Pre:
     return PRE[name]
 
 
-def _byte_level(vocabulary: Vocabulary, merges: list[str] | None, pre: Pre) -> Tokenizer:
+def _byte_level(vocabulary: Vocabulary, merges: list[str] | None, pre: Pre) -> Backend:
     """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
     if merges is None:
         raise SpecbeamError(
@@ -182,7 +179,7 @@ def _byte_level(vocabulary: Vocabulary, merges: list[str] | None, pre: Pre) -> T
             "a token: convert the model again"
         )
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    tokenizer = Tokenizer(models.BPE(ids, _pairs(merges), ignore_merges=pre.ignores_merges))
+    tokenizer = Backend(models.BPE(ids, _pairs(merges), ignore_merges=pre.ignores_merges))
     if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -201,7 +198,7 @@ def _pairs(merges: list[str]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((merge[:i], merge[i + 1 :]) for merge, i in cuts if i > 0))
 
 
-def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Tokenizer:
+def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Backend:
     """SentencePiece's byte-pair encoding, whose merges are implied: the pair that makes the best-scored token first."""
     tokens, path = vocabulary.tokens, vocabulary.path
     scores: list[float] = get("scores") or [0.0] * len(tokens)
@@ -223,7 +220,7 @@ def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Tokenizer:
         implied.sort(key=lambda merge: merge[:3])
         merges = [merge[3:] for merge in implied]
     unknown = tokens[vocabulary.special["unk_token"]] if "unk_token" in vocabulary.special else "<unk>"
-    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     space_prefix = get("add_space_prefix", True)
     spaces = [normalizers.Prepend("▁")] if space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])

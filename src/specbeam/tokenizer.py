@@ -1,0 +1,239 @@
+"""A model's tokenizer: the ``tokenizers`` library's, with the special tokens and the chat template of a checkpoint.
+
+Its calls have the names and the results of transformers' tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex, overload
+
+import tokenizers
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The names of special tokens that all models may have."""
+
+
+class Encoding(dict[str, Any]):
+    """What :class:`Tokenizer` makes of texts: lists by their names, ``input_ids`` among them."""
+
+    @property
+    def input_ids(self) -> list[Any]:
+        """The token ids of the text; of several texts a list for each."""
+        ids: list[Any] = self["input_ids"]
+        return ids
+
+
+class Tokenizer:
+    """Turns texts into token ids, and token ids into texts.
+
+    ``load(...).tokenizer`` is one, and so it has the tokens and the chat template of the model's files. Models whose
+    tokenizers need transformers have one of transformers' instead, which has all of these calls, too.
+
+    Args:
+        backend: does the work. It is used as it is, and without truncation and padding.
+        special: the texts of special tokens by their names, such as ``eos_token``. The tokens of models may have other
+            names, too.
+        extra: the texts of more special tokens, which have no names.
+        chat_template: the source of the template, or the sources of several by their names; None if there is none.
+        kind: the class that transformers has for this tokenizer.
+
+    Attributes:
+        backend_tokenizer: the ``tokenizers.Tokenizer``.
+        special_tokens_map: the texts of special tokens, by their names.
+        chat_template: as given.
+        is_fast: true. Some of transformers' tokenizers are slow, and know no offsets.
+    """
+
+    is_fast = True
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: Mapping[str, str],
+        chat_template: str | dict[str, str] | None = None,
+        *,
+        extra: Iterable[str] = (),
+        kind: str = "TokenizersBackend",
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._tokenizer = backend
+        self.chat_template, self.kind = chat_template, kind
+        names = [*NAMED, *(name for name in special if name not in NAMED)]
+        self.special_tokens_map = {name: special[name] for name in names if name in special}
+        self._extra = [*extra]
+
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer:
+        return self._tokenizer
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        return_offsets_mapping: bool = False,
+        return_special_tokens_mask: bool = False,
+        verbose: bool = True,
+    ) -> Encoding:
+        """The token ids of a text, or of several.
+
+        Args:
+            add_special_tokens: put those around the text that the model expects, such as BOS.
+            return_offsets_mapping: add ``offset_mapping``: for each token the indexes of the characters where it begins
+                and ends.
+            return_special_tokens_mask: add ``special_tokens_mask``: for each token 1 if it is not of the text, else 0.
+            verbose: transformers' tokenizers have this argument. Here it changes nothing.
+        """
+        if isinstance(text, str):
+            made = [self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+        else:
+            made = self._tokenizer.encode_batch([*text], add_special_tokens=add_special_tokens)
+        lists: dict[str, list[Any]] = {
+            "input_ids": [one.ids for one in made],
+            "attention_mask": [one.attention_mask for one in made],
+        }
+        if return_special_tokens_mask:
+            lists["special_tokens_mask"] = [one.special_tokens_mask for one in made]
+        if return_offsets_mapping:
+            lists["offset_mapping"] = [one.offsets for one in made]
+        return Encoding({name: each[0] if isinstance(text, str) else each for name, each in lists.items()})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        return self(text, add_special_tokens=add_special_tokens).input_ids
+
+    def decode(
+        self,
+        token_ids: int | Iterable[SupportsIndex],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        """The text of token ids. Ids outside the vocabulary are skipped.
+
+        Args:
+            token_ids: one or several, also as an array.
+            skip_special_tokens: leave special tokens out of the text.
+            clean_up_tokenization_spaces: transformers' tokenizers have this argument. Here spaces stay as they are.
+        """
+        ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def __len__(self) -> int:
+        """The size of the vocabulary with all added tokens."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get_vocab(self) -> dict[str, int]:
+        """The ids of all tokens, by the tokens."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary without added tokens."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=False)
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, tokenizers.AddedToken]:
+        """The tokens that are read as a whole, by their ids."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
+        """The token of an id as the vocabulary has it, or the tokens of several; None for an id that it lacks."""
+        find = self._tokenizer.id_to_token
+        return find(ids) if isinstance(ids, int) else [find(int(i)) for i in ids]
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...  # type: ignore[overload-overlap]
+    @overload
+    def convert_tokens_to_ids(self, tokens: Iterable[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | list[int | None] | None:
+        """The id of a token, or the ids of several. Any other text has the id of the token for unknown words."""
+        return self._id(tokens) if isinstance(tokens, str) else [self._id(token) for token in tokens]
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """The text of tokens as the vocabulary has them."""
+        decoder = self._tokenizer.decoder
+        return " ".join(tokens) if decoder is None else str(decoder.decode([*tokens]))
+
+    def _id(self, token: str) -> int | None:
+        i: int | None = self._tokenizer.token_to_id(token)
+        return self.unk_token_id if i is None else i
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        if token is None or name == "unk_token":
+            return None if token is None else self._tokenizer.token_to_id(token)
+        return self._id(token)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text; None if there is none."""
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text; None if there is none."""
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def unk_token(self) -> str | None:
+        """The token for unknown words; None if there is none."""
+        return self.special_tokens_map.get("unk_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        """The token that fills rows; None if there is none."""
+        return self.special_tokens_map.get("pad_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of :attr:`bos_token`."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of :attr:`eos_token`."""
+        return self._named_id("eos_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """The id of :attr:`unk_token`."""
+        return self._named_id("unk_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of :attr:`pad_token`."""
+        return self._named_id("pad_token")
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The texts of all special tokens, each once: first those with names."""
+        return [*dict.fromkeys([*self.special_tokens_map.values(), *self._extra])]
+
+    @property
+    def all_special_ids(self) -> list[int | None]:
+        """The ids of :attr:`all_special_tokens`."""
+        return self.convert_tokens_to_ids(self.all_special_tokens)
+
+    def get_chat_template(self) -> str:
+        """The source of the chat template; of several the one that is named ``default``.
+
+        Raises:
+            ValueError: there is none.
+        """
+        template = self.chat_template
+        if isinstance(template, dict):
+            if "default" not in template:
+                raise ValueError(f"it has the chat templates {sorted(template)}, and none is named default")
+            template = template["default"]
+        if template is None:
+            raise ValueError("it has no chat template")
+        return template
