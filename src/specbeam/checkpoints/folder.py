@@ -22,6 +22,7 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import VOCABULARIES, WEIGHTS, check_links, read_json, weight_map
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
+from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
 from specbeam.checkpoints.safetensors_file import Floats, StoredTensor, extents_of, tensors_of
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.generation_defaults import FILE, GenerationDefaults, defaults_of_config
@@ -122,14 +123,21 @@ class FolderCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
         # An adapter that adds tokens has a tokenizer of its own.
         folder = self.path if self.adapter is None or not _has_vocabulary(self.adapter.path) else self.adapter.path
         described = read_json(folder, "tokenizer_config.json")
         if described.get("tokenizer_class") != "ByT5Tokenizer" and not _has_vocabulary(folder):
             return None  # transformers would make an empty one for some architectures
         check_tokenizer(folder, described)
+        own = tokenizer_from_folder(folder, self._config, described) if folder == self.path else None
+        if own is not None:
+            return own
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise SpecbeamError(
+                f"{folder} has a tokenizer of a kind that needs transformers: pip install 'specbeam[torch]'"
+            ) from error
         with refusing(f"{folder} has no tokenizer that can be loaded"):
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
