@@ -3,8 +3,11 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
+from jinja2.exceptions import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specbeam import chat_templates
@@ -40,6 +43,36 @@ def renderer():
 def test_templates_are_rendered_as_by_transformers(renderer, how):
     (expected,), _ = render_jinja_template([MESSAGES], chat_template=FEATURES, bos_token="<s>", **how)
     assert renderer(FEATURES, MESSAGES, bos_token="<s>", **how) == expected
+
+
+def test_what_a_message_thought_and_the_sandbox_are_transformers(renderer):
+    thinking = [
+        {"role": "assistant", "content": "a", "thinking": "t"},
+        {"role": "user", "content": "b", "reasoning": "r"},
+    ]
+    for template in (
+        CONTENTS + "{{ messages }}{{ dict.fromkeys('ab') }}{{ namespace({'a': 1}, b=2).b }}",
+        CONTENTS + "{{ messages | tojson(ensure_ascii=true, sort_keys=true, separators=(',', ':')) }}",
+        CONTENTS
+        + "{{ strftime_now('%Y') }}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}.{% endfor %}",
+    ):
+        (expected,), _ = render_jinja_template([thinking], chat_template=template)
+        assert renderer(template, thinking) == expected
+    for template in (
+        "{% set n = namespace(_a=1) %}",
+        "{% set n = namespace() %}{% set n._a = 1 %}",
+        "{{ dict.__class__ }}",
+    ):
+        with pytest.raises((SecurityError, TypeError)) as theirs:
+            render_jinja_template([MESSAGES], chat_template=template + "{{ dict.__class__.x }}")
+        with pytest.raises(ValueError, match=re.escape(str(theirs.value)[:30])):
+            renderer(CONTENTS + template + "{{ dict.__class__.x }}", MESSAGES)
+
+
+def test_the_child_imports_neither_transformers_nor_torch():
+    code = "import sys, specbeam.chat_templates as c; c._rendered({'chat_template': 'a', 'conversations': [[]]})"
+    code += "; print({'torch', 'transformers'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 CHAT = [

@@ -1,204 +1,272 @@
-"""A model's tokenizer: texts to token ids and back, its special tokens, and its chat template."""
+"""A model's tokenizer: the ``tokenizers`` library's, with the special tokens and the chat template of a checkpoint.
+
+Its calls have the names and the results of transformers' tokenizers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex, overload
 
 import tokenizers
 
-from specbeam.errors import SpecbeamError
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The names of special tokens that all models may have."""
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
-
-class Encoded(dict[str, Any]):
-    """What a tokenizer makes of a text, by the names in transformers; lists of these for several texts.
-
-    Attributes:
-        input_ids: the token ids.
-    """
+class Encoding(dict[str, Any]):
+    """What :class:`Tokenizer` makes of texts: lists by their names, ``input_ids`` among them."""
 
     @property
-    def input_ids(self) -> Any:
-        return self["input_ids"]
+    def input_ids(self) -> list[Any]:
+        """The token ids of the text; of several texts a list for each."""
+        ids: list[Any] = self["input_ids"]
+        return ids
 
 
 class Tokenizer:
-    """A tokenizer of the ``tokenizers`` library, with the calls and the names that transformers gives it.
+    """Turns texts into token ids, and token ids into texts.
+
+    ``load(...).tokenizer`` is one, and so it has the tokens and the chat template of the model's files. Models whose
+    tokenizers need transformers have one of transformers' instead, which has all of these calls, too.
 
     Args:
-        tokenizer: splits, merges and decodes.
-        special_tokens: the texts of bos_token, eos_token, unk_token and pad_token, as far as there are such tokens.
-        chat_template: the source of a template that makes a prompt of messages, in Jinja's language.
+        backend: does the work. It is used as it is, and without truncation and padding.
+        special: the texts of special tokens by their names, such as ``eos_token``. The tokens of models may have other
+            names, too.
+        extra: the texts of more special tokens, which have no names.
+        chat_template: the source of the template, or the sources of several by their names; None if there is none.
+        kind: the class that transformers has for this tokenizer.
 
     Attributes:
-        special_tokens_map: the special tokens.
-        bos_token, eos_token, unk_token, pad_token: the token that begins texts, ends them, stands for anything
-            the vocabulary lacks, or fills up short texts; None if there is none.
-        bos_token_id, eos_token_id, unk_token_id, pad_token_id: their ids.
+        backend_tokenizer: the ``tokenizers.Tokenizer``.
+        special_tokens_map: the texts of special tokens, by their names.
+        chat_template: as given.
+        is_fast: true. Some of transformers' tokenizers are slow, and know no offsets.
     """
 
     is_fast = True
-    clean_up_tokenization_spaces = False
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
-        special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
+        backend: tokenizers.Tokenizer,
+        special: Mapping[str, str],
+        chat_template: str | dict[str, str] | None = None,
+        *,
+        extra: Iterable[str] = (),
+        kind: str = "TokenizersBackend",
     ) -> None:
-        self._tokenizer = tokenizer
-        self.special_tokens_map = dict(special_tokens or {})
-        self.chat_template = chat_template
-        for name in SPECIAL_TOKENS:
-            token = self.special_tokens_map.get(name)
-            setattr(self, name, token)
-            setattr(self, f"{name}_id", None if token is None else tokenizer.token_to_id(token))
-
-    bos_token: str | None
-    eos_token: str | None
-    unk_token: str | None
-    pad_token: str | None
-    bos_token_id: int | None
-    eos_token_id: int | None
-    unk_token_id: int | None
-    pad_token_id: int | None
-
-    def __repr__(self) -> str:
-        return f"Tokenizer({len(self)} tokens, {self.special_tokens_map})"
-
-    def __len__(self) -> int:
-        """The number of tokens, with the added ones."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+        backend.no_truncation()
+        backend.no_padding()
+        self._tokenizer = backend
+        self.chat_template, self.kind = chat_template, kind
+        names = [*NAMED, *(name for name in special if name not in NAMED)]
+        self.special_tokens_map = {name: special[name] for name in names if name in special}
+        self._extra = [*extra]
 
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer:
         return self._tokenizer
 
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        return_offsets_mapping: bool = False,
+        return_special_tokens_mask: bool = False,
+        verbose: bool = True,
+    ) -> Encoding:
+        """The token ids of a text, or of several.
+
+        Args:
+            add_special_tokens: put those around the text that the model expects, such as BOS.
+            return_offsets_mapping: add ``offset_mapping``: for each token the indexes of the characters where it begins
+                and ends.
+            return_special_tokens_mask: add ``special_tokens_mask``: for each token 1 if it is not of the text, else 0.
+            verbose: transformers' tokenizers have this argument. Here it changes nothing.
+        """
+        if isinstance(text, str):
+            made = [self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+        else:
+            made = self._tokenizer.encode_batch([*text], add_special_tokens=add_special_tokens)
+        lists: dict[str, list[Any]] = {
+            "input_ids": [one.ids for one in made],
+            "attention_mask": [one.attention_mask for one in made],
+        }
+        if return_special_tokens_mask:
+            lists["special_tokens_mask"] = [one.special_tokens_mask for one in made]
+        if return_offsets_mapping:
+            lists["offset_mapping"] = [one.offsets for one in made]
+        return Encoding({name: each[0] if isinstance(text, str) else each for name, each in lists.items()})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text."""
+        return self(text, add_special_tokens=add_special_tokens).input_ids
+
+    def decode(
+        self,
+        token_ids: int | Iterable[SupportsIndex],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        """The text of token ids. Ids outside the vocabulary are skipped.
+
+        Args:
+            token_ids: one or several, also as an array.
+            skip_special_tokens: leave special tokens out of the text.
+            clean_up_tokenization_spaces: transformers' tokenizers have this argument. Here spaces stay as they are.
+        """
+        ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def __len__(self) -> int:
+        """The size of the vocabulary with all added tokens."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get_vocab(self) -> dict[str, int]:
+        """The ids of all tokens, by the tokens."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, without the added ones."""
+        """The size of the vocabulary without added tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=False)
-
-    @property
-    def all_special_tokens(self) -> list[str]:
-        """The special tokens that have a name, each once."""
-        return list(dict.fromkeys(self.special_tokens_map.values()))
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        return [i for token in self.all_special_tokens if (i := self._tokenizer.token_to_id(token)) is not None]
 
     @property
     def added_tokens_decoder(self) -> dict[int, tokenizers.AddedToken]:
         """The tokens that are read as a whole, by their ids."""
         return self._tokenizer.get_added_tokens_decoder()
 
-    def get_vocab(self) -> dict[str, int]:
-        """The ids of all tokens."""
-        return self._tokenizer.get_vocab(with_added_tokens=True)
-
-    def __call__(
-        self,
-        text: str | Sequence[str],
-        add_special_tokens: bool = True,
-        return_offsets_mapping: bool = False,
-        return_special_tokens_mask: bool = False,
-        verbose: bool = True,
-    ) -> Encoded:
-        """The token ids of a text, or of several.
-
-        Args:
-            add_special_tokens: put the tokens that begin and end texts around each.
-            return_offsets_mapping: also ``offset_mapping``, the begin and the end of each token in the text, in
-                characters.
-            return_special_tokens_mask: also ``special_tokens_mask``, 1 for each token that was put around the text.
-            verbose: has no effect. Tokenizers of transformers take it.
-        """
-        if not isinstance(text, str):
-            found = self._tokenizer.encode_batch([*text], add_special_tokens=add_special_tokens)
-            made = [self._encoded(one, return_offsets_mapping, return_special_tokens_mask) for one in found]
-            return Encoded({name: [one[name] for one in made] for name in made[0]} if made else {"input_ids": []})
-        one = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self._encoded(one, return_offsets_mapping, return_special_tokens_mask)
-
-    @staticmethod
-    def _encoded(found: tokenizers.Encoding, offsets: bool, mask: bool) -> Encoded:
-        made = Encoded(input_ids=found.ids, attention_mask=found.attention_mask)
-        if offsets:
-            made["offset_mapping"] = found.offsets
-        if mask:
-            made["special_tokens_mask"] = found.special_tokens_mask
-        return made
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(
-        self,
-        token_ids: int | Sequence[int],
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool | None = None,
-    ) -> str:
-        """The text of token ids.
-
-        Args:
-            skip_special_tokens: leave special tokens out.
-            clean_up_tokenization_spaces: has no effect. Tokenizers of transformers take it, and some of them remove
-                spaces before punctuation.
-        """
-        ids = [token_ids] if isinstance(token_ids, int) else [*token_ids]
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
     @overload
     def convert_ids_to_tokens(self, ids: int) -> str | None: ...
     @overload
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
-    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
-        """Tokens as the vocabulary writes them; None for an id that it lacks."""
-        if isinstance(ids, int):
-            return self._tokenizer.id_to_token(ids)
-        return [self._tokenizer.id_to_token(int(i)) for i in ids]
+    def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
+        """The token of an id as the vocabulary has it, or the tokens of several; None for an id that it lacks."""
+        find = self._tokenizer.id_to_token
+        return find(ids) if isinstance(ids, int) else [find(int(i)) for i in ids]
 
-    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The ids of tokens as the vocabulary writes them. An unknown one has the id of the unknown token."""
-        if isinstance(tokens, str):
-            i = self._tokenizer.token_to_id(tokens)
-            return self.unk_token_id if i is None else i
-        return [self.convert_tokens_to_ids(token) for token in tokens]
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...  # type: ignore[overload-overlap]
+    @overload
+    def convert_tokens_to_ids(self, tokens: Iterable[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | list[int | None] | None:
+        """The id of a token, or the ids of several. Any other text has the id of the token for unknown words."""
+        return self._id(tokens) if isinstance(tokens, str) else [self._id(token) for token in tokens]
 
-    def get_chat_template(self) -> str:
-        """The source of the chat template.
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """The text of tokens as the vocabulary has them."""
+        decoder = self._tokenizer.decoder
+        return " ".join(tokens) if decoder is None else str(decoder.decode([*tokens]))
 
-        Raises:
-            SpecbeamError: there is none.
-        """
-        if self.chat_template is None:
-            raise SpecbeamError("the tokenizer has no chat template: give a text")
-        return self.chat_template
+    def _id(self, token: str) -> int | None:
+        i: int | None = self._tokenizer.token_to_id(token)
+        return self.unk_token_id if i is None else i
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        if token is None or name == "unk_token":
+            return None if token is None else self._tokenizer.token_to_id(token)
+        return self._id(token)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text; None if there is none."""
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text; None if there is none."""
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def unk_token(self) -> str | None:
+        """The token for unknown words; None if there is none."""
+        return self.special_tokens_map.get("unk_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        """The token that fills rows; None if there is none."""
+        return self.special_tokens_map.get("pad_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of :attr:`bos_token`."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of :attr:`eos_token`."""
+        return self._named_id("eos_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """The id of :attr:`unk_token`."""
+        return self._named_id("unk_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of :attr:`pad_token`."""
+        return self._named_id("pad_token")
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The texts of all special tokens, each once: first those with names."""
+        return [*dict.fromkeys([*self.special_tokens_map.values(), *self._extra])]
+
+    @property
+    def all_special_ids(self) -> list[int | None]:
+        """The ids of :attr:`all_special_tokens`."""
+        return self.convert_tokens_to_ids(self.all_special_tokens)
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = False,
+        *,
         tokenize: bool = True,
+        return_dict: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> Any:
-        """The prompt that the chat template makes of messages.
+        """The prompt that the chat template makes of messages, as token ids.
 
         Args:
-            add_generation_prompt: end with the tokens that begin an answer.
-            tokenize: make token ids, as calls of this object do; False for the text.
+            tokenize: False for the text.
+            return_dict: False for a list of token ids, as transformers' tokenizers can be asked for.
+            add_generation_prompt: end where an answer begins.
+            continue_final_message: end with the content of the last message.
             variables: of the template.
 
         Raises:
-            SpecbeamError: there is no template.
-            ValueError: the template refuses the messages, or exceeds a limit (:mod:`specbeam.chat_templates`).
+            ValueError: there is no template, it refuses the messages, or it exceeds a limit
+                (:mod:`specbeam.chat_templates`).
         """
         from specbeam import chat_templates
 
-        how = {**self.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
-        text = chat_templates.render(self.get_chat_template(), [dict(message) for message in messages], **how)
-        return self(text, add_special_tokens=False) if tokenize else text
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        given = [dict(message) for message in messages]
+        text = chat_templates.render(self.get_chat_template(), given, **self.special_tokens_map, **variables, **how)
+        if not tokenize:
+            return text
+        made = self(text, add_special_tokens=False)
+        return made if return_dict else made.input_ids
+
+    def get_chat_template(self) -> str:
+        """The source of the chat template; of several the one that is named ``default``.
+
+        Raises:
+            ValueError: there is none.
+        """
+        template = self.chat_template
+        if isinstance(template, dict):
+            if "default" not in template:
+                raise ValueError(f"it has the chat templates {sorted(template)}, and none is named default")
+            template = template["default"]
+        if template is None:
+            raise ValueError("it has no chat template")
+        return template

@@ -106,9 +106,10 @@ class Checkpoint(ABC):
     @cached_property
     @abstractmethod
     def tokenizer(self) -> Any:
-        """A :class:`~specbeam.Tokenizer`, or one of transformers, with its chat template if there is one.
+        """A :class:`specbeam.Tokenizer`, or one of transformers where only that library reads the files.
 
-        None if the checkpoint has no vocabulary. Raises SpecbeamError for a damaged one.
+        It has the chat template if there is one. None if the checkpoint has no vocabulary. Raises SpecbeamError
+        for a damaged one.
         """
 
     @cached_property

@@ -22,6 +22,7 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import VOCABULARIES, WEIGHTS, check_links, read_json, weight_map
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
+from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
 from specbeam.checkpoints.safetensors_file import Floats, StoredTensor, extents_of, tensors_of
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.extras import require
@@ -129,6 +130,9 @@ class FolderCheckpoint(Checkpoint):
         if described.get("tokenizer_class") != "ByT5Tokenizer" and not _has_vocabulary(folder):
             return None  # transformers would make an empty one for some architectures
         check_tokenizer(folder, described)
+        own = tokenizer_from_folder(folder, self._config, described) if folder == self.path else None
+        if own is not None:
+            return own
         require(f"the tokenizer of {folder}", "transformers")
         from transformers import AutoTokenizer
 

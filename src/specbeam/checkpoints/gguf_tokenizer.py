@@ -236,7 +236,7 @@ def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Backend:
 
 
 def _kept_merges(vocabulary: Vocabulary, ids: Mapping[str, int], scores: list[float]) -> Merges | None:
-    """:func:`_implied_merges` of a vocabulary. Those of a large one are kept beside the packed weights."""
+    """:func:`_implied_merges` of a vocabulary. A large one has them beside the packed weights."""
     if len(scores) < MANY_TOKENS:
         return _implied_merges(ids, scores)
 

@@ -67,7 +67,7 @@ def tokenizer_info(model: ServedModel) -> dict[str, Any]:
     tokenizer = model.lm.tokenizer
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return {
-        "tokenizer_class": type(tokenizer).__name__,
+        "tokenizer_class": getattr(tokenizer, "kind", type(tokenizer).__name__),
         **{name: None if token is None else str(token) for name, token in tokens.items()},
         "chat_template": tokenizer.chat_template,
         "model_max_length": model.lm.backend.context_length,

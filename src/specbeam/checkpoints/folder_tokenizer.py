@@ -1,0 +1,309 @@
+"""The tokenizer of a folder in Hugging Face's layout, as transformers makes it of the same files.
+
+transformers rebuilds five kinds of tokenizers from their vocabulary and merges, whatever else tokenizer.json says; it
+takes other files as they are. What is not surely one of these cases is left to transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from specbeam.checkpoints.code import refusing
+from specbeam.checkpoints.files import read_json
+from specbeam.checkpoints.gguf_tokenizer import QWEN2
+from specbeam.extras import are_installed
+from specbeam.tokenizer import NAMED, Tokenizer
+
+PLAIN = "TokenizersBackend"
+AS_THE_FILE_SAYS = (PLAIN, "PreTrainedTokenizer", "PythonBackend")
+"""Classes for which tokenizer.json decides, as they are called without "Fast" at the end."""
+OF_MODEL = {
+    "gemma2": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "gpt2": "GPT2Tokenizer",
+    "gpt_neox": "GPTNeoXTokenizer",
+    "llama": None,
+    "mistral": PLAIN,
+    "phi3": PLAIN,
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "smollm3": None,
+    "stablelm": PLAIN,
+}
+"""The class that transformers knows for each ``model_type``; None if it knows none."""
+WRONG_IN_FILES = ("phi3", "qwen2")
+"""Models whose files often name a wrong class, so transformers takes the class it knows."""
+TAKEN_AS_THEY_ARE = (
+    *("deepseek-ai/deepseek-r1-distill-llama-*", "deepseek-ai/deepseek-coder-*", "allenai/dolma2-tokenizer"),
+    *("google/umt5-small", "naver-clova-ix/donut-*", "salesforce/*", "stepfun-ai/step-3.7-*"),
+)
+"""Names of models with rules of their own in transformers."""
+WITHOUT_EFFECT = {
+    *("add_bos_token", "add_eos_token", "backend", "is_local", "max_len", "max_length", "model_input_names"),
+    *("model_max_length", "name_or_path", "pad_to_multiple_of", "pad_token_type_id", "padding_side", "processor_class"),
+    *("errors", "sp_model_kwargs", "spaces_between_special_tokens", "special_tokens_map_file", "stride"),
+    *("tokenizer_class", "tokenizer_file", "trim_offsets", "truncation_side", "truncation_strategy"),
+    *("use_default_system_prompt", "local_files_only", "use_fast"),
+}
+"""Keys of tokenizer_config.json that change no text and no token id where there is a tokenizer.json."""
+WITH_EFFECT = {
+    *("add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "chat_template"),
+    *("clean_up_tokenization_spaces", "extra_special_tokens", "legacy", "split_special_tokens"),
+}
+
+
+class _LeftToTransformersError(Exception):
+    """A file is of another kind, or damaged."""
+
+
+def tokenizer_from_folder(folder: Path, config: Mapping[str, Any], described: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer of a folder; None if only transformers can tell what it is.
+
+    Args:
+        config: the content of config.json.
+        described: the content of tokenizer_config.json.
+    """
+    try:
+        return _tokenizer(folder, config, described)
+    except _LeftToTransformersError:
+        return None
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if are_installed("transformers"):  # it has the last word on damaged files
+            return None
+        with refusing(f"{folder} has no tokenizer that can be loaded"):
+            raise
+
+
+def _tokenizer(folder: Path, config: Mapping[str, Any], described: dict[str, Any]) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    _demand(file.is_file())
+    text = file.read_text(encoding="utf-8")
+    kind = _kind(folder, config, described, text)
+    options = {key: value for key, value in described.items() if key not in WITHOUT_EFFECT}
+    _demand(not options.get("split_special_tokens") and described.get("trim_offsets", True) is True)
+    _demand(all(isinstance(options.get(key), bool | None) for key in ("add_prefix_space", "legacy")))
+    if "additional_special_tokens" in options and not options.get("extra_special_tokens"):
+        options["extra_special_tokens"] = options.pop("additional_special_tokens")
+    _demand(all(key in WITH_EFFECT or key.endswith("_token") for key in options))
+    content = json.loads(text) if kind != PLAIN or "added_tokens_decoder" not in options else {}
+    _demand(content.get("padding") is None)
+
+    added = _added_tokens(folder, options, content)
+    named, extra = _special_tokens(options, {token.content: token for token in added.values()})
+    if kind == PLAIN:
+        backend = Backend.from_str(text)
+        _demand(backend.padding is None)
+    else:
+        named = {name: named.get(name, token) for name, token in DEFAULTS[kind].items()} | named
+        backend = _rebuilt(kind, content, named, options)
+    _demand(not options.get("clean_up_tokenization_spaces") or isinstance(backend.model, models.BPE))
+
+    named = {name: named[name] for name in [*NAMED, *named] if named.get(name) is not None}
+    _add(backend, added, named, extra)
+    special = {name: str(token) for name, token in named.items()}
+    if kind == "Qwen2Tokenizer":
+        every = dict.fromkeys([*special.values(), *map(str, extra)])
+        backend.add_tokens([AddedToken(token, special=True) for token in every])
+    return Tokenizer(backend, special, _chat_template(folder, options), extra=map(str, extra), kind=kind)
+
+
+def _demand(condition: bool) -> None:
+    if not condition:
+        raise _LeftToTransformersError
+
+
+def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any], text: str) -> str:
+    """The class that transformers' ``AutoTokenizer`` chooses."""
+    model = str(config.get("model_type"))
+    _demand(model in OF_MODEL)
+    _demand(model != "mistral" or not (are_installed("mistral_common") or (folder / "tekken.json").exists()))
+    for name in (str(config.get("_name_or_path", "")), str(folder)):
+        _demand(not any(fnmatch(name.lower(), pattern) for pattern in TAKEN_AS_THEY_ARE))
+    known = OF_MODEL[model]
+    for source in (described, config):
+        _demand(isinstance(source.get("tokenizer_class"), str | None) and source.get("tokenizer_class") != "")
+    given = described.get("tokenizer_class")
+    if given is None and (given := config.get("tokenizer_class")) is not None:
+        _demand(given not in AS_THE_FILE_SAYS[1:])
+    if given is None:
+        return known or PLAIN
+    bare = given.removesuffix("Fast")
+    if bare == "LlamaTokenizer" and model not in WRONG_IN_FILES and '"ByteLevel"' in text:
+        return PLAIN
+    if known == PLAIN and bare != PLAIN:
+        return PLAIN
+    if known is not None and model in WRONG_IN_FILES and bare != known:
+        return known
+    _demand(bare in DEFAULTS or bare in AS_THE_FILE_SAYS)
+    return bare if bare in DEFAULTS else PLAIN
+
+
+def _added_tokens(folder: Path, options: dict[str, Any], content: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """The added tokens by their ids. Where tokenizer_config.json has none, older files say more of the special ones."""
+    if "added_tokens_decoder" in options:
+        return {int(i): AddedToken(**token) for i, token in options["added_tokens_decoder"].items()}
+    _demand(not (folder / "added_tokens.json").exists())
+    for name, token in read_json(folder, "special_tokens_map.json").items():
+        if isinstance(token, dict):
+            _demand(name != "extra_special_tokens")
+            token = AddedToken(**{key: value for key, value in token.items() if key != "special"}, special=True)
+        _demand(name in NAMED or name == "additional_special_tokens")
+        options[name] = token
+    tokens = [{**token} for token in content["added_tokens"]]
+    return {token.pop("id"): AddedToken(**token) for token in tokens}
+
+
+def _special_tokens(
+    options: Mapping[str, Any], added: Mapping[str, AddedToken]
+) -> tuple[dict[str, Any], list[str | AddedToken]]:
+    """The special tokens by their names, first the usual names, and the special tokens without names."""
+    named = {name: _token(value) for name, value in options.items() if name in NAMED}
+    named = {name: added.get(str(token), token) if token is not None else None for name, token in named.items()}
+    of_model = {name: _token(value) for name, value in options.items() if name.endswith("_token") and name not in NAMED}
+    _demand(all(isinstance(token, str) for token in of_model.values()))
+    name = "extra_special_tokens" if "extra_special_tokens" in options else "additional_special_tokens"
+    extra = options.get(name) or []
+    if isinstance(extra, dict):
+        of_model |= {name: _token(value) for name, value in extra.items()}
+        _demand("additional_special_tokens" not in options and not {*of_model} & {*NAMED})
+        extra = []
+    _demand(isinstance(extra, list) and None not in of_model.values())
+    _demand(None not in extra)
+    return named | of_model, [_token(token) for token in extra]
+
+
+def _token(value: Any) -> Any:
+    """A special token of tokenizer_config.json: its text, or what it also says of it; None if there is none."""
+    if isinstance(value, dict):
+        _demand(value.get("__type") == "AddedToken")
+        return AddedToken(**{key: flag for key, flag in value.items() if key != "__type"})
+    _demand(value is None or isinstance(value, str | AddedToken))
+    return value
+
+
+def _add(
+    backend: Backend, added: Mapping[int, AddedToken], named: Mapping[str, Any], extra: list[str | AddedToken]
+) -> None:
+    """Add the added tokens to a tokenizer in the order of their ids, and then other special tokens."""
+    tokens: list[Any] = [token for _, token in sorted(added.items(), key=lambda item: item[0])]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()} | {str(token) for token in tokens}
+    for token in (*named.values(), *extra):
+        if str(token) not in known and token not in tokens:
+            tokens.append(token)
+    texts = {str(token) for token in named.values()}
+    for i, token in enumerate(tokens):
+        if isinstance(token, str):
+            tokens[i] = AddedToken(token, special=True)
+        elif str(token) in texts:
+            token.special = True
+    backend.add_tokens(tokens)
+
+
+def _chat_template(folder: Path, options: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The chat templates: files come before what tokenizer_config.json holds."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.name.removesuffix(".jinja"): file for file in folder.glob("additional_chat_templates/*.jinja")}
+    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if found:
+        return found["default"] if [*found] == ["default"] else found
+    template = options.get("chat_template")
+    if isinstance(template, list):
+        template = {one["name"]: one["template"] for one in template}
+    _demand(isinstance(template, str | dict | None))
+    return template
+
+
+def _rebuilt(kind: str, content: Mapping[str, Any], named: Mapping[str, Any], options: Mapping[str, Any]) -> Backend:
+    """A tokenizer with the vocabulary, the merges and the post-processor of a file, and in all else of its kind."""
+    model = content["model"]
+    vocabulary, merges = model["vocab"], model.get("merges")
+    _demand(model.get("type") == "BPE" and isinstance(vocabulary, dict) and isinstance(merges, list))
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
+    backend = REBUILD[kind](vocabulary, pairs, named, options)
+    if kind != "GPTNeoXTokenizer" and content.get("post_processor") is not None:
+        empty = {"type": "BPE", "vocab": {}, "merges": []}
+        carrier = {**content, "model": {**model, **empty}, "added_tokens": []}
+        backend.post_processor = Backend.from_str(json.dumps(carrier)).post_processor
+    return backend
+
+
+def _llama(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> Backend:
+    backend = Backend(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True))
+    prefixes = options.get("add_prefix_space") is not False
+    first = "always" if options.get("legacy") else "first"
+    scheme = first if prefixes else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    strip = [decoders.Strip(" ", left=1)] if prefixes else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def _gemma(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> Backend:
+    _demand(named["unk_token"] is not None)
+    unknown = str(named["unk_token"])
+    backend = Backend(models.BPE(vocabulary, merges, fuse_unk=True, unk_token=unknown, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _byte_level(vocabulary: Any, merges: Any) -> Backend:
+    backend = Backend(models.BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix=""))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _gpt2(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> Backend:
+    backend = _byte_level(vocabulary, merges)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(options.get("add_prefix_space")))
+    return backend
+
+
+def _gpt_neox(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> Backend:
+    backend = _gpt2(vocabulary, merges, named, options)
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _qwen2(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> Backend:
+    backend = _byte_level(vocabulary, merges)
+    backend.normalizer = normalizers.NFC()
+    (split,) = QWEN2
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=bool(options.get("add_prefix_space")), use_regex=False),
+        ]
+    )
+    return backend
+
+
+REBUILD: dict[str, Callable[..., Backend]] = {
+    "LlamaTokenizer": _llama,
+    "GemmaTokenizer": _gemma,
+    "GPT2Tokenizer": _gpt2,
+    "GPTNeoXTokenizer": _gpt_neox,
+    "Qwen2Tokenizer": _qwen2,
+}
+TEXT_END = "<|endoftext|>"
+DEFAULTS: dict[str, dict[str, str]] = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GemmaTokenizer": {
+        **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
+        **{"pad_token": "<pad>", "mask_token": "<mask>"},
+    },
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
+    "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END) | {"pad_token": "<|padding|>"},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
+}
+"""The special tokens of each kind that is rebuilt, where tokenizer_config.json does not say which."""
