@@ -28,9 +28,9 @@ def prefix_space_tokenizer(kind, chat_template=None):
     if kind == "gguf":
         types = [2, 3, 3, 3, *[6] * 256, *[1] * (len(pieces) - 260)]  # unknown, control, bytes, normal
         metadata = {"token_type": types, "scores": [-float(n) for n in range(len(pieces))]}
-        made = tokenizer_of_file("llama", pieces, bos_token_id=1, eos_token_id=2, unknown_token_id=0, **metadata)
-        made.chat_template = chat_template
-        return made
+        ours = tokenizer_of_file("llama", pieces, bos_token_id=1, eos_token_id=2, unknown_token_id=0, **metadata)
+        backend, special = ours.backend_tokenizer, ours.special_tokens_map
+        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **special)
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if kind == "prepended":

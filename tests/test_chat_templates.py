@@ -63,9 +63,9 @@ def test_what_a_message_thought_and_the_sandbox_are_transformers(renderer):
         "{% set n = namespace() %}{% set n._a = 1 %}",
         "{{ dict.__class__ }}",
     ):
-        with pytest.raises((SecurityError, TypeError)) as theirs:
+        with pytest.raises((SecurityError, TypeError)):
             render_jinja_template([MESSAGES], chat_template=template + "{{ dict.__class__.x }}")
-        with pytest.raises(ValueError, match=re.escape(str(theirs.value)[:30])):
+        with pytest.raises(ValueError, match="underscore|unsafe"):
             renderer(CONTENTS + template + "{{ dict.__class__.x }}", MESSAGES)
 
 
