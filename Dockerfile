@@ -2,10 +2,7 @@
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY . /source
-# PyPI's PyTorch brings CUDA libraries of several gigabytes. TORCH_INDEX is the address of an index that has wheels for the
-# CPU, which pip then prefers: the one that the selector on PyTorch's site prints for Linux, pip and CPU.
-ARG TORCH_INDEX=
-RUN python -m venv /opt/specbeam && PIP_EXTRA_INDEX_URL=$TORCH_INDEX \
+RUN python -m venv /opt/specbeam && \
     /opt/specbeam/bin/pip install --no-cache-dir -c /source/constraints.txt '/source[server]'
 
 FROM python:3.11-slim

@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# On Linux, PyPI's PyTorch brings CUDA libraries of several gigabytes. TORCH_INDEX is the address of an index that has
-# wheels for the CPU, which pip then prefers: make demo TORCH_INDEX=ADDRESS.
+# The tests need PyTorch. On Linux, PyPI's brings CUDA libraries of several gigabytes. TORCH_INDEX is the address of an index
+# that has wheels for the CPU, which pip then prefers: make test TORCH_INDEX=ADDRESS.
 ifdef TORCH_INDEX
 export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX) $(PIP_EXTRA_INDEX_URL)
 endif
@@ -67,12 +67,12 @@ $(BIN)/python:
 
 # Compiles only what changed: the build folder is kept.
 .venv/specbeam: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	@ls -d .venv/lib/*/site-packages/torch >/dev/null 2>&1 || $(BIN)/python .ci/torch-plan || true
 	$(PIP) -e '.[chat,server]'
 	touch $@
 
 # Only the packages of the extra: specbeam itself is installed, so nothing is built again.
 .venv/installed: pyproject.toml constraints.txt | .venv/specbeam
+	@ls -d .venv/lib/*/site-packages/torch >/dev/null 2>&1 || $(BIN)/python .ci/torch-plan || true
 	$(PIP) 'specbeam[dev]'
 	touch $@
 

@@ -65,7 +65,7 @@ def test_what_a_message_thought_and_the_sandbox_are_transformers(renderer):
     ):
         with pytest.raises((SecurityError, TypeError)):
             render_jinja_template([MESSAGES], chat_template=template + "{{ dict.__class__.x }}")
-        with pytest.raises(ValueError, match="underscore|unsafe"):
+        with pytest.raises(ValueError, match=r"underscore|unsafe"):
             renderer(CONTENTS + template + "{{ dict.__class__.x }}", MESSAGES)
 
 

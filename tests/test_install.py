@@ -6,9 +6,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 PINNED = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
@@ -80,20 +82,37 @@ def test_make_gives_pip_the_index_that_it_is_given():
         assert done.stdout.strip() == f"[{index}]"
 
 
-def test_the_image_has_a_tested_python_and_takes_an_index():
+def test_the_image_has_a_tested_python_and_no_pytorch():
     image = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
     (python,) = set(re.findall(r"^FROM python:([\d.]+)-slim", image, re.MULTILINE))
     (tested,) = re.findall(
         r"every change runs `make test` with Python (\d.\d+)", (ROOT / "docs/stability.md").read_text()
     )
     assert python == tested
-    argument, install = image.index("ARG TORCH_INDEX"), image.index("PIP_EXTRA_INDEX_URL=$TORCH_INDEX")
-    assert argument < install < image.index("pip install")
+    assert "'/source[server]'" in image  # without the extra torch
 
 
 def test_the_documentation_names_the_way_to_the_wheel_for_the_cpu():
     page = (ROOT / "docs/index.md").read_text()
-    commands = "make demo TORCH_INDEX=ADDRESS\npip install --extra-index-url ADDRESS -c constraints.txt .\n"
+    commands = "pip install --extra-index-url ADDRESS -c constraints.txt '.[torch]'\nmake test TORCH_INDEX=ADDRESS\n"
     assert commands in page
-    assert "build argument `TORCH_INDEX`" in page
-    assert "Without the constraints, an unpinned torch brings" not in page
+
+
+LARGE = ("torch", "transformers", "gguf", "threadpoolctl", "nvidia", "accelerate")
+
+
+@pytest.mark.parametrize("extra", ["", "[chat]", "[server]", "[completion]"])
+def test_an_installation_has_none_of_the_large_packages(extra):
+    """Of all that the installed packages require, with what they require."""
+    left, seen = [(f"specbeam{extra}")], set()
+    while left:
+        wanted = Requirement(left.pop())
+        if wanted.name in seen and not wanted.extras:
+            continue
+        seen.add(wanted.name.lower())
+        for line in requires(wanted.name) or ():
+            one = Requirement(line)
+            if any(one.marker is None or one.marker.evaluate({"extra": e}) for e in (wanted.extras or {""})):
+                left.append(f"{one.name}[{','.join(one.extras)}]" if one.extras else one.name)
+    assert seen.isdisjoint(LARGE)
+    assert {"numpy", "tokenizers", "jinja2"} <= seen

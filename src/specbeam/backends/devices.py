@@ -74,6 +74,15 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def name_of_gpu() -> str | None:
+    """The name of the first CUDA device; None if there is none."""
+    if not _has_gpu():
+        return None
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
 def kind(device: str) -> str:
     """The kind of a device: "cuda" for "cuda:1"."""
     return device.partition(":")[0]

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specbeam.backends.devices import name_of_gpu
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
@@ -239,12 +240,17 @@ def _plain(name: str, value: Any) -> Any:
 
 def fingerprint(config: Mapping[str, Any], models: Mapping[str, Path], data: Path | None) -> dict[str, Any]:
     """All that results depend on: config, models, data, versions and the machine."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     import psutil
-    import torch
 
     import specbeam
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
 
     machine = {
         "processor": _processor(),
@@ -252,16 +258,16 @@ def fingerprint(config: Mapping[str, Any], models: Mapping[str, Path], data: Pat
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
         "system": platform.platform(),
     }
-    if torch.cuda.is_available():
-        machine["gpu"] = torch.cuda.get_device_name()
+    if (gpu := name_of_gpu()) is not None:
+        machine["gpu"] = gpu
     return {
         "config": dict(config),
         "models": {name: digest(path) for name, path in models.items()},
         "data": digest(data) if data is not None else None,
         "versions": {
             "specbeam": specbeam.__version__,
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
+            "torch": installed("torch"),
+            "transformers": installed("transformers"),
             "python": platform.python_version(),
         },
         "machine": machine,
