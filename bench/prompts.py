@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from specbeam.prompts import render, token_ids
 from specbeam.study.config import Data
 from specbeam.study.data import read_rows
 
@@ -76,10 +77,8 @@ class Ask:
         """Its token ids."""
         if self.raw or not tokenizer.chat_template:
             found: list[int] = tokenizer(self.text).input_ids
-        else:
-            messages = [{"role": "user", "content": self.text}]
-            found = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
-        return found
+            return found
+        return token_ids(tokenizer, render(tokenizer, [{"role": "user", "content": self.text}]))
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:

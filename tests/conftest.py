@@ -122,6 +122,13 @@ def byte_tokenizer(chat_template=None, vocab_size=259):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **named)
 
 
+def of_transformers(tokenizer):
+    """transformers' tokenizer with the backend, the special tokens and the template of one of specbeam."""
+    assert isinstance(tokenizer, specbeam.Tokenizer)
+    template, special = tokenizer.chat_template, tokenizer.special_tokens_map
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template, **special)
+
+
 def random_model(architecture, seed=0, attention="sdpa", **changes):
     """A tiny model with random weights, wide enough that its likeliest tokens are no near-ties."""
     sizes = {

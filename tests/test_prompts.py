@@ -7,7 +7,7 @@ import torch
 import specbeam
 from specbeam.errors import SpecbeamError
 from specbeam.prompts import encode, render
-from tests.conftest import BOS, byte_tokenizer
+from tests.conftest import BOS, byte_tokenizer, of_transformers
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
@@ -22,7 +22,9 @@ def test_text_is_a_users_message_where_there_is_a_template_as_transformers_rende
     assert specbeam.show_prompt(chat, "Hi", system="Be brief.") == specbeam.show_prompt(chat, MESSAGES)
     assert specbeam.show_prompt(chat, MESSAGES) == "<bos>system: Be brief.\n<bos>user: Hi\nassistant: "
     assert encode(chat, "Hi")[0] == BOS
-    expected = chat.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    expected = of_transformers(chat.tokenizer).apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_dict=False
+    )
     assert encode(chat, MESSAGES) == list(expected)
 
 
@@ -30,7 +32,7 @@ BEGUN = [{"role": "user", "content": "Count."}, {"role": "assistant", "content":
 
 
 def test_a_message_of_the_assistant_at_the_end_is_continued(chat, lm):
-    theirs = chat.tokenizer.apply_chat_template(BEGUN, continue_final_message=True, return_dict=False)
+    theirs = of_transformers(chat.tokenizer).apply_chat_template(BEGUN, continue_final_message=True, return_dict=False)
     assert encode(chat, BEGUN) == list(theirs)
     assert specbeam.show_prompt(chat, BEGUN) == "<bos>user: Count.\n<bos>assistant: One, "
     assert specbeam.show_prompt(chat, BEGUN, system="Be brief.").endswith("<bos>assistant: One, ")

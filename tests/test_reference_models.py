@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import specbeam
 from specbeam import Engine
 from specbeam.checkpoints import open_checkpoint
-from specbeam.prompts import encode
+from specbeam.prompts import encode, render
 from tests.conftest import beams_of_transformers, in_thorough_mode, reference_model, run_alone
 
 pytestmark = pytest.mark.models
@@ -143,8 +143,8 @@ def test_the_files_tokenizer_is_the_one_transformers_reads(name):
         assert ours(text).input_ids == theirs(text).input_ids
         assert ours.decode(ours(text).input_ids, skip_special_tokens=False) == text
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    render = {"tokenize": False, "add_generation_prompt": True}
-    assert ours.apply_chat_template(messages, **render) == theirs.apply_chat_template(messages, **render)
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert render(ours, messages) == expected
 
 
 @pytest.mark.thorough

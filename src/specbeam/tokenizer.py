@@ -17,11 +17,14 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 class Encoding(dict[str, Any]):
     """What :class:`Tokenizer` makes of texts: lists by their names, ``input_ids`` among them."""
 
-    @property
-    def input_ids(self) -> list[Any]:
-        """The token ids of the text; of several texts a list for each."""
-        ids: list[Any] = self["input_ids"]
-        return ids
+    input_ids: list[Any]
+    """The token ids of the text; of several texts a list for each."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The lists are attributes, too."""
+        if name not in self:
+            raise AttributeError(f"an encoding has no {name}: it has {', '.join(self)}")
+        return self[name]
 
 
 class Tokenizer:

@@ -14,6 +14,7 @@ import specbeam
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.gguf_tokenizer import LLAMA3
 from specbeam.prompts import render
+from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import in_thorough_mode, random_model
 
 PIECES = [
@@ -220,21 +221,40 @@ def test_what_only_transformers_can_read_is_its(folders):
         assert isinstance(open_checkpoint(folder).tokenizer, PreTrainedTokenizerFast)
 
 
+NATIVE = """
+import sys
+from pathlib import Path
+from specbeam import chat_templates
+from specbeam.checkpoints import open_checkpoint
+from specbeam.control_tokens import ControlTokens
+from specbeam.detokenizing import Detokenizer
+from specbeam.prompt_length import bound_of
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+tokenizer = checkpoint.tokenizer
+checkpoint.check_tokenizer(len(tokenizer))
+control = ControlTokens(tokenizer)
+(message,), stand_ins = control.hide([{"role": "user", "content": tokenizer.eos_token}])
+text = chat_templates.render(tokenizer.get_chat_template(), [message], **tokenizer.special_tokens_map)
+ids = control.ids(control.tokenizer(control.show(text, stand_ins)).input_ids)
+assert tokenizer.eos_token in tokenizer.decode(ids, skip_special_tokens=True)
+Detokenizer(tokenizer.decode), bound_of(tokenizer)
+print({"torch", "transformers"} & {*sys.modules})
+"""
+
+
+def assert_native(source):
+    command = [sys.executable, "-c", NATIVE, str(source)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (made.stdout, made.stderr) == ("set()\n", "")
+
+
 @pytest.mark.parametrize(("model", "backend", "kind"), [KINDS[3], KINDS[11], KINDS[15]])
 def test_neither_transformers_nor_torch_is_imported(folders, model, backend, kind):
     folder, files = folders
     write(folder, model, files[backend], OPTIONS[1] | {"tokenizer_class": kind, "chat_template": TEMPLATE})
-    code = """
-import sys
-from pathlib import Path
-from specbeam.checkpoints import open_checkpoint
-from specbeam.prompts import render, tokenize
-checkpoint = open_checkpoint(Path(sys.argv[1]))
-checkpoint.check_tokenizer(400)
-tokenizer = checkpoint.tokenizer
-text = render(tokenizer, [{"role": "user", "content": "Hi"}])
-tokenizer.decode(tokenize(tokenizer, text, True).input_ids)
-print({"torch", "transformers"} & {*sys.modules})
-"""
-    made = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
-    assert (made.stdout, made.stderr) == ("set()\n", "")
+    assert_native(folder)
+
+
+def test_neither_is_imported_for_a_gguf_file(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", random_model("llama"), **{"tokenizer.chat_template": TEMPLATE})
+    assert_native(path)

@@ -8,6 +8,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.responses import Response
 
 import specbeam
+from tests.conftest import of_transformers
 from tests.server.test_rounds import watched
 
 CHAT = "/v1/chat/completions"
@@ -158,7 +159,10 @@ def test_control_tokens_in_messages_are_text(served, start, chat_lm):
     assert completion["prompt_token_ids"][-1] == 257  # as fill-in-the-middle needs
     with start({"tiny": chat_lm}, allows_control_tokens=True) as server:
         ids = server.post(CHAT, **fields).json()["prompt_token_ids"]
-        assert ids == chat_lm.tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+        assert (
+            ids
+            == of_transformers(chat_lm.tokenizer).apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+        )
         assert sum(i >= 256 for i in ids) == len(FORGED) + 5
 
 
@@ -185,7 +189,7 @@ def test_where_the_answer_begins(served, chat_lm, path, messages, adds, continue
     if continues is None:
         continues = messages == BEGUN and adds is None
     how = {"add_generation_prompt": not continues if adds is None else adds, "continue_final_message": continues}
-    expected = chat_lm.tokenizer.apply_chat_template(messages, tokenize=False, **how)
+    expected = of_transformers(chat_lm.tokenizer).apply_chat_template(messages, tokenize=False, **how)
     assert prompt_of(served, path, messages=messages, **given) == expected
 
 

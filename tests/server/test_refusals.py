@@ -9,6 +9,7 @@ from openai import NotFoundError
 
 from specbeam import prompts
 from specbeam.server.limits import Limits
+from tests.conftest import of_transformers
 
 USER = {"role": "user", "content": "Hi"}
 CHAT = {"messages": [USER]}
@@ -276,7 +277,9 @@ def test_tokens_of_texts(served, chat_lm):
     assert given["count"] == len(given["token_strs"]) == len(given["tokens"])
     assert given["max_model_len"] == 256
     assert served.post("/detokenize", tokens=given["tokens"]).json() == {"prompt": "a é"}
-    chat = chat_lm.tokenizer.apply_chat_template(CHAT["messages"], add_generation_prompt=True)["input_ids"]
+    chat = of_transformers(chat_lm.tokenizer).apply_chat_template(CHAT["messages"], add_generation_prompt=True)[
+        "input_ids"
+    ]
     assert served.tokens(**CHAT) == served.tokens(**CHAT, add_special_tokens=False) == chat
     assert served.refused("/tokenize", **CHAT, add_special_tokens=True)["param"] == "add_special_tokens"
     assert served.refused("/tokenize", prompt="a", add_generation_prompt=True)["param"] == "add_generation_prompt"

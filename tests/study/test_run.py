@@ -28,7 +28,7 @@ from specbeam.study.config import check
 from specbeam.study.data import Row
 from specbeam.study.run import run_study
 from specbeam.study.samples import MAX_SAMPLES
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, of_transformers, random_model
 from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 from tests.pages import ROOT, files, shell
 from tests.study.test_metrics import make
@@ -382,7 +382,7 @@ def test_the_configuration_of_the_first_study_runs_as_it_stands(here, first_stud
         said = [("system", "You are a concise and helpful assistant."), ("user", prompt)]
         messages = [{"role": role, "content": content} for role, content in said]
         assert record["token_ids"] == specbeam.generate(lm, messages, max_new_tokens=50).token_ids
-        assert record["rendered"] == lm.tokenizer.apply_chat_template(
+        assert record["rendered"] == of_transformers(lm.tokenizer).apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
         assert record["stats"]["drafted"] > 0
