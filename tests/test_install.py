@@ -103,7 +103,7 @@ LARGE = ("torch", "transformers", "gguf", "threadpoolctl", "nvidia", "accelerate
 
 @pytest.mark.parametrize("extra", ["", "[chat]", "[server]", "[completion]"])
 def test_an_installation_has_none_of_the_large_packages(extra):
-    """Of all that the installed packages require, with what they require."""
+    """Of all requirements of the package, and of their own requirements."""
     left, seen = [(f"specbeam{extra}")], set()
     while left:
         wanted = Requirement(left.pop())
