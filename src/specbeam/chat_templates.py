@@ -217,7 +217,7 @@ def _compiled(template: str) -> Any:
 
 @cache
 def _environment() -> Any:
-    """Jinja's sandbox with what transformers adds for chat templates."""
+    """Jinja's sandbox with the filters, functions and tags that transformers adds for chat templates."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -238,7 +238,7 @@ def _environment() -> Any:
             return caller()
 
     class OpenNamespace(Namespace):
-        """A namespace without attributes that begin with an underscore: the sandbox protects those of other objects."""
+        """A namespace without attributes that begin with an underscore: the sandbox guards other objects."""
 
         def __init__(*args: Any, **values: Any) -> None:  # a template may name a value self
             own, *rest = args

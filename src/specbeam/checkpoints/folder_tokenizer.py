@@ -161,7 +161,7 @@ def _added_tokens(folder: Path, options: dict[str, Any], content: Mapping[str, A
 def _special_tokens(
     options: Mapping[str, Any], added: Mapping[str, AddedToken]
 ) -> tuple[dict[str, Any], list[str | AddedToken]]:
-    """The special tokens by their names, those of the model last, and the special tokens without names."""
+    """The special tokens by their names (usual names come first), and the special tokens without names."""
     named = {name: _token(value) for name, value in options.items() if name in NAMED}
     named = {name: added.get(str(token), token) if token is not None else None for name, token in named.items()}
     of_model = {name: _token(value) for name, value in options.items() if name.endswith("_token") and name not in NAMED}
