@@ -61,7 +61,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the child and do not wait: it needs a tenth of a second before it can render."""
+        """Start the child and do not wait: it needs a quarter of a second before it can render."""
         with self._lock:
             self._running()
 

@@ -14,7 +14,6 @@ import specbeam
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.gguf_tokenizer import LLAMA3
 from specbeam.prompts import render
-from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import in_thorough_mode, random_model
 
 PIECES = [
@@ -253,8 +252,3 @@ def test_neither_transformers_nor_torch_is_imported(folders, model, backend, kin
     folder, files = folders
     write(folder, model, files[backend], OPTIONS[1] | {"tokenizer_class": kind, "chat_template": TEMPLATE})
     assert_native(folder)
-
-
-def test_neither_is_imported_for_a_gguf_file(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", random_model("llama"), **{"tokenizer.chat_template": TEMPLATE})
-    assert_native(path)
