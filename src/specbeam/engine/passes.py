@@ -151,11 +151,15 @@ def _one_thread() -> Any:
 
     Only the calling thread is limited. ``torch.set_num_threads`` would limit threads that begin meanwhile, too.
     """
-    return _openmp().limit(limits=1)
+    pools = _openmp()
+    return nullcontext() if pools is None else pools.limit(limits=1)
 
 
 @cache
 def _openmp() -> Any:
-    from threadpoolctl import ThreadpoolController
-
+    """The thread pools of OpenMP; None without threadpoolctl, where PyTorch is there for another package."""
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ModuleNotFoundError:
+        return None
     return ThreadpoolController().select(user_api="openmp")
