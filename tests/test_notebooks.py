@@ -132,7 +132,7 @@ def packages(requirements):
 def test_the_extra_brings_as_many_packages_as_the_page_says():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core, extra = project["dependencies"], project["optional-dependencies"]["tutorial"]
-    added = packages([*core, *extra]) - packages(core)
+    added = packages([*core, *extra]) - packages(core) - {"specbeam", "setuptools"}  # environments have setuptools
     (said,) = re.findall(r"adds (\d+) packages", (TUTORIAL.parent / "README.md").read_text())
     assert len(added) == int(said), sorted(added)
     pinned = {
