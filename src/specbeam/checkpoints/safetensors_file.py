@@ -73,7 +73,7 @@ def _float32(values: NDArray[np.generic], dtype: str) -> Floats:
         return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
     if dtype == "F8_E4M3":
         return E4M3[values]
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(np.float32, copy=False)
 
 
