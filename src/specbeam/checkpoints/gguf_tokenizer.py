@@ -222,7 +222,8 @@ def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Backend:
     if implied is None:
         merges = _pairs(_given_merges(get("merges"), path))
     else:
-        merges = [(tokens[left], tokens[right]) for left, right in implied.tolist()]
+        names = np.array(tokens, object)
+        merges = [*zip(names[implied[:, 0]], names[implied[:, 1]], strict=True)]
     unknown = tokens[vocabulary.special["unk_token"]] if "unk_token" in vocabulary.special else "<unk>"
     tokenizer = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     space_prefix = get("add_space_prefix", True)
