@@ -139,7 +139,7 @@ def packed_bytes(checkpoint: Checkpoint, mode: str) -> int:
 def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT) -> int:
     """The packed weights, and the keys and values of one text of this many tokens, in bytes.
 
-    Python, PyTorch and the tokenizer come on top: 300 MB or more. Nothing is read but headers.
+    Python and the tokenizer come on top: 60 to 200 MB. Nothing is read but headers.
 
     Raises:
         SpecbeamError: the checkpoint cannot be run on the cpu backend.
