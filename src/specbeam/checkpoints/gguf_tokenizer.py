@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,13 +154,17 @@ def _surround(tokenizer: Backend, vocabulary: Vocabulary, has: Mapping[str, bool
                 f"({name}_token_id): convert the model again"
             )
         ids[name] = vocabulary.special[f"{name}_token"]
-    if not ids:
-        return
     before, after = ([vocabulary.tokens[ids[name]]] if name in ids else [] for name in ("bos", "eos"))
+    if ids:
+        surround(tokenizer, before, after)
+
+
+def surround(tokenizer: Backend, before: list[str], after: list[str]) -> None:
+    """Let each text begin and end with some tokens of the vocabulary."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*before, "$A", *after],
         pair=[*before, "$A", *after, *before, "$B", *after],
-        special_tokens=[(vocabulary.tokens[i], i) for i in {*ids.values()}],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*before, *after}],
     )
 
 
@@ -213,10 +217,7 @@ def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Backend:
     scores: list[float] = get("scores") or [0.0] * len(tokens)
     if len(scores) != len(tokens):
         raise SpecbeamError(f"{path}: its tokenizer has {len(tokens)} tokens and {len(scores)} scores")
-    if (longest := max(map(len, tokens))) > MAX_TOKEN_LENGTH:
-        raise SpecbeamError(
-            f"{path}: its tokenizer has a token of {longest} characters, at most {MAX_TOKEN_LENGTH} fit"
-        )
+    check_lengths(tokens, path)
     ids = {token: i for i, token in enumerate(tokens)}
     implied = _kept_merges(vocabulary, ids, scores)
     if implied is None:
@@ -229,11 +230,34 @@ def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Backend:
     space_prefix = get("add_space_prefix", True)
     spaces = [normalizers.Prepend("▁")] if space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    tokenizer.decoder = sentencepiece_decoder(strips=bool(space_prefix))
     return tokenizer
+
+
+def sentencepiece_decoder(*, strips: bool) -> decoders.Decoder:
+    """Makes spaces and bytes of their tokens.
+
+    Args:
+        strips: take away the space that texts begin with.
+    """
+    strip = [decoders.Strip(" ", 1, 0)] if strips else []
+    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+
+
+def check_lengths(tokens: Iterable[str], path: Any) -> None:
+    """Raises SpecbeamError if :func:`cuts` would take far too long."""
+    if (longest := max(map(len, tokens))) > MAX_TOKEN_LENGTH:
+        raise SpecbeamError(
+            f"{path}: its tokenizer has a token of {longest} characters, at most {MAX_TOKEN_LENGTH} fit"
+        )
+
+
+def cuts(ids: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
+    """All ways to make a token of two: the token and its parts, in the order of the tokens and of the cuts."""
+    for token in ids:
+        for i in range(1, len(token)):  # millions of times for 262,144 tokens
+            if (left := token[:i]) in ids and (right := token[i:]) in ids:
+                yield token, left, right
 
 
 def _kept_merges(vocabulary: Vocabulary, ids: Mapping[str, int], scores: list[float]) -> Merges | None:
@@ -246,6 +270,7 @@ def _kept_merges(vocabulary: Vocabulary, ids: Mapping[str, int], scores: list[fl
         return NO_ORDER if merges is None else merges.tobytes()
 
     content = hashlib.sha256("\0".join(vocabulary.tokens).encode(errors="surrogatepass"))
+    content.update(np.array([*map(len, vocabulary.tokens)]).tobytes())
     content.update(np.array(scores).tobytes())
     kept = packed.kept(packed.label(Path(vocabulary.path)), f"merges-{content.hexdigest()[:16]}", make)
     return None if kept == NO_ORDER else np.frombuffer(kept, np.int32).reshape(-1, 2)
@@ -257,11 +282,7 @@ def _implied_merges(ids: Mapping[str, int], scores: list[float]) -> Merges | Non
     Args:
         ids: of all tokens, in their order.
     """
-    implied = []
-    for token, score in zip(ids, scores, strict=True):
-        for i in range(1, len(token)):  # millions of times for 262,144 tokens
-            if (left := token[:i]) in ids and (right := token[i:]) in ids:
-                implied.append((-score, ids[left], ids[right], ids[token]))
+    implied = [(-scores[i := ids[token]], ids[left], ids[right], i) for token, left, right in cuts(ids)]
     if len({merge[0] for merge in implied}) == 1 and len({merge[3] for merge in implied}) > 1:
         return None
     implied.sort()
