@@ -252,3 +252,109 @@ def test_neither_transformers_nor_torch_is_imported(folders, model, backend, kin
     folder, files = folders
     write(folder, model, files[backend], OPTIONS[1] | {"tokenizer_class": kind, "chat_template": TEMPLATE})
     assert_native(folder)
+
+
+def varint(number):
+    return bytes([number & 127 | 128]) + varint(number >> 7) if number > 127 else bytes([number])
+
+
+def field(number, value):
+    """A field of a protocol buffer."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value & 0xFFFFFFFFFFFFFFFF)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def sentencepiece_file(model_type=2, **trainer):
+    """A tokenizer.model with the vocabulary of :func:`sentencepiece`."""
+    pieces = b""
+    vocabulary = json.loads(sentencepiece().to_str())["model"]["vocab"]
+    for token in sorted(vocabulary, key=vocabulary.get):
+        kind = 2 if token == "<unk>" else 3 if token in ("<s>", "</s>") else 4 if token in SPECIAL else 1
+        kind = 6 if token.startswith("<0x") else kind
+        pieces += field(1, field(1, token.encode()) + (b"" if kind == 1 else field(3, kind)))
+    numbers = {"byte_fallback": 35, "unk_id": 40, "bos_id": 41, "eos_id": 42, "eos_piece": 47}
+    return pieces + field(
+        2, field(3, model_type) + b"".join(field(numbers[name], value) for name, value in trainer.items())
+    )
+
+
+def without_tokenizer_json(folder, backend):
+    (folder / "tokenizer.json").unlink()
+    if backend == "sentencepiece":
+        (folder / "tokenizer.model").write_bytes(sentencepiece_file(byte_fallback=1))
+        return
+    model = json.loads(BACKENDS[backend]().to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n")
+
+
+OTHER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
+
+
+@pytest.fixture
+def clean(folders):
+    yield folders[0]
+    for name in OTHER_FILES:
+        (folders[0] / name).unlink(missing_ok=True)
+
+
+IN_OTHER_FILES = [
+    ("gpt2", "bytes", None),
+    ("qwen2", "llama3", "Qwen2Tokenizer"),
+    ("gpt_neox", "bytes", "GPTNeoXTokenizerFast"),
+    ("llama", "sentencepiece", "LlamaTokenizer"),
+    ("gemma2", "sentencepiece", "GemmaTokenizer"),
+    ("mistral", "sentencepiece", "LlamaTokenizer"),
+]
+BOTH = {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(("model", "backend", "kind"), IN_OTHER_FILES)
+def test_other_files_than_tokenizer_json(clean, folders, model, backend, kind):
+    if backend == "sentencepiece":
+        pytest.importorskip("sentencepiece")
+    for number, options in enumerate([BOTH, *OPTIONS]):
+        write(clean, model, folders[1][backend], options if kind is None else options | {"tokenizer_class": kind})
+        without_tokenizer_json(clean, backend)
+        theirs = AutoTokenizer.from_pretrained(clean)
+        assert_equal(open_checkpoint(clean).tokenizer, theirs, texts() if number < 2 else texts()[:60])
+    if "added_tokens_decoder" not in OPTIONS[1]:
+        write(clean, model, folders[1][backend], OPTIONS[1] if kind is None else OPTIONS[1] | {"tokenizer_class": kind})
+        (clean / "added_tokens.json").write_text(json.dumps({"<|late|>": 401, "<pad>": 4, "<|new|>": 400}))
+        (clean / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|new|>"}))
+        for change in (lambda: None, lambda: without_tokenizer_json(clean, backend)):
+            change()
+            assert_equal(open_checkpoint(clean).tokenizer, AutoTokenizer.from_pretrained(clean), texts()[:60])
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "name", "content"),
+    [
+        ("llama", "sentencepiece", "tokenizer.model", b""),
+        ("llama", "sentencepiece", "tokenizer.model", b"\x0a\xff\xff\xff\xff\x0f"),
+        ("llama", "sentencepiece", "tokenizer.model", field(1, field(1, b"a")) * 2),
+        ("llama", "sentencepiece", "tokenizer.model", field(1, field(1, b"\xff"))),
+        ("gpt2", "bytes", "vocab.json", b'{"a": -1}'),
+        ("gpt2", "bytes", "vocab.json", b"["),
+        ("gpt2", "bytes", "merges.txt", b"a\n"),
+        ("gpt2", "bytes", "merges.txt", b"\xff"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(clean, folders, model, backend, name, content):
+    kind = {"tokenizer_class": "LlamaTokenizer"} if model == "llama" else {}
+    write(clean, model, folders[1][backend], kind)
+    without_tokenizer_json(clean, backend)
+    (clean / name).write_bytes(content)
+    with pytest.raises(specbeam.SpecbeamError, match=name):
+        open_checkpoint(clean).tokenizer  # noqa: B018
+
+
+def test_a_unigram_model_needs_transformers(clean, folders, monkeypatch):
+    write(clean, "llama", folders[1]["sentencepiece"], {})
+    (clean / "tokenizer.json").unlink()
+    (clean / "tokenizer.model").write_bytes(sentencepiece_file(1))
+    monkeypatch.setattr("specbeam.extras.are_installed", lambda *packages: False)
+    with pytest.raises(specbeam.SpecbeamError, match=r"specbeam\[torch\]"):
+        open_checkpoint(clean).tokenizer  # noqa: B018

@@ -130,7 +130,8 @@ class FolderCheckpoint(Checkpoint):
         if described.get("tokenizer_class") != "ByT5Tokenizer" and not _has_vocabulary(folder):
             return None  # transformers would make an empty one for some architectures
         check_tokenizer(folder, described)
-        own = tokenizer_from_folder(folder, self._config, described) if folder == self.path else None
+        config = self._config if folder == self.path else read_json(folder, "config.json")
+        own = tokenizer_from_folder(folder, config, described)
         if own is not None:
             return own
         require(f"the tokenizer of {folder}", "transformers")

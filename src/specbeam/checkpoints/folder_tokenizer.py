@@ -17,7 +17,9 @@ from tokenizers import Tokenizer as Backend
 
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.files import read_json
-from specbeam.checkpoints.gguf_tokenizer import QWEN2
+from specbeam.checkpoints.gguf_tokenizer import QWEN2, check_lengths, cuts, sentencepiece_decoder, surround
+from specbeam.checkpoints.sentencepiece_model import BPE, CONTROL, USER_DEFINED, SentencePiece, read_sentencepiece
+from specbeam.errors import SpecbeamError, shown
 from specbeam.extras import are_installed
 from specbeam.tokenizer import NAMED, Tokenizer
 
@@ -25,6 +27,7 @@ PLAIN = "TokenizersBackend"
 AS_THE_FILE_SAYS = (PLAIN, "PreTrainedTokenizer", "PythonBackend")
 """Classes for which tokenizer.json decides, as they are called without "Fast" at the end."""
 OF_MODEL = {
+    "": None,  # of an adapter, whose folder has no config.json
     "gemma2": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
     "gpt2": "GPT2Tokenizer",
@@ -59,6 +62,11 @@ WITH_EFFECT = {
 }
 
 
+OF_SENTENCEPIECE = ("LlamaTokenizer", "GemmaTokenizer", PLAIN)
+"""Classes that read tokenizer.model where there is no tokenizer.json. The others read vocab.json and merges.txt."""
+WHOLE = (CONTROL, USER_DEFINED)
+
+
 class _LeftToTransformersError(Exception):
     """A file is of another kind, or damaged."""
 
@@ -74,6 +82,8 @@ def tokenizer_from_folder(folder: Path, config: Mapping[str, Any], described: di
         return _tokenizer(folder, config, described)
     except _LeftToTransformersError:
         return None
+    except SpecbeamError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -85,21 +95,30 @@ def tokenizer_from_folder(folder: Path, config: Mapping[str, Any], described: di
 
 def _tokenizer(folder: Path, config: Mapping[str, Any], described: dict[str, Any]) -> Tokenizer:
     file = folder / "tokenizer.json"
-    _demand(file.is_file())
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     kind = _kind(folder, config, described, text)
+    model, content = (None, {}) if text else _of_other_files(folder, kind)
     options = {key: value for key, value in described.items() if key not in WITHOUT_EFFECT}
     _demand(not options.get("split_special_tokens") and described.get("trim_offsets", True) is True)
     _demand(all(isinstance(options.get(key), bool | None) for key in ("add_prefix_space", "legacy")))
     if "additional_special_tokens" in options and not options.get("extra_special_tokens"):
         options["extra_special_tokens"] = options.pop("additional_special_tokens")
     _demand(all(key in WITH_EFFECT or key.endswith("_token") for key in options))
-    content = json.loads(text) if kind != PLAIN or "added_tokens_decoder" not in options else {}
+    if text and (kind != PLAIN or "added_tokens_decoder" not in options):
+        content = json.loads(text)
     _demand(content.get("padding") is None)
 
     added = _added_tokens(folder, options, content)
+    if model is not None:
+        whole = [(piece, type) for piece, type in zip(model.pieces, model.types, strict=True) if type in WHOLE]
+        options["additional_special_tokens"] = [
+            AddedToken(piece, normalized=False, special=type == CONTROL) for piece, type in whole
+        ]
     named, extra = _special_tokens(options, {token.content: token for token in added.values()})
-    if kind == PLAIN:
+    if kind == PLAIN and model is not None:
+        named = {name: named.get(name, token) for name, token in model.special.items()} | named
+        backend = _plain_sentencepiece(model, content, added)
+    elif kind == PLAIN:
         backend = Backend.from_str(text)
         _demand(backend.padding is None)
     else:
@@ -113,6 +132,9 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], described: dict[str, Any
     if kind == "Qwen2Tokenizer":
         every = dict.fromkeys([*special.values(), *map(str, extra)])
         backend.add_tokens([AddedToken(token, special=True) for token in every])
+    if not text:
+        bos, eos = ([special[f"{name}_token"]] if _adds(described, name, special) else [] for name in ("bos", "eos"))
+        surround(backend, bos, eos)
     return Tokenizer(backend, special, _chat_template(folder, options), extra=map(str, extra), kind=kind)
 
 
@@ -121,9 +143,75 @@ def _demand(condition: bool) -> None:
         raise _LeftToTransformersError
 
 
+def _adds(described: Mapping[str, Any], name: str, special: Mapping[str, str]) -> bool:
+    """Whether texts begin ("bos") or end ("eos") with such a token. A tokenizer.json would say it itself."""
+    adds = described.get(f"add_{name}_token")
+    _demand(isinstance(adds, bool | None))
+    return bool(adds) and f"{name}_token" in special
+
+
+def _of_other_files(folder: Path, kind: str) -> tuple[SentencePiece | None, dict[str, Any]]:
+    """The vocabulary and the merges of a folder without tokenizer.json, as that file would have them.
+
+    Returns them after the content of tokenizer.model if they are of that file.
+    """
+    names = [file.name for file in folder.iterdir()]
+    others = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json")
+    found = {name for name in names if any(other in name for other in others)}
+    model = None
+    if kind in OF_SENTENCEPIECE:
+        _demand(found == {"tokenizer.model"})
+        model = read_sentencepiece(folder / "tokenizer.model")
+        _demand(model.model_type == BPE)
+        check_lengths(model.pieces, folder / "tokenizer.model")
+        vocabulary = {piece: i for i, piece in enumerate(model.pieces)}
+        merges = [(left, right) for _, left, right in cuts(vocabulary)]
+    else:
+        _demand(not found and "vocab.json" in names and "merges.txt" in names)
+        vocabulary = read_json(folder, "vocab.json")
+        for token, i in vocabulary.items():
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < 1 << 32:
+                raise SpecbeamError(f"{folder / 'vocab.json'}: the id of {shown(token)} is {shown(i)}")
+        merges = _merges(folder / "merges.txt", vocabulary)
+    return model, {"model": {"type": "BPE", "vocab": vocabulary, "merges": merges}, "added_tokens": []}
+
+
+def _merges(file: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs of a merges.txt, one a line."""
+    try:
+        lines = file.read_bytes().decode().removesuffix("\n").split("\n")
+    except (OSError, ValueError) as error:
+        raise SpecbeamError(f"{file} cannot be read: {error}") from error
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#version") or lines == [""]:
+            continue
+        left, _, right = line.removesuffix("\r").partition(" ")
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise SpecbeamError(f"{file}: line {number} is no merge of two tokens of vocab.json: {shown(line)}")
+        pairs.append((left, right))
+    return pairs
+
+
+def _plain_sentencepiece(model: SentencePiece, content: Mapping[str, Any], added: Mapping[int, AddedToken]) -> Backend:
+    """A tokenizer.model as it is read where no class says more. Added tokens take the places of other pieces."""
+    vocabulary = content["model"]["vocab"]
+    for i, token in added.items():
+        if 0 <= i < len(model.pieces) and model.pieces[i] != token.content and token.content not in vocabulary:
+            del vocabulary[model.pieces[i]]
+            vocabulary[token.content] = i
+    how = {"unk_token": model.unk_piece, "fuse_unk": True, "byte_fallback": model.byte_fallback}
+    backend = Backend(models.BPE(vocabulary, content["model"]["merges"], **how))
+    normalize = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    backend.normalizer = normalizers.Sequence([*normalize, normalizers.Replace(" ", "▁")])
+    spaces = decoders.Sequence([decoders.Replace("▁", " ")])
+    backend.decoder = sentencepiece_decoder(strips=False) if model.byte_fallback else spaces
+    return backend
+
+
 def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any], text: str) -> str:
     """The class that transformers' ``AutoTokenizer`` chooses."""
-    model = str(config.get("model_type"))
+    model = str(config.get("model_type", ""))
     _demand(model in OF_MODEL)
     _demand(model != "mistral" or not (are_installed("mistral_common") or (folder / "tekken.json").exists()))
     for name in (str(config.get("_name_or_path", "")), str(folder)):
@@ -151,15 +239,20 @@ def _added_tokens(folder: Path, options: dict[str, Any], content: Mapping[str, A
     """The added tokens by their ids. Where tokenizer_config.json has none, older files say more of the special ones."""
     if "added_tokens_decoder" in options:
         return {int(i): AddedToken(**token) for i, token in options["added_tokens_decoder"].items()}
-    _demand(not (folder / "added_tokens.json").exists())
     for name, token in read_json(folder, "special_tokens_map.json").items():
         if isinstance(token, dict):
             _demand(name != "extra_special_tokens")
             token = AddedToken(**{key: value for key, value in token.items() if key != "special"}, special=True)
         _demand(name in NAMED or name == "additional_special_tokens")
         options[name] = token
+    special = {str(options[name]) for name in NAMED if options.get(name)}
+    special |= {str(token) for token in options.get("extra_special_tokens") or []}
+    added = {}
+    for token, i in read_json(folder, "added_tokens.json").items():
+        _demand(isinstance(i, int))
+        added[i] = AddedToken(token, normalized=token not in special, special=token in special)
     tokens = [{**token} for token in content["added_tokens"]]
-    return {token.pop("id"): AddedToken(**token) for token in tokens}
+    return added | {token.pop("id"): AddedToken(**token) for token in tokens}
 
 
 def _special_tokens(
@@ -174,8 +267,8 @@ def _special_tokens(
     extra = options.get(name) or []
     if isinstance(extra, dict):
         of_model |= {name: _token(value) for name, value in extra.items()}
-        _demand("additional_special_tokens" not in options and not {*of_model} & {*NAMED})
-        extra = []
+        _demand(not {*of_model} & {*NAMED})
+        extra = options.get("additional_special_tokens") or []
     _demand(isinstance(extra, list) and None not in of_model.values())
     _demand(None not in extra)
     return named | of_model, [_token(token) for token in extra]
@@ -242,8 +335,7 @@ def _llama(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: Mapp
     first = "always" if options.get("legacy") else "first"
     scheme = first if prefixes else "never"
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
-    strip = [decoders.Strip(" ", left=1)] if prefixes else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = sentencepiece_decoder(strips=prefixes)
     return backend
 
 
@@ -253,7 +345,7 @@ def _gemma(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: Mapp
     backend = Backend(models.BPE(vocabulary, merges, fuse_unk=True, unk_token=unknown, byte_fallback=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = sentencepiece_decoder(strips=False)
     return backend
 
 

@@ -20,13 +20,13 @@ Field = tuple[int, int | bytes]
 
 @dataclass(frozen=True)
 class SentencePiece:
-    """The content of a file, with the format's defaults for what it lacks.
+    """The content of a file, with the format's defaults in place of missing fields.
 
     Attributes:
         model_type: 1 for unigram models, :data:`BPE`, and others.
         pieces: the tokens by their ids.
         types: of the pieces.
-        special: the pieces for bos_token, eos_token and unk_token, without those that the file switches off.
+        special: the pieces for bos_token, eos_token and unk_token, as far as the file has them.
         charsmap: how characters are normalized; empty if they stay as they are.
     """
 
@@ -65,9 +65,8 @@ def _read(data: bytes) -> SentencePiece:
             (trainer if number == 2 else normalizer).update(_fields(_bytes(value)))
     if not pieces:
         raise ValueError("it holds no pieces")
-    if len({*pieces}) < len(pieces):
-        seen: set[str] = set()
-        twice = next(piece for piece in pieces if piece in seen or seen.add(piece))
+    if len(last := {piece: i for i, piece in enumerate(pieces)}) < len(pieces):
+        twice = next(piece for i, piece in enumerate(pieces) if last[piece] != i)
         raise ValueError(f"it holds the piece {twice[:80]!r} twice")
     named = {"unk": (40, 0, 45, b"<unk>"), "bos": (41, 1, 46, b"<s>"), "eos": (42, 2, 47, b"</s>")}
     special = {
