@@ -316,6 +316,9 @@ def _open(
     backend, reason = placement.backend, None
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
+    from specbeam.backends.devices import choose_dtype
+
+    choose_dtype(placement.dtype, "cpu", "float32")  # refuses names that nobody knows before a package is asked for
     checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
     if backend == "auto":
         backend, reason = _choose_backend(checkpoint, placement)

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specbeam
 from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
 from specbeam.checkpoints.gguf_tokenizer import LLAMA3
 from specbeam.prompts import render
 from tests.conftest import in_thorough_mode, random_model
@@ -358,3 +359,20 @@ def test_a_unigram_model_needs_transformers(clean, folders, monkeypatch):
     monkeypatch.setattr("specbeam.extras.are_installed", lambda *packages: False)
     with pytest.raises(specbeam.SpecbeamError, match=r"specbeam\[torch\]"):
         open_checkpoint(clean).tokenizer  # noqa: B018
+
+
+def test_unknown_keys_of_added_tokens_are_not_printed(folders, capfd):
+    folder, files = folders
+    token = {"content": "<pad>", "special": True, "odd": 1}
+    write(folder, "llama", files["llama3"], {"added_tokens_decoder": {"4": token}, "tokenizer_class": "GPT2Tokenizer"})
+    assert isinstance(open_checkpoint(folder).tokenizer, specbeam.Tokenizer)
+    assert capfd.readouterr().out == ""
+
+
+def test_the_tokenizer_of_an_adapter_needs_no_transformers(folders, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(folders[1]["llama3"])
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for kind in ({"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": "PreTrainedTokenizerFast"}, {}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(OPTIONS[1] | kind))
+        ours = tokenizer_from_folder(tmp_path, {}, OPTIONS[1] | kind)
+        assert_equal(ours, AutoTokenizer.from_pretrained(tmp_path), texts()[:60])

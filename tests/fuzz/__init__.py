@@ -9,6 +9,7 @@ HARNESSES = (
     "gguf_file",
     "folder_config",
     "tokenizer_files",
+    "native_tokenizer",
     "safetensors_index",
     "safetensors_header",
     "batch_rows",

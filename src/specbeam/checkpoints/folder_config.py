@@ -151,7 +151,7 @@ def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collectio
         raise Unsupported(f"activation {activation!r} is not supported: supported are {', '.join(ACTIVATIONS)}")
     features: dict[str, Any] = {"mlp_bias": bool(get("mlp_bias"))} | architecture.features
     features["activation"] = ACTIVATIONS[activation]
-    if (bias := get("attention_bias")) is not None:
+    if "attention_bias" in architecture.keys and (bias := get("attention_bias")) is not None:  # others ignore it
         features |= {"qkv_bias": bool(bias), "output_bias": bool(bias)}
 
     hidden, heads = given.hidden_size, given.num_attention_heads

@@ -64,6 +64,7 @@ WITH_EFFECT = {
 
 OF_SENTENCEPIECE = ("LlamaTokenizer", "GemmaTokenizer", PLAIN)
 """Classes that read tokenizer.model where there is no tokenizer.json. The others read vocab.json and merges.txt."""
+TOKEN_KEYS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 WHOLE = (CONTROL, USER_DEFINED)
 
 
@@ -238,11 +239,11 @@ def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any],
 def _added_tokens(folder: Path, options: dict[str, Any], content: Mapping[str, Any]) -> dict[int, AddedToken]:
     """The added tokens by their ids. Where tokenizer_config.json has none, older files say more of the special ones."""
     if "added_tokens_decoder" in options:
-        return {int(i): AddedToken(**token) for i, token in options["added_tokens_decoder"].items()}
+        return {int(i): _added_token(token) for i, token in options["added_tokens_decoder"].items()}
     for name, token in read_json(folder, "special_tokens_map.json").items():
         if isinstance(token, dict):
             _demand(name != "extra_special_tokens")
-            token = AddedToken(**{key: value for key, value in token.items() if key != "special"}, special=True)
+            token = _added_token({**token, "special": True})
         _demand(name in NAMED or name == "additional_special_tokens")
         options[name] = token
     special = {str(options[name]) for name in NAMED if options.get(name)}
@@ -251,8 +252,13 @@ def _added_tokens(folder: Path, options: dict[str, Any], content: Mapping[str, A
     for token, i in read_json(folder, "added_tokens.json").items():
         _demand(isinstance(i, int))
         added[i] = AddedToken(token, normalized=token not in special, special=token in special)
-    tokens = [{**token} for token in content["added_tokens"]]
-    return added | {token.pop("id"): AddedToken(**token) for token in tokens}
+    tokens = content["added_tokens"]
+    return added | {token["id"]: _added_token(token) for token in tokens}
+
+
+def _added_token(described: Mapping[str, Any]) -> AddedToken:
+    """An added token. The library would print the names of other keys."""
+    return AddedToken(**{key: value for key, value in described.items() if key in TOKEN_KEYS})
 
 
 def _special_tokens(
@@ -278,7 +284,7 @@ def _token(value: Any) -> Any:
     """A special token of tokenizer_config.json: its text, or what it also says of it; None if there is none."""
     if isinstance(value, dict):
         _demand(value.get("__type") == "AddedToken")
-        return AddedToken(**{key: flag for key, flag in value.items() if key != "__type"})
+        return _added_token(value)
     _demand(value is None or isinstance(value, str | AddedToken))
     return value
 
