@@ -7,6 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 import specbeam
+from specbeam import SpecbeamError
 from specbeam.cli import main
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
@@ -67,3 +68,12 @@ def test_each_model_is_shown_once(sources, capsys, monkeypatch):
         f"specbeam: {sources['folder']}: int8 on cpu",
         f"specbeam: {sources['quantized file']}: Q8_0 on cpu",
     ]
+
+
+def test_a_dtype_that_nobody_knows_is_named_before_a_missing_package(sources, monkeypatch):
+    monkeypatch.setattr("specbeam.extras.are_installed", lambda *packages: False)
+    source = next(iter(sources.values()))
+    with pytest.raises(SpecbeamError, match=r"pip install 'specbeam\[torch\]'"):
+        specbeam.load(source, dtype="bfloat16")
+    with pytest.raises(SpecbeamError, match="unknown dtype 'float64'"):
+        specbeam.load(source, dtype="float64")
