@@ -143,7 +143,9 @@ def test_layer_types_count_only_where_the_models_look_at_them():
 
 @pytest.mark.parametrize("given", [{}, {"attention_bias": False}, {"attention_bias": True}])
 def test_attention_bias_counts_only_for_architectures_that_have_the_key(given):
-    config = folder_config.config_from_hugging_face(SMALL | {"model_type": "qwen2", "num_key_value_heads": 2} | given, TENSORS)
+    config = folder_config.config_from_hugging_face(
+        SMALL | {"model_type": "qwen2", "num_key_value_heads": 2} | given, TENSORS
+    )
     assert (config.qkv_bias, config.output_bias) == (True, False)
     config = folder_config.config_from_hugging_face(SMALL | given, TENSORS)
     assert config.qkv_bias == config.output_bias == given.get("attention_bias", False)
