@@ -7,7 +7,7 @@ ifdef TORCH_INDEX
 export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX) $(PIP_EXTRA_INDEX_URL)
 endif
 
-.PHONY: demo test test-thorough fuzz fuzz-native lint docs wheel
+.PHONY: demo test test-core test-thorough fuzz fuzz-native lint docs wheel
 
 # Two queries, and what the third one is for: beams are sure of it, so a draft saves most passes.
 export define QUERIES
@@ -26,6 +26,10 @@ demo: .venv/specbeam
 # Every change must pass this. There is one worker per processor, with one thread each.
 test: .venv/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# The tests that need no PyTorch, in an environment without it.
+test-core:
+	.ci/without-torch $(PYTHON) .venv-core
 
 # Everything, with the numbers of random cases that docs/exactness.md promises.
 test-thorough: .venv/installed

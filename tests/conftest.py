@@ -1,5 +1,9 @@
-"""Tiny random models written by transformers, and the real ones where they are on the machine."""
+"""Tiny random models written by transformers, and the real ones where they are on the machine.
 
+Without PyTorch (``make test-core``) NumPy writes models of one architecture, and tests that need PyTorch are skipped.
+"""
+
+import ast
 import gc
 import json
 import os
@@ -13,30 +17,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("SPECBEAM_THREADS", "1")
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-    StableLmConfig,
-)
 
 import specbeam
 from specbeam import Engine
 from specbeam.checkpoints import registry
 from specbeam.engine import CostTable
+from tests.written import WrittenModel, WrittenTokenizer
 
 # A shell makes its background jobs ignore Ctrl-C, and their children inherit that. Tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,22 +61,51 @@ LONGROPE = {
     "long_factor": [2.0, 4.0],
 }
 
+try:
+    import torch
+    import transformers
+except ImportError:  # an environment for make test-core
+    torch = transformers = None
+
 CONFIGS = {
-    "llama": lambda **kw: LlamaConfig(**kw),
-    "qwen2": lambda **kw: Qwen2Config(**kw),
-    "qwen3": lambda **kw: Qwen3Config(**kw),
-    "mistral": lambda **kw: MistralConfig(**kw),
-    "gemma2": lambda **kw: Gemma2Config(**{"head_dim": 8} | kw),
-    "gemma3": lambda **kw: Gemma3TextConfig(**{"head_dim": 8} | kw),
-    "phi3": lambda **kw: Phi3Config(**{"pad_token_id": EOS} | kw),
-    "smollm3": lambda **kw: SmolLM3Config(**{"pad_token_id": EOS} | kw),
-    "stablelm": lambda **kw: StableLmConfig(**kw),
-    "gpt2": lambda **kw: GPT2Config(**kw),
-    "gpt_neox": lambda **kw: GPTNeoXConfig(**kw),
+    "llama": lambda **kw: transformers.LlamaConfig(**kw),
+    "qwen2": lambda **kw: transformers.Qwen2Config(**kw),
+    "qwen3": lambda **kw: transformers.Qwen3Config(**kw),
+    "mistral": lambda **kw: transformers.MistralConfig(**kw),
+    "gemma2": lambda **kw: transformers.Gemma2Config(**{"head_dim": 8} | kw),
+    "gemma3": lambda **kw: transformers.Gemma3TextConfig(**{"head_dim": 8} | kw),
+    "phi3": lambda **kw: transformers.Phi3Config(**{"pad_token_id": EOS} | kw),
+    "smollm3": lambda **kw: transformers.SmolLM3Config(**{"pad_token_id": EOS} | kw),
+    "stablelm": lambda **kw: transformers.StableLmConfig(**kw),
+    "gpt2": lambda **kw: transformers.GPT2Config(**kw),
+    "gpt_neox": lambda **kw: transformers.GPTNeoXConfig(**kw),
 }
 
 
 FIRST = {f"tests.{name}" for name in ("server.test_replicas", "server.test_real_clients", "test_reference_models")}
+
+
+def paths_that_need_torch():
+    """The files of tests that import what needs PyTorch, themselves or through another file."""
+    root = Path(__file__).parents[1]
+    names, imported = {"torch", "transformers", "lm_eval", "specbeam.hf", "specbeam.ladder"}, {}
+    for file in (*root.glob("tests/**/*.py"), *root.glob("bench/**/*.py")):
+        used = imported[file] = set()
+        for node in ast.parse(file.read_bytes()).body:
+            if isinstance(node, ast.Import):
+                used.update(name.name.partition(".")[0] for name in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                package = str(node.module).partition(".")[0]
+                used.update([package, node.module, *(f"{node.module}.{name.name}" for name in node.names)])
+    needing = set()
+    while more := {file for file, used in imported.items() if used & names} - needing:
+        needing |= more
+        names |= {".".join(file.relative_to(root).with_suffix("").parts) for file in more}
+    return [str(file.parent if file.name == "conftest.py" else file) for file in needing]
+
+
+needs_torch = pytest.mark.skipif(torch is None, reason="needs PyTorch")
+collect_ignore = paths_that_need_torch() if torch is None else []
 
 
 def pytest_collection_modifyitems(items):
@@ -119,14 +137,18 @@ def byte_tokenizer(chat_template=None, vocab_size=259):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
     named = dict(zip(("bos_token", "eos_token"), special, strict=False))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **named)
+    if transformers is None:
+        return WrittenTokenizer(tokenizer, chat_template, named)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **named)
 
 
 def of_transformers(tokenizer):
     """transformers' tokenizer with the backend, the special tokens and the template of one of specbeam."""
     assert isinstance(tokenizer, specbeam.Tokenizer)
     template, special = tokenizer.chat_template, tokenizer.special_tokens_map
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template, **special)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, chat_template=template, **special
+    )
 
 
 def random_model(architecture, seed=0, attention="sdpa", **changes):
@@ -148,9 +170,13 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
         sizes["head_dim"] = 16
     if architecture == "gemma2":
         attention = "eager"  # nothing else has its softcap
+    if torch is None:
+        return WrittenModel(architecture, sizes | changes, seed)
     torch.manual_seed(seed)
     config = CONFIGS[architecture](**(sizes | changes))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attention
+    ).eval()
     for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros, which hide mistakes
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
@@ -169,6 +195,7 @@ def cached(monkeypatch, tmp_path):
 @pytest.fixture(scope="session")
 def confident(save):
     """A model that repeats itself and is sure of it. So few of its beams can matter."""
+    pytest.importorskip("torch")
     model = random_model("llama", initializer_range=0.1)
     model.lm_head.weight.data *= 40
     return specbeam.load(save(model), backend="torch")
@@ -243,6 +270,8 @@ def run_alone(lm, prompt, options, draft=None, **limits):
 
 def beams_of_transformers(model, prompt, **options):
     """The new tokens of the beams transformers returns, padded, and their scores."""
+    if torch is None:
+        pytest.skip("needs transformers")
     ids = torch.tensor([prompt])
     how = {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **how, **options)

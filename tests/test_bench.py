@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import needs_torch
+
+pytestmark = needs_torch  # the programs import it
 BENCH = Path(__file__).parent.parent / "bench"
 
 

@@ -1,21 +1,19 @@
 """Imports form no cycle: neither between the layers of the package, nor between modules."""
 
 import ast
-import subprocess
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import specbeam
-from tests.pages import ROOT as REPOSITORY
 
 ROOT = Path(specbeam.__file__).parent
 
 
 def imported_names(path):
     """Full names that a file imports, also in functions and for type checkers only: they are dependencies too."""
-    package = ["specbeam", *path.relative_to(ROOT).parts[:-1]] if path.is_relative_to(ROOT) else []
+    package = ["specbeam", *path.relative_to(ROOT).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -90,17 +88,3 @@ def test_the_lowest_layers_stay_low():
         "tree",
     }
     assert graph["decoding"] <= below
-
-
-def test_the_checks_without_torch_import_no_torch():
-    """Neither the test files that `.ci/without-torch` names nor what they import from other tests."""
-    command = (REPOSITORY / ".ci/without-torch").read_text(encoding="utf-8").rpartition("-m pytest")[2]
-    echo = ["bash", "-c", f"echo {command}"]
-    words = subprocess.run(echo, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    todo = [REPOSITORY / word for word in words.stdout.split() if word.startswith("tests/")]
-    assert REPOSITORY / "tests/test_tree.py" in todo
-    for path in todo:
-        for name in imported_names(path):
-            assert name.split(".")[0] not in ("torch", "transformers"), f"{path} imports {name}"
-            if name.startswith("tests."):
-                todo.append((REPOSITORY / name.rpartition(".")[0].replace(".", "/")).with_suffix(".py"))

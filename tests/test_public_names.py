@@ -11,8 +11,10 @@ import pytest
 
 import specbeam
 from specbeam import Options, SpecbeamError
+from tests.conftest import needs_torch
 
 
+@needs_torch
 def test_dir_shows_the_public_names_and_there_is_no_other_name():
     shown = {name for name in dir(specbeam) if not name.startswith("__")}
     modules = {"constraints", "hf", "labels", "ladder", "reference", "scoring"}

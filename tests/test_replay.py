@@ -8,6 +8,7 @@ import pytest
 import specbeam
 from specbeam.cli import main
 from tests.cli.conftest import flags
+from tests.conftest import needs_torch
 from tests.server.conftest import assert_is_drawn, on_cpu, said_by
 
 PROMPT = "ab ab </script><img src=x onerror=alert(1)> ab"
@@ -59,6 +60,7 @@ def test_a_recording_is_a_page(lm, tab, tmp_path, capsys):
     assert end["sequences"][0]["token_ids"] == result.token_ids
 
 
+@needs_torch
 def test_a_report_links_a_replay_of_each_method(lm, tab, tmp_path, no_plots):
     pytest.importorskip("hydra")
     pytest.importorskip("matplotlib")

@@ -10,7 +10,9 @@ import pytest
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
-from tests.conftest import byte_tokenizer, rewrite
+from tests.conftest import byte_tokenizer, needs_torch, rewrite
+
+pytestmark = needs_torch  # without transformers there is nothing that could run it
 
 CODE = """
 from pathlib import Path

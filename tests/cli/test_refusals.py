@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.conftest import needs_torch
+
 MISSING = "not/fetched"
 """A hub id. It is not looked up before a model is loaded, and that is after all arguments were checked."""
 
@@ -19,6 +21,7 @@ def refused(specbeam_command):
     return refused
 
 
+@needs_torch
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -103,6 +106,7 @@ def test_arguments_are_checked_before_a_model_is_loaded(refused, tmp_path, monke
     assert not [*tmp_path.iterdir()]
 
 
+@needs_torch
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

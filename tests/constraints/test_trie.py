@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError, TokenTrie
-from tests.conftest import beams_of_transformers
+from tests.conftest import beams_of_transformers, needs_torch
 
 OUTPUTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=30)
 DRAFTS = [None, "ngram", "suffix", "model"]
@@ -68,6 +68,7 @@ def test_texts_become_outputs_by_the_models_tokenizer(tiny):
     assert repr(TokenTrie([" Paris"], lm)) == repr(TokenTrie([list(b" Paris")]))
 
 
+@needs_torch
 def test_texts_without_a_tokenizer_say_what_to_give(tiny):
     with pytest.raises(SpecbeamError, match=r"needs the model, for its tokenizer: TokenTrie\(\['Paris', ...\], lm\)"):
         TokenTrie(["Paris"])

@@ -8,7 +8,7 @@ import pytest
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.drafting.ngram import NgramDrafter
-from tests.conftest import EOS, random_model, run_alone
+from tests.conftest import EOS, needs_torch, random_model, run_alone
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
 METHODS = {
@@ -192,6 +192,7 @@ def test_what_is_no_drafter_is_refused_before_the_first_pass(lm, draft, says):
         specbeam.Engine(lm).submit(PROMPT, draft=draft)
 
 
+@needs_torch
 def test_a_model_of_transformers_is_no_function(tiny):
     model, lm = tiny("llama")
     with pytest.raises(SpecbeamError, match=r"draft is a LlamaForCausalLM, and no loaded model: .*specbeam\.hf\.wrap"):

@@ -11,6 +11,7 @@ from specbeam.cache.pool import pool_of
 @pytest.fixture(scope="session")
 def lm(tiny):
     """A tiny model on a backend that never goes ahead, so that a test may count passes."""
+    pytest.importorskip("torch")
     return tiny("llama", backend="torch")[1]
 
 

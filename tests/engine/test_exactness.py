@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cases import Models, draw_case, run_case, write_models
-from tests.conftest import examples
+from tests.conftest import examples, needs_torch
 from tests.engine.conftest import assert_nothing_is_held
 
 
@@ -46,6 +46,7 @@ FEW_TOKENS = {
 """The second request is preempted. Then its beams have the same tokens, and two nodes get one cached slot."""
 
 
+@needs_torch
 @settings(max_examples=examples(4))
 @given(case=st.integers(0, 10**9).map(lambda seed: draw_case(seed, 0)))
 @example(case=FEW_TOKENS)

@@ -12,6 +12,8 @@ from tests.fuzz import HARNESSES
 
 @pytest.mark.parametrize("name", HARNESSES)
 def test_changed_seeds_load_or_are_refused(name):
+    if name in ("gguf_file", "folder_config"):  # transformers writes their seeds
+        pytest.importorskip("transformers")
     harness = importlib.import_module(f"tests.fuzz.{name}")
     first, *_ = seeds = harness.seeds()
     harness.run(first)

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import specbeam
 from specbeam import Options
 from specbeam.keywords import OptionKeywords
+from tests.conftest import needs_torch
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples.py"
@@ -30,6 +31,7 @@ def test_mypy_objects_to_the_marked_lines_alone(tmp_path):
     assert {int(line) for line in lines} == MARKED, ran.stdout + ran.stderr
 
 
+@needs_torch
 def test_pyright_objects_to_the_marked_lines_alone():
     ran = run("basedpyright", "--level", "error", "--pythonpath", sys.executable, "--outputjson", EXAMPLES.name)
     found = json.loads(ran.stdout)["generalDiagnostics"]
