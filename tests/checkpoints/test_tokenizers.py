@@ -321,13 +321,18 @@ def test_other_files_than_tokenizer_json(clean, folders, model, backend, kind):
         without_tokenizer_json(clean, backend)
         theirs = AutoTokenizer.from_pretrained(clean)
         assert_equal(open_checkpoint(clean).tokenizer, theirs, texts() if number < 2 else texts()[:60])
-    if "added_tokens_decoder" not in OPTIONS[1]:
-        write(clean, model, folders[1][backend], OPTIONS[1] if kind is None else OPTIONS[1] | {"tokenizer_class": kind})
-        (clean / "added_tokens.json").write_text(json.dumps({"<|late|>": 401, "<pad>": 4, "<|new|>": 400}))
-        (clean / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|new|>"}))
-        for change in (lambda: None, lambda: without_tokenizer_json(clean, backend)):
-            change()
-            assert_equal(open_checkpoint(clean).tokenizer, AutoTokenizer.from_pretrained(clean), texts()[:60])
+
+
+@pytest.mark.parametrize(("model", "backend", "kind"), IN_OTHER_FILES)
+def test_added_tokens_and_special_tokens_of_older_files(clean, folders, model, backend, kind):
+    if backend == "sentencepiece":
+        pytest.importorskip("sentencepiece")
+    write(clean, model, folders[1][backend], OPTIONS[1] if kind is None else OPTIONS[1] | {"tokenizer_class": kind})
+    (clean / "added_tokens.json").write_text(json.dumps({"<|late|>": 401, "<pad>": 4, "<|new|>": 400}))
+    (clean / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|new|>"}))
+    assert_equal(open_checkpoint(clean).tokenizer, AutoTokenizer.from_pretrained(clean), texts()[:60])
+    without_tokenizer_json(clean, backend)
+    assert_equal(open_checkpoint(clean).tokenizer, AutoTokenizer.from_pretrained(clean), texts()[:60])
 
 
 @pytest.mark.parametrize(

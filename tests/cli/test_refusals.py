@@ -21,7 +21,6 @@ def refused(specbeam_command):
     return refused
 
 
-@needs_torch
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -36,7 +35,7 @@ def refused(specbeam_command):
         (("generate", "hi", "--model", "not-there.gguf"), "not-there.gguf"),
         (("generate", "hi", "--model", "~no-such-user/x"), "~no-such-user/x"),
         (("tokens", "hi", "--model", "./nowhere"), "there is no file or folder ./nowhere"),
-        (("ladder", "hi", "--model", "/not/there"), "/not/there"),
+        pytest.param(("ladder", "hi", "--model", "/not/there"), "/not/there", marks=needs_torch),
     ],
 )
 def test_commands_and_models_that_are_not_there(refused, arguments, says):
@@ -106,17 +105,18 @@ def test_arguments_are_checked_before_a_model_is_loaded(refused, tmp_path, monke
     assert not [*tmp_path.iterdir()]
 
 
-@needs_torch
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("generate", ""), "the prompt is empty"),
-        (("generate", "hi", "--device", "cuda:77"), "there is no device 'cuda:77'"),
+        pytest.param(("generate", "hi", "--device", "cuda:77"), "there is no device 'cuda:77'", marks=needs_torch),
         (("generate", "x" * 300, "--raw"), "the prompt has 300 tokens"),
         (("compare", "good", "x" * 300), "specbeam: prompt 2: the prompt has 3"),
-        (("ladder", "", "--device", "cpu"), "specbeam: the prompt is empty"),
-        (("ladder", "x" * 300, "--device", "cpu", "--json"), "specbeam: the prompt has 3"),
-        (("ladder", "hi", "--device", "tpu9"), "tpu9"),
+        pytest.param(("ladder", "", "--device", "cpu"), "specbeam: the prompt is empty", marks=needs_torch),
+        pytest.param(
+            ("ladder", "x" * 300, "--device", "cpu", "--json"), "specbeam: the prompt has 3", marks=needs_torch
+        ),
+        pytest.param(("ladder", "hi", "--device", "tpu9"), "tpu9", marks=needs_torch),
         (("tokens", ""), "the text is empty"),
         (("tokens", "a\udcff"), "half a surrogate pair"),
     ],
