@@ -17,16 +17,34 @@ struct InstructionSet {
 };
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports does not know F16C and AVX-VNNI in Clang 14.
-bool has_f16c() {
-  unsigned a, b, c = 0, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+// A bit of the registers that CPUID fills: in Intel's manual, volume 2A, CPUID, the numbers of a leaf and its subleaf.
+// __builtin_cpu_supports would do the same, but zig's runtime library answers it with no for every set.
+enum Place { EBX, ECX, EDX, EAX };
+bool has(unsigned leaf, Place place, int bit) {
+  unsigned found[4] = {};
+  return __get_cpuid_count(leaf, 0, &found[EAX], &found[EBX], &found[ECX], &found[EDX]) && found[place] >> bit & 1;
+}
+
+// Whether the system keeps these kinds of registers when it switches threads: bits of XCR0.
+constexpr unsigned AVX_STATE = 0x6, AVX512_STATE = 0xe6;
+bool keeps(unsigned state) {
+  if (!has(1, ECX, 27)) return false;  // OSXSAVE: the system lets programs read XCR0
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & state) == state;
+}
+
+bool has_avx2() {
+  return keeps(AVX_STATE) && has(1, ECX, 28) && has(1, ECX, 12) && has(1, ECX, 29) && has(7, EBX, 5);  // FMA and F16C
+}
+bool has_avx512() {  // F, DQ, BW, VL and VNNI
+  return has_avx2() && keeps(AVX512_STATE) && has(7, EBX, 16) && has(7, EBX, 17) && has(7, EBX, 30) &&
+         has(7, EBX, 31) && has(7, ECX, 11);
 }
 #if defined(SPECBEAM_AVXVNNI)
-bool has_avx_vnni() {
-  constexpr unsigned AVX_VNNI = 1 << 4;  // cpuid.h has no name for it there
+bool has_avxvnni() {
   unsigned a = 0, b, c, d;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & AVX_VNNI;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
 }
 #endif
 #endif
@@ -38,22 +56,16 @@ extern "C" {
 
 // The name of the instruction set to use, or null if the processor lacks `name`. An empty name asks for the best.
 const char *specbeam_isa(const char *name) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vnni");
-#elif defined(__aarch64__) && defined(__linux__)
+#if defined(__aarch64__) && defined(__linux__)
   const bool neon = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
 #endif
   const InstructionSet best_first[] = {
 #if defined(__x86_64__)
-      {"avx512", avx512},
+      {"avx512", has_avx512()},
 #if defined(SPECBEAM_AVXVNNI)
-      {"avxvnni", avx2 && has_avx_vnni()},
+      {"avxvnni", has_avxvnni()},
 #endif
-      {"avx2", avx2},
+      {"avx2", has_avx2()},
 #elif defined(__aarch64__) && defined(__linux__)
       {"neon", neon},
 #elif defined(__aarch64__)
