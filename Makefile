@@ -7,7 +7,7 @@ ifdef TORCH_INDEX
 export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX) $(PIP_EXTRA_INDEX_URL)
 endif
 
-.PHONY: demo test test-core test-thorough fuzz fuzz-native lint docs wheel
+.PHONY: demo test test-core test-thorough fuzz fuzz-native lint docs wheel wheels
 
 # Two queries, and what the third one is for: beams are sure of it, so a draft saves most passes.
 export define QUERIES
@@ -54,13 +54,22 @@ lint: .venv/installed
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# A manylinux wheel and an sdist in dist/, tested without a compiler.
+# An sdist and this machine's wheel, compiled by g++, in dist/: what .ci/run can afford. The wheel is tested without a compiler.
 wheel: .venv/installed .venv/wheel
 	rm -rf build/dist dist
 	$(BIN)/pyproject-build --sdist --wheel --outdir build/dist .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist/
-	.ci/test-wheel
+	.ci/test-wheel dist/*.whl
+
+# What a release has, in dist/: an sdist, and the wheels of all platforms, compiled by zig. Wheels for ARM are not run here.
+wheels: .venv/installed .venv/wheel
+	rm -rf dist
+	$(BIN)/pyproject-build --sdist --outdir dist .
+	.ci/wheel manylinux_2_28_x86_64
+	.ci/wheel manylinux_2_28_aarch64
+	.ci/wheel macosx_12_0_arm64
+	.ci/test-wheel dist/*manylinux_2_28_x86_64.whl
 
 # Python compiles a module when it first imports it. To compile all modules of all packages here takes a minute more.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet -c constraints.txt
