@@ -17,12 +17,13 @@ struct InstructionSet {
 };
 
 #if defined(__x86_64__)
-// A bit of the registers that CPUID fills: in Intel's manual, volume 2A, CPUID, the numbers of a leaf and its subleaf.
+// A bit that CPUID gives. Intel's manual, volume 2A, CPUID, has the leaves, registers and bits.
 // __builtin_cpu_supports would do the same, but zig's runtime library answers it with no for every set.
-enum Place { EBX, ECX, EDX, EAX };
-bool has(unsigned leaf, Place place, int bit) {
+enum Place { EAX, EBX, ECX, EDX };
+bool has(unsigned leaf, Place place, int bit, unsigned subleaf = 0) {
   unsigned found[4] = {};
-  return __get_cpuid_count(leaf, 0, &found[EAX], &found[EBX], &found[ECX], &found[EDX]) && found[place] >> bit & 1;
+  return __get_cpuid_count(leaf, subleaf, &found[EAX], &found[EBX], &found[ECX], &found[EDX]) &&
+         found[place] >> bit & 1;
 }
 
 // Whether the system keeps these kinds of registers when it switches threads: bits of XCR0.
@@ -42,10 +43,7 @@ bool has_avx512() {  // F, DQ, BW, VL and VNNI
          has(7, EBX, 31) && has(7, ECX, 11);
 }
 #if defined(SPECBEAM_AVXVNNI)
-bool has_avxvnni() {
-  unsigned a = 0, b, c, d;
-  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
-}
+bool has_avxvnni() { return has_avx2() && has(7, EAX, 4, 1); }
 #endif
 #endif
 
