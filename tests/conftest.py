@@ -1,6 +1,6 @@
 """Tiny random models written by transformers, and the real ones where they are on the machine.
 
-Without PyTorch (``make test-core``) NumPy writes models of one architecture, and tests that need PyTorch are skipped.
+Without PyTorch (``make test-core``) NumPy writes the models, and tests that compute with transformers are skipped.
 """
 
 import ast
@@ -67,18 +67,19 @@ try:
 except ImportError:  # an environment for make test-core
     torch = transformers = None
 
-CONFIGS = {
-    "llama": lambda **kw: transformers.LlamaConfig(**kw),
-    "qwen2": lambda **kw: transformers.Qwen2Config(**kw),
-    "qwen3": lambda **kw: transformers.Qwen3Config(**kw),
-    "mistral": lambda **kw: transformers.MistralConfig(**kw),
-    "gemma2": lambda **kw: transformers.Gemma2Config(**{"head_dim": 8} | kw),
-    "gemma3": lambda **kw: transformers.Gemma3TextConfig(**{"head_dim": 8} | kw),
-    "phi3": lambda **kw: transformers.Phi3Config(**{"pad_token_id": EOS} | kw),
-    "smollm3": lambda **kw: transformers.SmolLM3Config(**{"pad_token_id": EOS} | kw),
-    "stablelm": lambda **kw: transformers.StableLmConfig(**kw),
-    "gpt2": lambda **kw: transformers.GPT2Config(**kw),
-    "gpt_neox": lambda **kw: transformers.GPTNeoXConfig(**kw),
+# Keys of config.json that a tiny model of an architecture needs beside the sizes of all.
+ARCHITECTURES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {},
+    "gemma2": {"head_dim": 8},
+    "gemma3": {"head_dim": 8, "model_type": "gemma3_text"},
+    "phi3": {"pad_token_id": EOS},
+    "smollm3": {"pad_token_id": EOS},
+    "stablelm": {},
+    "gpt2": {},
+    "gpt_neox": {},
 }
 
 
@@ -144,6 +145,7 @@ def byte_tokenizer(chat_template=None, vocab_size=259):
 
 def of_transformers(tokenizer):
     """transformers' tokenizer with the backend, the special tokens and the template of one of specbeam."""
+    pytest.importorskip("transformers")
     assert isinstance(tokenizer, specbeam.Tokenizer)
     template, special = tokenizer.chat_template, tokenizer.special_tokens_map
     return transformers.PreTrainedTokenizerFast(
@@ -166,14 +168,13 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
         "bos_token_id": BOS,
         "tie_word_embeddings": False,
     }
-    if architecture == "qwen3":
-        sizes["head_dim"] = 16
+    given = {"model_type": architecture} | sizes | ARCHITECTURES[architecture] | changes
+    if torch is None:
+        return WrittenModel(given, seed)
     if architecture == "gemma2":
         attention = "eager"  # nothing else has its softcap
-    if torch is None:
-        return WrittenModel(architecture, sizes | changes, seed)
     torch.manual_seed(seed)
-    config = CONFIGS[architecture](**(sizes | changes))
+    config = transformers.AutoConfig.for_model(**given)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=attention
     ).eval()

@@ -1,33 +1,23 @@
-"""Files of tiny models and tokenizers, written without PyTorch and transformers."""
+"""Tiny models and tokenizers as NumPy writes them, without PyTorch and transformers."""
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-WEIGHTS = 2
-"""The seed of written models. With others, beams may end elsewhere than the tests expect."""
-LLAMA_KEYS = {
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "initializer_range",
-    "eos_token_id",
-    "bos_token_id",
-    "tie_word_embeddings",
-}
+from specbeam.checkpoints.architecture import tensor_names
+from specbeam.checkpoints.families import ARCHITECTURES
+from specbeam.checkpoints.folder_config import complete, config_from_hugging_face
+from specbeam.checkpoints.parameters import parameter_shapes
+
+WEIGHTS = 6
+"""The seed of all weights. With others, beams may end elsewhere than the tests expect."""
 
 
 class WrittenTokenizer:
-    """The files of a tokenizer, without transformers."""
+    """The files of a tokenizer. Tests that use it itself are skipped."""
 
     def __init__(self, backend, chat_template, named):
         self._backend, self._template, self._named = backend, chat_template, named
@@ -46,49 +36,51 @@ class WrittenTokenizer:
 
 
 class WrittenModel:
-    """The files of a Llama with random weights, made without PyTorch. Tests that look into the model are skipped."""
+    """A model with random weights, and its files. Tests that compute with it are skipped.
 
-    def __init__(self, architecture, sizes, seed):
-        sizes = {"model_type": "llama"} | sizes
-        if architecture != "llama" or not {*sizes} <= LLAMA_KEYS:
-            pytest.skip("needs PyTorch: without it, NumPy writes models of Llama's architecture alone")
-        self.config = SimpleNamespace(**sizes, is_encoder_decoder=False)
-        self._sizes, self._seed = sizes, seed
+    Attributes:
+        config: the keys of its config.json, with their defaults.
+    """
+
+    def __init__(self, given, seed):
+        self._given, self._tensors = given, random_tensors(given, seed)
+        self.config = complete(ARCHITECTURES[given["model_type"]], given)
+
+    def state_dict(self):
+        return self._tensors
 
     def save_pretrained(self, folder, **how):
         if how:
             pytest.skip(f"needs transformers: files with {how}")
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
-        config, draw = self.config, np.random.default_rng([WEIGHTS, self._seed])
-        hidden, inner = config.hidden_size, config.intermediate_size
-        head = hidden // config.num_attention_heads
-        of_layer = {
-            "self_attn.q_proj": (hidden, hidden),
-            "self_attn.k_proj": (config.num_key_value_heads * head, hidden),
-            "self_attn.v_proj": (config.num_key_value_heads * head, hidden),
-            "self_attn.o_proj": (hidden, hidden),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        shapes = {"model.embed_tokens": (config.vocab_size, hidden), "model.norm": (hidden,)}
-        for i in range(config.num_hidden_layers):
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
-        if not config.tie_word_embeddings:
-            shapes["lm_head"] = (config.vocab_size, hidden)
-        spread = config.initializer_range
-        tensors = {
-            f"{name}.weight": draw.normal(0, spread, shape) if len(shape) == 2 else draw.normal(1, 0.2, shape)
-            for name, shape in shapes.items()
-        }
-        save_file({name: tensor.astype(np.float32) for name, tensor in tensors.items()}, folder / "model.safetensors")
-        described = {"architectures": ["LlamaForCausalLM"]} | self._sizes
-        (folder / "config.json").write_text(json.dumps(described))
-        ends = {key: self._sizes[key] for key in ("bos_token_id", "eos_token_id")}
+        save_file(self._tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(self._given))
+        ends = {key: self._given[key] for key in ("bos_token_id", "eos_token_id")}
         (folder / "generation_config.json").write_text(json.dumps(ends))
 
     def __getattr__(self, name):
         pytest.skip(f"needs PyTorch: {name} of a model")
+
+
+def random_tensors(given, seed):
+    """Weights for a config.json, by their names in a folder.
+
+    Norms and biases are random too, because ones and zeros hide mistakes.
+    """
+    architecture = ARCHITECTURES[given["model_type"]]
+    config = config_from_hugging_face(given, range(10_000))
+    draw, tensors = np.random.default_rng([WEIGHTS, seed]), {}
+    heads, groups = (number * config.head_dim for number in (config.num_heads, config.num_kv_heads))
+    for parameter, shape in parameter_shapes(config).items():
+        names = tensor_names(parameter, architecture.folder_tensors)
+        rows = {1: [shape[0]], 2: [shape[0] // 2] * 2, 3: [heads, groups, groups]}[len(names)]
+        for name, count in zip(names, rows, strict=True):
+            if len(shape) == 2:
+                tensor = draw.normal(0, given["initializer_range"], (count, shape[1]))
+                tensor = tensor.T if architecture.stores_transposed(name) else tensor
+            else:
+                middle = 0 if name.endswith("bias") else 1 - architecture.folder_norm_offset
+                tensor = draw.normal(middle, 0.2, count)
+            tensors[name] = np.ascontiguousarray(tensor, np.float32)
+    return tensors

@@ -1,18 +1,32 @@
 """The families of architectures: found by their files, and each checked against transformers."""
 
 import pytest
+import torch
 from gguf.constants import MODEL_ARCH_NAMES
 from transformers import CONFIG_MAPPING
 
 from specbeam.checkpoints import families
 from specbeam.checkpoints.architecture import tensor_names
 from tests.backends.test_conformance import FAMILIES
-from tests.conftest import CONFIGS
+from tests.conftest import ARCHITECTURES, random_model
+from tests.written import random_tensors
 
 
 def test_every_architecture_is_compared_with_transformers():
-    compared = {CONFIGS[architecture]().model_type for architecture, _ in FAMILIES.values()}
+    compared = {ARCHITECTURES[architecture].get("model_type", architecture) for architecture, _ in FAMILIES.values()}
     assert compared == set(families.ARCHITECTURES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_the_core_suite_have_the_tensors_of_transformers(family):
+    """Without PyTorch, tests run on tensors that NumPy draws."""
+    architecture, changes = FAMILIES[family]
+    model = random_model(architecture, **changes)
+    given = model.config.to_dict() | {"model_type": model.config.model_type}
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in random_tensors(given, seed=0).items()}
+    how = {"config": model.config, "state_dict": tensors, "output_loading_info": True}
+    _, report = type(model).from_pretrained(None, **how)
+    assert not any(report.values())
 
 
 def test_names_are_names_of_transformers_and_of_llama_cpp():

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.processors import TemplateProcessing
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import specbeam
@@ -15,7 +15,16 @@ from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.folder_config import rope_from_transformers
 from specbeam.cli import main
-from tests.conftest import CONFIGS, EOS, LLAMA3_ROPE, YARN, beams_of_transformers, byte_tokenizer, random_model, rewrite
+from tests.conftest import (
+    ARCHITECTURES,
+    EOS,
+    LLAMA3_ROPE,
+    YARN,
+    beams_of_transformers,
+    byte_tokenizer,
+    random_model,
+    rewrite,
+)
 
 
 def test_shards_are_one_model_and_a_missing_one_is_named(save):
@@ -70,7 +79,7 @@ def test_configs_of_transformers_4_and_5_say_the_same(save):
     ],
 )
 def test_yarn_has_the_frequencies_and_the_factor_of_transformers(changes):
-    config = CONFIGS["llama"](hidden_size=64, num_attention_heads=2, rope_parameters=YARN | changes)
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, rope_parameters=YARN | changes)
     rotary = LlamaRotaryEmbedding(config)
     rope = rope_from_transformers(config.rope_parameters, 32, config.max_position_embeddings)
     torch.testing.assert_close(torch.tensor(rope.frequencies()), rotary.inv_freq, rtol=1e-5, atol=0)
@@ -158,7 +167,7 @@ def test_what_is_wrong_is_said(folder, break_it, says):
         specbeam.load(folder, backend="torch")
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_without_a_vocabulary_prompts_are_token_ids(save, architecture):
     folder = save(random_model(architecture))
     whole = specbeam.generate(specbeam.load(folder, backend="torch", device="cpu"), [1, 2, 3], max_new_tokens=5)

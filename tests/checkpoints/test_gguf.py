@@ -116,7 +116,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     for name, tensor in model.state_dict().items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
-        array = tensor.numpy()
+        array = np.asarray(tensor)
         if named in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, heads if "q_proj" in name else kv_heads)
         if ".c_" in name and array.ndim == 2:
