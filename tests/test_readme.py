@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from specbeam.engine.costs import nominal_cost
 from tests.conftest import reference_model
 from tests.pages import ROOT, blocks, text_of
 
@@ -17,7 +18,8 @@ def test_it_has_at_most_120_lines():
 
 
 @pytest.mark.models
-def test_the_first_program_prints_what_stands_below_it(monkeypatch):
+def test_the_first_program_prints_what_stands_below_it(give_costs):
+    give_costs(nominal_cost)  # how far to draft follows measured costs, which other programs on a machine change
     (program,) = [code for language, code in blocks(README) if language == "python"]
     (output,) = [code for language, code in blocks(README) if language == "text"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -28,4 +30,4 @@ def test_the_first_program_prints_what_stands_below_it(monkeypatch):
     plain, drafted = map(int, re.findall(r"\d+", counts))
     assert re.sub(r"\d+", "N", counts) == re.sub(r"\d+", "N", passes)
     assert plain == int(re.findall(r"\d+", passes)[0])
-    assert drafted < 0.8 * plain  # how far to draft follows measured costs, so this number differs from run to run
+    assert drafted < 0.8 * plain
