@@ -7,6 +7,9 @@ ifdef TORCH_INDEX
 export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX) $(PIP_EXTRA_INDEX_URL)
 endif
 
+# Without bytecode, each process that a test starts would compile PyTorch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-core test-thorough fuzz fuzz-native lint docs wheel wheels
 
 # Two queries, and what the third one is for: beams are sure of it, so a draft saves most passes.
