@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
+from specbeam.backends.devices import choose_device, kind
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.checkpoints.registry import ALIASES
 from specbeam.errors import SpecbeamError, Unsupported
-from specbeam.extras import require
+from specbeam.extras import are_installed, require
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.option_names import BACKENDS
 from specbeam.options import refuse_unknown_keywords
@@ -24,6 +25,7 @@ from specbeam.token_texts import text_of
 from specbeam.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
+    from specbeam.backends.torch import TorchBackend
     from specbeam.checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger("specbeam")
@@ -359,9 +361,7 @@ def load_silently(
 
             loaded = CpuBackend(checkpoint, _weight_format(placement), placement.threads)
         else:
-            from specbeam.backends.torch import TorchBackend
-
-            loaded = TorchBackend(checkpoint, device, dtype)
+            loaded = _torch_backend(device)(checkpoint, device, dtype)
     return LanguageModel(
         source=os.fspath(source),
         backend=loaded,
@@ -373,6 +373,17 @@ def load_silently(
         origin=Origin(_absolute(source), revision, None if adapter is None else _absolute(adapter)),
         names=(*checkpoint.names, os.path.basename(os.path.normpath(source))),
     )
+
+
+def _torch_backend(device: str) -> type[TorchBackend]:
+    """The ``torch`` backend for a device. GPUs have kernels of their own, if Triton is there to compile them."""
+    if kind(choose_device(device)) == "cuda" and are_installed("triton"):
+        from specbeam.backends.torch.gpu import GpuBackend
+
+        return GpuBackend
+    from specbeam.backends.torch import TorchBackend
+
+    return TorchBackend
 
 
 def _absolute(source: str | os.PathLike[str]) -> str:

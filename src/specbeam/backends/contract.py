@@ -119,6 +119,9 @@ class Backend(Protocol):
 class AheadBackend(Backend, Protocol):
     """A backend that can go on by itself where each next node is the token that was chosen."""
 
+    passes_at_once: int
+    """The most passes that it goes on before the engine looks. Beams reserve slots for all of them."""
+
     def forward_ahead(
         self,
         segments: list[Segment],

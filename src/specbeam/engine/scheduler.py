@@ -6,11 +6,12 @@ import math
 import time
 from collections import defaultdict, deque
 from itertools import count, islice
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend
+from specbeam.backends.contract import AheadBackend, Backend
 from specbeam.cache.budget import Budget
 from specbeam.engine.costs import TILE_NODES, Costs
 from specbeam.engine.queue import Queue
@@ -30,9 +31,8 @@ MIN_READING_SHARE = 0.5
 """Prefill gets at least this share of a pass's time, where a pass without it takes long."""
 MAX_OVERTAKING_REQUESTS = 32
 """At most this many requests start before one that came first and waits for memory."""
-MAX_PASSES_AT_ONCE = 8
 MAX_SECONDS_AT_ONCE = 0.1
-"""When the backend goes on by itself, tokens come several at a time. These are limits for that."""
+"""When the backend goes on by itself, tokens come several at a time. This is a limit for that."""
 MAX_SECONDS_UNSEEN = 0.02
 """While a text is streamed, a token waits at most this long for later ones. It reaches its reader within 25 ms."""
 PASSES_BEFORE_LARGER = 64
@@ -306,7 +306,8 @@ class Scheduler:
         backend = batch[0][0].model.backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
-        most = min(MAX_PASSES_AT_ONCE, *(1 + request.max_ahead(nodes) for request, nodes in batch))
+        at_once = cast(AheadBackend, backend).passes_at_once
+        most = min(at_once, *(1 + request.max_ahead(nodes) for request, nodes in batch))
         if most > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)

@@ -59,6 +59,7 @@ class CpuBackend(Backend):
     name = "cpu"
     has_threads = True
     device = "cpu"
+    passes_at_once = 8
 
     def __init__(
         self, checkpoint: Checkpoint, quantize: str = "auto", threads: int | None = None, isa: str = ""

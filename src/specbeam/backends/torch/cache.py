@@ -39,6 +39,10 @@ class KeyValues:
                     tensors[layer] = new
         self.capacity = capacity
 
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values of a layer. They move when the capacity grows."""
+        return self._keys[number], self._values[number]
+
     def stay(self) -> None:
         """Promise compiled passes that no tensor moves from now on: CUDA graphs write to fixed addresses."""
         for tensor in (*self._keys, *self._values):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -29,10 +29,14 @@ class TensorBackend(Backend):
     @torch.inference_mode()
     def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
         if requests:
-            return choose(logits, requests)
+            return choose(logits, requests, self.normalizers_of)
         if logits.is_cuda:  # the time of a pass counts until then
             torch.cuda.synchronize(logits.device)
         return []
+
+    def normalizers_of(self, logits: Tensor) -> Tensor:
+        """The logsumexp of each row of logits, float32 [n]. A device may have a kernel for it."""
+        return normalizers_of(logits)
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         return torch.cat([*rows])
@@ -47,14 +51,34 @@ def select(logits: Tensor, request: SelectionRequest, normalizers: NDArray[np.fl
     Args:
         normalizers: of the logits (:class:`Selection`), if a backend has computed them already, float32 [n].
     """
-    (values,) = to_cpu([_select(logits, request, _seeds(request), normalizers)])
+    given = None if normalizers is None else to_device(normalizers, logits.device)
+    (values,) = to_cpu([_select(logits, request, _seeds(request), given)])
     return _split(values, [(logits, request)])[0]
 
 
-def choose(logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+def choose(
+    logits: Tensor,
+    requests: Sequence[tuple[slice, SelectionRequest]],
+    normalizers: Callable[[Tensor], Tensor] | None = None,
+) -> list[Selection]:
     """Serve the requests of a pass, each about a slice of the rows of its logits, float32 [rows, vocab].
 
     Requests of one kind are served together. All selections come to the CPU in one copy, so a GPU waits once.
+
+    Args:
+        normalizers: another function for :func:`normalizers_of`.
+    """
+    kinds, values = chosen(logits, requests, normalizers or normalizers_of)
+    return split(kinds, to_cpu(values), [(logits[rows], request) for rows, request in requests])
+
+
+def chosen(
+    logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]], normalizers: Callable[[Tensor], Tensor]
+) -> tuple[list[list[int]], list[Values]]:
+    """What :func:`choose` selects, on the device of the logits.
+
+    Returns:
+        The requests of each kind, by their numbers, and the values of all their selections together.
     """
     parts = [(logits[rows], request) for rows, request in requests]
     kinds: dict[Any, list[int]] = {}
@@ -66,15 +90,28 @@ def choose(logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -
         adjacent = all(one.stop == other.start for one, other in pairwise(slices))
         whole = slice(slices[0].start, slices[-1].stop)
         rows = logits[whole] if adjacent else torch.cat([parts[number][0] for number in same])
-        values.append(_select(rows, *_merged([parts[number] for number in same])))
+        request, seeds = _merged([parts[number] for number in same])
+        values.append(_select(rows, request, seeds, normalizers(rows[:, : request.vocab])))
+    return list(kinds.values()), values
+
+
+def split(
+    kinds: Sequence[Sequence[int]], values: Sequence[Values], parts: Sequence[tuple[Tensor, SelectionRequest]]
+) -> list[Selection]:
+    """The selections of requests.
+
+    Args:
+        kinds, values: what :func:`chosen` gives, on the device or as arrays.
+        parts: the rows of logits of each request, and the request.
+    """
     found: dict[int, Selection] = {}
-    for same, arrays in zip(kinds.values(), to_cpu(values), strict=True):
-        found.update(zip(same, _split(arrays, [parts[number] for number in same]), strict=True))
+    for same, own in zip(kinds, values, strict=True):
+        found.update(zip(same, _split(own, [parts[number] for number in same]), strict=True))
     return [found[i] for i in range(len(parts))]
 
 
 def _select(
-    logits: Tensor, request: SelectionRequest, seeds: NDArray[np.uint64], given: NDArray[np.float32] | None = None
+    logits: Tensor, request: SelectionRequest, seeds: NDArray[np.uint64], given: Tensor | None = None
 ) -> Values:
     """The values of a selection, as tensors on the device of the logits.
 
@@ -83,7 +120,7 @@ def _select(
         given: the normalizers, if they are known.
     """
     logits = logits[:, : request.vocab]
-    normalizers = normalizers_of(logits) if given is None else to_device(given, logits.device)
+    normalizers = normalizers_of(logits) if given is None else given
     scores = changed(logits, request, normalizers)
     noise = None
     if request.noise is not None:

@@ -171,7 +171,7 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.post_attention_norm = Norm(config.hidden_size, config) if config.post_norms else None
         self.mlp_norm = Norm(config.hidden_size, config) if config.mlp_norm else None
-        self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+        self.mlp: GatedMLP | MLP = GatedMLP(config) if config.gated_mlp else MLP(config)
         self.post_mlp_norm = Norm(config.hidden_size, config) if config.post_norms else None
 
     def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment]) -> Tensor:

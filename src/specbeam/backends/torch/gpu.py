@@ -1,0 +1,351 @@
+"""The ``torch`` backend on a CUDA device: passes in Triton kernels, replayed as CUDA graphs.
+
+A pass over few nodes is captured once for each of a few sizes, and replayed after one copy of its numbers. So nearly no
+Python runs between its kernels. Passes over many nodes launch the same kernels. No bit depends on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specbeam.backends.contract import Segment, logits_wanted
+from specbeam.backends.torch import TorchBackend
+from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Continuation, Flags, go_ahead, later, one_after_another
+from specbeam.backends.torch.inputs import Inputs, Sizes, make_inputs
+from specbeam.backends.torch.kernels import Greedy, attend, norm, product, rotate_and_store, summarize
+from specbeam.backends.torch.selecting import chosen, split
+from specbeam.backends.torch.transfer import Values, to_cpu, to_device
+from specbeam.backends.torch.transformer import Block, GatedMLP, Norm, Weights, cap
+from specbeam.checkpoints.checkpoint import Checkpoint
+from specbeam.selection import Beams, Selection, SelectionRequest
+
+MAX_CAPTURED_NODES = 64
+"""Passes over more nodes are not captured: their kernels take longer than the launches of these."""
+MAX_GRAPHS = 64
+"""Captured passes. Each holds about a megabyte."""
+MAX_SHARED_TILES = 4096
+"""Nodes times tiles of positions. Up to this many, several programs share a sequence, and memory holds their parts."""
+MAX_NUMBERS = 1 << 20
+"""Numbers of a captured pass. Most are slots of ancestors."""
+MIN_CAPACITY = 1024
+"""Slots. When the KV cache moves, passes have to be captured again."""
+PASSES_AT_ONCE = 32
+"""So many passes take longer than what the engine does between them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A pass that is ready to run: its numbers on the device.
+
+    Attributes:
+        may_be_captured: whether they are in the places that captured passes read.
+    """
+
+    numbers: Tensor
+    sizes: Sizes
+    may_be_captured: bool
+
+
+class GpuBackend(TorchBackend):
+    """A checkpoint on a CUDA device. Arguments and errors are those of :class:`TorchBackend`."""
+
+    passes_at_once = PASSES_AT_ONCE
+
+    def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
+        super().__init__(checkpoint, device, dtype)
+        self._group = checkpoint.config.num_heads // checkpoint.config.num_kv_heads
+        self._numbers = torch.zeros(MAX_NUMBERS, dtype=torch.int32, device=self.device)
+        self._captures = self._numbers.is_cuda
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self._graphs: dict[tuple[Sizes, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._greedy: Greedy | None = None
+
+    def reserve(self, slots: int) -> None:
+        with self._one_pass:
+            if slots > self._store.capacity:
+                self._graphs.clear()
+                self._store.reserve(max(slots, MIN_CAPACITY))
+
+    @torch.inference_mode()
+    def forward(self, segments: list[Segment]) -> Tensor:
+        starts = accumulate((len(s.tokens) for s in segments), initial=0)
+        wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
+        inputs = make_inputs(segments, self._group)
+        with self._one_pass:
+            features = self.features(self._ready(inputs))
+            if not np.array_equal(wanted, np.arange(len(wanted))):
+                features = features[to_device(wanted, self.device)]
+            return self.logits(features[: len(wanted)], logits_wanted(segments, self.vocab_size))
+
+    def normalizers_of(self, logits: Tensor) -> Tensor:
+        return summarize(logits)[0]
+
+    @torch.inference_mode()
+    def forward_ahead(
+        self,
+        segments: list[Segment],
+        requests: Sequence[SelectionRequest],
+        beams: Sequence[Beams | None],
+        passes: int,
+        ends: Collection[int],
+        halt: NDArray[np.int32],
+        every: int = 1,
+        show: Callable[[list[Selection]], object] | None = None,
+    ) -> list[Selection]:
+        vocab = logits_wanted(segments, self.vocab_size)
+        rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
+        if any(request.functions or request.top > vocab for request in requests):
+            return self.choose(self.forward(segments), list(zip(rows, requests, strict=True)))
+        passes = min(passes, PASSES_AT_ONCE)
+        later_slots = [s.ahead[: (passes - 1) * len(s.tokens)] for s in segments]
+        segments = [replace(s, ahead=slots) for s, slots in zip(segments, later_slots, strict=True)]
+        last = to_device(np.array([*ends], np.int64), self.device)
+        inputs = make_inputs(segments, self._group, more=passes - 1)
+        is_plain = not any(beams) and all(one == SelectionRequest(vocab=one.vocab) for one in requests)
+        flags = Flags(passes, len(segments), self.device)
+        with self._one_pass:
+            ready = self._ready(inputs)
+            if is_plain and ready.may_be_captured and len({request.vocab for request in requests}) == 1:
+                likeliest = Likeliest(self, ready, segments, passes, last, vocab)
+                found = go_ahead(likeliest, passes, flags, halt, every, show)
+                if all(selection.finite for selection in found):
+                    return found
+                ready, flags = self._ready(inputs), Flags(passes, len(segments), self.device)  # for the logits
+            going = Chosen(self, ready, segments, requests, beams, inputs.suffixes, last, vocab)
+            return go_ahead(going, passes, flags, halt, every, show)
+
+    def _ready(self, inputs: Inputs) -> Pass:
+        """Bring the numbers of a pass to the device, in one copy."""
+        n, b = inputs.nodes.shape[1], len(inputs.blocks)
+        padded = _power_of_two(n), _power_of_two(b), _power_of_two(inputs.tiles)
+        fits = n <= MAX_CAPTURED_NODES and 4 * (padded[0] + padded[1]) + len(inputs.slots) <= MAX_NUMBERS
+        nodes, blocks, tiles = padded if fits else (n, b, inputs.tiles)
+        branch = any(own is not None for own in inputs.suffixes)
+        sizes = Sizes(nodes, blocks, tiles if nodes * tiles <= MAX_SHARED_TILES else None, branch)
+        numbers = inputs.numbers(sizes)
+        if not fits:
+            return Pass(to_device(numbers, self.device), sizes, False)
+        self._numbers[: len(numbers)].copy_(torch.from_numpy(numbers), non_blocking=True)
+        return Pass(self._numbers, sizes, True)
+
+    def features(self, ready: Pass) -> Tensor:
+        """Run a pass. Returns what the head makes logits of, [nodes, hidden_size]. The next pass may overwrite it."""
+        if not ready.may_be_captured:
+            return self._run(ready)
+        return self._replayed((ready.sizes, 0), lambda: self._run(ready))
+
+    def follow(self, ready: Pass, vocab: int, greedy: Greedy) -> None:
+        """Run a pass, and let its sequences go on to their likeliest tokens."""
+
+        def run() -> Tensor:
+            logits = self.logits(self._run(ready), vocab)
+            summarize(logits, greedy)
+            return logits
+
+        self._replayed((ready.sizes, vocab), run)
+
+    def _replayed(self, key: tuple[Sizes, int], run: Callable[[], Tensor]) -> Tensor:
+        """The result of a function that launches kernels on what lies in fixed places. It is captured once."""
+        if not self._captures:
+            return run()
+        if key not in self._graphs:
+            while len(self._graphs) >= MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            numbers = self._numbers.clone()
+            run()  # compiles the kernels
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = run()
+            self._graphs[key] = graph, result
+            self._numbers.copy_(numbers)
+            if self._greedy is not None:
+                self._greedy.counters.zero_()
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
+
+    def greedy(self, nodes: Tensor) -> Greedy:
+        """Places for what sequences find that go on by their likeliest tokens. No sequence has found anything yet.
+
+        Args:
+            nodes: [4, n].
+        """
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        if self._greedy is None:
+            shape = PASSES_AT_ONCE, MAX_CAPTURED_NODES
+            self._greedy = Greedy(
+                nodes,
+                later=zeros(*shape),
+                ends=zeros(self.vocab_size, dtype=torch.int8),
+                counters=zeros(MAX_CAPTURED_NODES),
+                tokens=zeros(*shape),
+                scores=zeros(*shape, dtype=torch.float32),
+                normalizers=zeros(*shape, dtype=torch.float32),
+                goes_on=zeros(*shape, dtype=torch.int8),
+            )
+        self._greedy.counters.zero_()
+        return replace(self._greedy, nodes=nodes)
+
+    def _run(self, ready: Pass) -> Tensor:
+        model, config = self.model, self.model.config
+        (tokens, positions, slots, _), ancestors = ready.sizes.views(ready.numbers)
+        at = positions.clamp(min=0)
+        x = F.embedding(tokens, model.embedding.weight)
+        if model.positions is not None:
+            x = x + F.embedding(at, model.positions.weight)
+        if config.embedding_scale != 1.0:  # rounded as the weights are, for the models were trained so
+            x = x * float(torch.tensor(config.embedding_scale, dtype=x.dtype))
+        angles = {rope: at[:, None] * frequencies for rope, frequencies in model.frequencies.items()}
+        rotations = {rope: (a.cos() * rope.scale, a.sin() * rope.scale) for rope, a in angles.items()}
+        for number, block in enumerate(cast("Iterable[Block]", model.blocks)):
+            a = block.attention
+            keys, values = self._store.layer(number)
+            rotation = None if a.rope is None else rotations[a.rope]
+            norms = None if a.q_norm is None or a.k_norm is None else (a.q_norm.weight, a.k_norm.weight)
+            normed = _normed(block.attention_norm, x)
+            qkv = product(normed, a.qkv.weight, a.qkv.bias)
+            q = rotate_and_store(qkv, keys, values, slots, a.heads, rotation, norms, config.norm_eps)
+            attended = attend(q, keys, values, ancestors, a.scale, a.softcap, a.window)
+            y = _added(x, a.output, attended, block.post_attention_norm)
+            if block.mlp_norm is not None:
+                normed = _normed(block.mlp_norm, x if block.parallel else y)
+            into = block.mlp.gate_up if isinstance(block.mlp, GatedMLP) else block.mlp.up
+            inner = product(normed, into.weight, into.bias, None, config.activation, config.gated_mlp)
+            x = _added(y, block.mlp.down, inner, block.post_mlp_norm)
+        return _normed(model.norm, x)
+
+    def logits(self, features: Tensor, vocab: int) -> Tensor:
+        """Logits of the first tokens, float32 [n, vocab]."""
+        if not len(features):  # a chunk inside a prompt
+            return features.new_empty(0, vocab, dtype=torch.float32)
+        head: Weights = self.model.head
+        bias = None if head.bias is None else head.bias[:vocab]
+        logits = product(features, head.weight[:vocab], bias, dtype=torch.float32)
+        return cap(logits, self.model.config.logits_softcap)
+
+
+class Likeliest:
+    """Passes of sequences that go on by their likeliest tokens. A pass and its choice are one captured graph.
+
+    Its selections have no logits.
+
+    Args:
+        ends: token ids, int64.
+    """
+
+    def __init__(
+        self, backend: GpuBackend, ready: Pass, segments: Sequence[Segment], passes: int, ends: Tensor, vocab: int
+    ) -> None:
+        self._backend, self._ready, self._vocab, self._count = backend, ready, vocab, len(segments)
+        nodes, _ = ready.sizes.views(ready.numbers)
+        self._greedy = backend.greedy(nodes)
+        shape = passes, nodes.shape[1]
+        slots = np.zeros(shape, np.int32)
+        slots[:-1, : self._count] = np.stack([s.ahead for s in segments], axis=1)
+        self._places = slice(0, slots.size), shape
+        self._place(self._greedy.later).copy_(torch.from_numpy(slots), non_blocking=True)
+        self._greedy.ends.zero_()
+        self._greedy.ends[ends] = 1
+
+    def _place(self, whole: Tensor) -> Tensor:
+        """The part of an array that these passes use, [passes, nodes]."""
+        part, shape = self._places
+        return whole.view(-1)[part].view(shape)
+
+    def run(self, number: int) -> Tensor:
+        self._backend.follow(self._ready, self._vocab, self._greedy)
+        return self._place(self._greedy.goes_on)[number, : self._count]
+
+    def selections(self, count: int) -> list[Selection]:
+        found = self._greedy.tokens.long(), self._greedy.scores.clone(), self._greedy.normalizers.clone()
+        ((tokens, scores, normalizers),) = to_cpu([[self._place(one)[:count, : self._count] for one in found]])
+        log_probs = scores - normalizers
+        columns = [np.s_[:, i : i + 1] for i in range(self._count)]
+        return [
+            Selection(tokens[i], log_probs[i], scores[i], normalizers[i][:, 0], None, None, None, ()) for i in columns
+        ]
+
+
+class Chosen:
+    """Passes of sequences and beams whose next nodes are chosen by selections. Their graphs end before the head.
+
+    Args:
+        suffixes: where those of the segments are: see :class:`Inputs`.
+        ends: token ids, int64.
+    """
+
+    def __init__(
+        self,
+        backend: GpuBackend,
+        ready: Pass,
+        segments: Sequence[Segment],
+        requests: Sequence[SelectionRequest],
+        beams: Sequence[Beams | None],
+        suffixes: Sequence[tuple[tuple[int, int], int] | None],
+        ends: Tensor,
+        vocab: int,
+    ) -> None:
+        self._backend, self._ready, self._requests, self._vocab = backend, ready, requests, vocab
+        self._rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
+        nodes, ancestors = ready.sizes.views(ready.numbers)
+        self._going = []
+        for s, how, rows, place in zip(segments, beams, self._rows, suffixes, strict=True):
+            own = None
+            if place is not None:
+                shape, start = place
+                own = ancestors.slots[start : start + shape[0] * shape[1]].view(shape)
+            self._going.append(Continuation(s, how, nodes[:3, rows], own, ends))
+        self._kinds: list[list[int]] = []
+        self._found: list[list[Values]] = []
+        self._logits: list[Tensor] = []
+
+    def run(self, number: int) -> Tensor:
+        if number:
+            for one in self._going:
+                one.grow()
+        features = self._backend.features(self._ready)
+        logits = self._backend.logits(features[: self._rows[-1].stop], self._vocab)
+        requests = [later(request, number) for request in self._requests]
+        asked = list(zip(self._rows, requests, strict=True))
+        self._kinds, values = chosen(logits, asked, self._backend.normalizers_of)
+        self._found.append(values)
+        self._logits.append(logits)
+        self._logits[: -PASSES_IN_FLIGHT - 1] = [logits[:0]] * max(0, len(self._logits) - PASSES_IN_FLIGHT - 1)
+        selections = split(self._kinds, values, [(logits[rows], request) for rows, request in asked])
+        tensors: list[tuple[Any, ...]] = [(own.tokens, own.scores, own.normalizers) for own in selections]
+        return torch.stack([one.choose(*own) for one, own in zip(self._going, tensors, strict=True)])
+
+    def selections(self, count: int) -> list[Selection]:
+        last = self._logits[count - 1]
+        parts = [(last[rows], request) for rows, request in zip(self._rows, self._requests, strict=True)]
+        arrays = iter(to_cpu([values for found in self._found[:count] for values in found]))
+        passes = [split(self._kinds, [next(arrays) for _ in self._kinds], parts) for _ in range(count)]
+        return [one_after_another(of_one) for of_one in zip(*passes, strict=True)]
+
+
+def _power_of_two(n: int) -> int:
+    """The lowest that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _normed(by: Norm, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    return norm(x, by.weight, by.bias, by.eps, residual)
+
+
+def _added(residual: Tensor, weights: Weights, x: Tensor, post_norm: Norm | None) -> Tensor:
+    """The residual plus a product, which may be normed."""
+    if post_norm is None:
+        return product(x, weights.weight, weights.bias, residual)
+    return _normed(post_norm, product(x, weights.weight, weights.bias), residual)

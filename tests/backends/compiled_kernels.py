@@ -1,0 +1,75 @@
+"""A program: compile each kernel that a few passes launch, for a GPU of the kind H100 that is not there.
+
+    python -m tests.backends.compiled_kernels FOLDER ...
+
+The kernels are compiled with the arguments of real passes of the models, and not launched. It prints their names. It
+fails where Triton refuses one, or where one needs more shared memory than the GPU has.
+"""
+
+import sys
+from unittest import mock
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from specbeam.backends.torch.gpu import GpuBackend
+from specbeam.cache.slots import Slots
+from specbeam.checkpoints import locate, open_checkpoint
+from specbeam.selection import SelectionRequest
+from specbeam.tree import Tree
+
+H100 = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+"""Of one program (CUDA C++ Programming Guide, compute capability 9.0)."""
+
+
+class Utils:
+    def load_binary(self, name, kernel, shared, device):
+        print(name)
+        return None, object(), 32, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132}
+
+
+class Driver:
+    """Has a target and launches nothing."""
+
+    def __init__(self):
+        self.utils = Utils()
+
+    def get_current_target(self):
+        return H100
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def launcher_cls(self, source, metadata):
+        return lambda *args: None
+
+
+def main(folders):
+    driver.set_active(Driver())
+    for folder in folders:
+        backend = GpuBackend(open_checkpoint(locate(folder)), "cpu", "bfloat16")
+        tree = Tree([*range(70)])
+        slots = Slots(tree, backend)
+        nodes = slots.missing([tree.tip])
+        backend.forward([slots.segment(nodes, np.array([len(nodes) - 1]))])
+        for count in (1, 3):
+            nodes = np.array(tree.add([tree.tip] * count, [*range(count)]))
+            logits = backend.forward([slots.segment(nodes, np.arange(count))])
+            backend.normalizers_of(torch.zeros_like(logits))
+        with mock.patch("specbeam.backends.torch.gpu.MAX_SHARED_TILES", 0):
+            backend.forward([slots.segment(nodes, np.arange(count))])
+        more = slots.segment(nodes[:1], np.arange(1), None, None, 1)
+        backend.forward_ahead([more], [SelectionRequest()], [None], 2, [1], np.zeros(1, np.int32))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
