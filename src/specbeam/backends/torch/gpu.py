@@ -39,7 +39,7 @@ MAX_NUMBERS = 1 << 20
 MIN_CAPACITY = 1024
 """Slots. When the KV cache moves, passes have to be captured again."""
 PASSES_AT_ONCE = 32
-"""So many passes take longer than what the engine does between them."""
+"""The engine's work between two calls is short beside this many passes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Pass:
 
 
 class GpuBackend(TorchBackend):
-    """A checkpoint on a CUDA device. Arguments and errors are those of :class:`TorchBackend`."""
+    """A checkpoint on a CUDA device. Arguments and errors as for :class:`TorchBackend`."""
 
     passes_at_once = PASSES_AT_ONCE
 
@@ -154,7 +154,7 @@ class GpuBackend(TorchBackend):
         self._replayed((ready.sizes, vocab), run)
 
     def _replayed(self, key: tuple[Sizes, int], run: Callable[[], Tensor]) -> Tensor:
-        """The result of a function that launches kernels on what lies in fixed places. It is captured once."""
+        """The result of a function that launches kernels on arrays in fixed places. It is captured once."""
         if not self._captures:
             return run()
         if key not in self._graphs:
@@ -174,7 +174,7 @@ class GpuBackend(TorchBackend):
         return result
 
     def greedy(self, nodes: Tensor) -> Greedy:
-        """Places for what sequences find that go on by their likeliest tokens. No sequence has found anything yet.
+        """Arrays for sequences that go on by their likeliest tokens, and have found none yet.
 
         Args:
             nodes: [4, n].
@@ -282,7 +282,7 @@ class Chosen:
     """Passes of sequences and beams whose next nodes are chosen by selections. Their graphs end before the head.
 
     Args:
-        suffixes: where those of the segments are: see :class:`Inputs`.
+        suffixes: see :class:`Inputs`.
         ends: token ids, int64.
     """
 

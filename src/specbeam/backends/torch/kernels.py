@@ -1,6 +1,6 @@
 """Triton kernels for passes over the nodes of token trees, on CUDA devices.
 
-The bits of a node's results depend on its own sequence alone: not on how many nodes a pass has, nor on which others.
+The bits of a node's results depend on its own sequence alone: not on the number of nodes in a pass, nor on the others.
 A product adds up its terms in one order, whatever the sizes of its tiles. Attention goes through a node's sequence in
 tiles of positions, wherever the keys lie.
 """
@@ -290,7 +290,7 @@ def _attend_tiles(
     scale, softcap, window, tiles,
     GROUP: tl.constexpr, PRECISION: tl.constexpr, TILE_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr,
 ):  # fmt: skip
-    """The sums of each tile alone. The programs after those of the tiles are of nodes: of the tiles of its own."""
+    """The sums of each tile alone. The first programs have a shared tile each, the others a node and its own tiles."""
     block, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(blocks + 4 * block), tl.load(blocks + 4 * block + 1)
     prefix, shared = tl.load(blocks + 4 * block + 2), tl.load(blocks + 4 * block + 3)
