@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
-from specbeam.backends.devices import choose_device, kind
+from specbeam.backends.devices import choose_device, choose_dtype, has_kernels, kind
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.checkpoints.registry import ALIASES
 from specbeam.errors import SpecbeamError, Unsupported
@@ -361,7 +361,7 @@ def load_silently(
 
             loaded = CpuBackend(checkpoint, _weight_format(placement), placement.threads)
         else:
-            loaded = _torch_backend(device)(checkpoint, device, dtype)
+            loaded = _torch_backend(checkpoint, device, dtype)
     return LanguageModel(
         source=os.fspath(source),
         backend=loaded,
@@ -375,15 +375,17 @@ def load_silently(
     )
 
 
-def _torch_backend(device: str) -> type[TorchBackend]:
-    """The ``torch`` backend for a device. GPUs have kernels of their own, if Triton is there to compile them."""
-    if kind(choose_device(device)) == "cuda" and are_installed("triton"):
-        from specbeam.backends.torch.gpu import GpuBackend
-
-        return GpuBackend
+def _torch_backend(checkpoint: Checkpoint, device: str, dtype: str) -> TorchBackend:
+    """The ``torch`` backend. Models on GPUs have kernels of their own, if Triton can compile them."""
     from specbeam.backends.torch import TorchBackend
 
-    return TorchBackend
+    chosen = choose_device(device)
+    if kind(chosen) == "cuda" and are_installed("triton") and has_kernels(chosen):
+        from specbeam.backends.torch.gpu import GpuBackend
+
+        if GpuBackend.fits(checkpoint.config, chosen, choose_dtype(dtype, chosen, checkpoint.dtype)):
+            return GpuBackend(checkpoint, device, dtype)
+    return TorchBackend(checkpoint, device, dtype)
 
 
 def _absolute(source: str | os.PathLike[str]) -> str:

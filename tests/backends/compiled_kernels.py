@@ -1,6 +1,6 @@
-"""A program: compile each kernel that a few passes launch, for a GPU of the kind H100 that is not there.
+"""A program: compile each kernel that a few passes launch, for a GPU that is not there.
 
-    python -m tests.backends.compiled_kernels FOLDER ...
+    python -m tests.backends.compiled_kernels H100 FOLDER ...
 
 The kernels are compiled with the arguments of real passes of the models, and not launched. It prints their names. It
 fails where Triton refuses one, or where one needs more shared memory than the GPU has.
@@ -14,34 +14,38 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from specbeam.backends.torch import kernels
 from specbeam.backends.torch.gpu import GpuBackend
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.selection import SelectionRequest
 from specbeam.tree import Tree
 
-H100 = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 * 1024
-"""Of one program (CUDA C++ Programming Guide, compute capability 9.0)."""
+GPUS = {"H100": (90, 227), "A100": (80, 163), "RTX 4090": (89, 99)}
+"""Compute capability, and kilobytes of shared memory for a program (CUDA C++ Programming Guide)."""
 
 
 class Utils:
+    def __init__(self, shared):
+        self.shared = shared
+
     def load_binary(self, name, kernel, shared, device):
-        print(name)
+        print(name, shared)
         return None, object(), 32, 0, 1024
 
     def get_device_properties(self, device):
-        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132}
+        return {"max_shared_mem": self.shared, "multiprocessor_count": 132}
 
 
 class Driver:
     """Has a target and launches nothing."""
 
-    def __init__(self):
-        self.utils = Utils()
+    def __init__(self, capability, kilobytes):
+        self.utils = Utils(kilobytes * 1024)
+        self.target = GPUTarget("cuda", capability, 32)
 
     def get_current_target(self):
-        return H100
+        return self.target
 
     def get_current_device(self):
         return 0
@@ -53,15 +57,16 @@ class Driver:
         return lambda *args: None
 
 
-def main(folders):
-    driver.set_active(Driver())
+def main(gpu, *folders):
+    driver.set_active(Driver(*GPUS[gpu]))
+    kernels.shared_bytes = lambda device: GPUS[gpu][1] * 1024
     for folder in folders:
         backend = GpuBackend(open_checkpoint(locate(folder)), "cpu", "bfloat16")
         tree = Tree([*range(70)])
         slots = Slots(tree, backend)
         nodes = slots.missing([tree.tip])
         backend.forward([slots.segment(nodes, np.array([len(nodes) - 1]))])
-        for count in (1, 3):
+        for count in (1, 3, 40):
             nodes = np.array(tree.add([tree.tip] * count, [*range(count)]))
             logits = backend.forward([slots.segment(nodes, np.arange(count))])
             backend.normalizers_of(torch.zeros_like(logits))
@@ -72,4 +77,4 @@ def main(folders):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

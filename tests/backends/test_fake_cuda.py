@@ -32,7 +32,7 @@ def gpu(monkeypatch):
 
     with fake_cuda() as gpu:
         monkeypatch.setattr("specbeam.backends.torch.read_all", read_here)
-        monkeypatch.setattr("specbeam.model._torch_backend", lambda device: TorchBackend)  # kernels need real ones
+        monkeypatch.setattr("specbeam.model._torch_backend", TorchBackend)  # kernels need a real device
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))

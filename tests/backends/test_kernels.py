@@ -19,7 +19,16 @@ if torch.cuda.is_available():
 
 import specbeam
 from specbeam.backends.torch.gpu import GpuBackend
-from specbeam.backends.torch.kernels import TILE_POSITIONS, Ancestors, attend, nodes_per_block, norm, product, summarize
+from specbeam.backends.torch.kernels import (
+    TILE_POSITIONS,
+    Ancestors,
+    attend,
+    attention_bytes,
+    nodes_per_block,
+    norm,
+    product,
+    summarize,
+)
 from specbeam.backends.torch.transformer import ACTIVATIONS
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
@@ -148,14 +157,22 @@ def test_texts_equal_the_texts_of_the_reference(pair, options):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.thorough) for family in ("gpt2", "gemma2"))]
+    ("gpu", "family"),
+    [
+        ("H100", "qwen3"),
+        *(pytest.param("H100", family, marks=pytest.mark.thorough) for family in ("gpt2", "gemma2")),
+        *(pytest.param(gpu, "qwen3", marks=pytest.mark.thorough) for gpu in ("A100", "RTX 4090")),
+    ],
 )
-def test_kernels_compile_for_an_h100(save, family, tmp_path):
+def test_kernels_compile_for_gpus(save, gpu, family, tmp_path):
+    """Their shared memory suffices, also for heads of 256 features."""
     architecture, changes = FAMILIES[family]
-    folder = save(random_model(architecture, **{"num_hidden_layers": 1} | changes))
+    folder = save(random_model(architecture, **{"num_hidden_layers": 1, "head_dim": 256} | changes))
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.backends.compiled_kernels", str(folder)]
+    command = [sys.executable, "-m", "tests.backends.compiled_kernels", gpu, str(folder)]
     env = own | {"TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert len({line.split()[0] for line in run.stdout.splitlines()}) == 8
+    kernels = [line.split() for line in run.stdout.splitlines()]
+    assert len({name for name, _ in kernels}) == 8
+    assert max(int(taken) for name, taken in kernels if "attend" in name) <= attention_bytes(256, 2)

@@ -83,6 +83,13 @@ def name_of_gpu() -> str | None:
     return torch.cuda.get_device_name()
 
 
+def has_kernels(device: str) -> bool:
+    """Whether the kernels for GPUs run on a CUDA device: NVIDIA's since Ampere, which multiply bfloat16."""
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def kind(device: str) -> str:
     """The kind of a device: "cuda" for "cuda:1"."""
     return device.partition(":")[0]

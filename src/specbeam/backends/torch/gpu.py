@@ -7,6 +7,7 @@ Python runs between its kernels. Passes over many nodes launch the same kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -18,14 +19,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
+from specbeam.backends.devices import DTYPES
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Continuation, Flags, go_ahead, later, one_after_another
 from specbeam.backends.torch.inputs import Inputs, Sizes, make_inputs
-from specbeam.backends.torch.kernels import Greedy, attend, norm, product, rotate_and_store, summarize
+from specbeam.backends.torch.kernels import (
+    Greedy,
+    attend,
+    attention_bytes,
+    norm,
+    product,
+    rotate_and_store,
+    shared_bytes,
+    summarize,
+)
 from specbeam.backends.torch.selecting import chosen, split
 from specbeam.backends.torch.transfer import Values, to_cpu, to_device
 from specbeam.backends.torch.transformer import Block, GatedMLP, Norm, Weights, cap
 from specbeam.checkpoints.checkpoint import Checkpoint
+from specbeam.checkpoints.config import Config
 from specbeam.selection import Beams, Selection, SelectionRequest
 
 MAX_CAPTURED_NODES = 64
@@ -69,6 +81,11 @@ class GpuBackend(TorchBackend):
         self._graphs: dict[tuple[Sizes, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._greedy: Greedy | None = None
 
+    @staticmethod
+    def fits(config: Config, device: str, dtype: str) -> bool:
+        """Whether a device's programs have memory enough for tiles of a model's keys and values."""
+        return attention_bytes(config.head_dim, DTYPES[dtype]) <= shared_bytes(torch.device(device))
+
     def reserve(self, slots: int) -> None:
         with self._one_pass:
             if slots > self._store.capacity:
@@ -80,14 +97,19 @@ class GpuBackend(TorchBackend):
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         inputs = make_inputs(segments, self._group)
-        with self._one_pass:
+        with self._one_pass, self._current():
             features = self.features(self._ready(inputs))
             if not np.array_equal(wanted, np.arange(len(wanted))):
                 features = features[to_device(wanted, self.device)]
             return self.logits(features[: len(wanted)], logits_wanted(segments, self.vocab_size))
 
     def normalizers_of(self, logits: Tensor) -> Tensor:
-        return summarize(logits)[0]
+        with self._current():
+            return summarize(logits)[0]
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Triton launches kernels on the current device."""
+        return torch.cuda.device(self.device) if self._captures else nullcontext()
 
     @torch.inference_mode()
     def forward_ahead(
@@ -112,7 +134,7 @@ class GpuBackend(TorchBackend):
         inputs = make_inputs(segments, self._group, more=passes - 1)
         is_plain = not any(beams) and all(one == SelectionRequest(vocab=one.vocab) for one in requests)
         flags = Flags(passes, len(segments), self.device)
-        with self._one_pass:
+        with self._one_pass, self._current():
             ready = self._ready(inputs)
             if is_plain and ready.may_be_captured and len({request.vocab for request in requests}) == 1:
                 likeliest = Likeliest(self, ready, segments, passes, last, vocab)

@@ -10,6 +10,7 @@ tiles of positions, wherever the keys lie.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 import triton
@@ -128,13 +129,24 @@ def product(
     rows = len(weight) // 2 if gated else len(weight)
     out = x.new_empty(n, rows, dtype=dtype or x.dtype)
     tile_n, tile_rows, tile_columns, warps, stages = tiles(n, rows, x.dtype, gated)
+    stage_bytes = (tile_n + (1 + gated) * tile_rows) * tile_columns * x.element_size()
     _product[(triton.cdiv(n, tile_n), triton.cdiv(rows, tile_rows))](
         x, weight, weight if bias is None else bias, x if residual is None else residual, out, n, rows, columns,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation,
         PRECISION="ieee", TILE_N=tile_n, TILE_ROWS=tile_rows, TILE_COLUMNS=tile_columns,
-        EVEN=rows % tile_rows == 0 and columns % tile_columns == 0, num_warps=warps, num_stages=stages,
+        EVEN=rows % tile_rows == 0 and columns % tile_columns == 0, num_warps=warps,
+        num_stages=max(1, min(stages, shared_bytes(x.device) // stage_bytes)),
     )  # fmt: skip
     return out
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of a device's fast memory that a program may take; an H100's without a device."""
+    if device.type != "cuda":
+        return 227 * 1024
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def tiles(n: int, rows: int, dtype: torch.dtype, gated: bool) -> tuple[int, int, int, int, int]:
@@ -448,6 +460,11 @@ def attend(
         partial, sums, a.positions, out, n, heads, head_dim, last, **sizes, UNROLLED=8, num_warps=1,
     )  # fmt: skip
     return out
+
+
+def attention_bytes(head_dim: int, itemsize: int) -> int:
+    """Fast memory of a program of attention at most: for a tile of keys and one of values, and half as much again."""
+    return 3 * TILE_POSITIONS * triton.next_power_of_2(head_dim) * itemsize
 
 
 def nodes_per_block(group: int) -> int:
