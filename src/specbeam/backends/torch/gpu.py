@@ -132,7 +132,7 @@ class GpuBackend(TorchBackend):
         segments = [replace(s, ahead=slots) for s, slots in zip(segments, later_slots, strict=True)]
         last = to_device(np.array([*ends], np.int64), self.device)
         inputs = make_inputs(segments, self._group, more=passes - 1)
-        is_plain = not any(beams) and all(one == SelectionRequest(vocab=one.vocab) for one in requests)
+        is_plain = not any(beams) and all(_is_plain(request) for request in requests)
         flags = Flags(passes, len(segments), self.device)
         with self._one_pass, self._current():
             ready = self._ready(inputs)
@@ -355,6 +355,12 @@ class Chosen:
         arrays = iter(to_cpu([values for found in self._found[:count] for values in found]))
         passes = [split(self._kinds, [next(arrays) for _ in self._kinds], parts) for _ in range(count)]
         return [one_after_another(of_one) for of_one in zip(*passes, strict=True)]
+
+
+def _is_plain(request: SelectionRequest) -> bool:
+    """Whether a request is about the likeliest token alone. Arrays are no parts of a comparison."""
+    has_arrays = request.given is not None or request.allowed is not None
+    return not has_arrays and request == SelectionRequest(vocab=request.vocab)
 
 
 def _power_of_two(n: int) -> int:
