@@ -1,10 +1,11 @@
-"""The cost of a step beside its pass: microseconds of Python per request and token, on a tiny random model.
+"""The cost of a pass beside its kernels: microseconds of Python per pass and request, on a tiny random model.
 
-    python bench/steps.py [--live 1 8 64] [--tokens 128] [--repeats 5] [--json FILE]
+    python bench/steps.py [--live 1 8 64] [--tokens 128] [--repeats 15] [--json FILE]
 
-Each request makes one token, or one step of 4 beams, per iteration. Seconds are the stepping thread's, less the seconds
-inside of native functions. So other programs hardly count, and the model is too small for its caches to count. Figures
-are medians over the repeats. The prompts of the last column are long.
+Each request gets one token, or one step of 4 beams, from a pass. Seconds are thread time without native functions, over
+the passes from the first text to the last. The model is too small for its caches to count. Other programs only add
+time, so figures are the least of the repeats. The prompts of the last column are long. "greedy, beside" are greedy
+requests with one more that looks at each token: its time counts, too.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ import specbeam
 from specbeam.backends.cpu.library import FUNCTIONS, choose_isa, library
 
 LONG_PROMPT_TOKENS = 1500
+PENALIZED = {"repetition_penalty": 1.1}
+"""Such a request looks at each of its tokens."""
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8},
     "sampled with top_p": {"temperature": 0.8, "top_p": 0.95, "top_k": 40},
     "4 beams": {"num_beams": 4},
+    "greedy, beside": {},
+    "penalized": PENALIZED,
 }
 
 
@@ -39,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--live", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     add_json_option(parser)
     given = parser.parse_args()
@@ -57,11 +62,11 @@ def main() -> None:
         cells = []
         for head, (live, prompt) in zip(heads, cases, strict=True):
             samples = [
-                1e6 * step_seconds(lm, clock, live, prompt, given.tokens, METHODS[name])
+                1e6 * step_seconds(lm, clock, live, prompt, given.tokens, name)
                 for _ in range(given.repeats + 1)  # the first warms up
             ]
-            figure = figures.add("toy", name, head, unit="us", samples=samples[1:])
-            cells.append(f"{figure.value:.0f} ({figure.min:.0f} to {figure.max:.0f})")
+            figure = figures.add("toy", name, head, unit="us", samples=[min(samples[1:])])
+            cells.append(f"{figure.value:.0f}")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     figures.write(given.json)
 
@@ -87,23 +92,17 @@ class Clock:
         return time.thread_time() - self._inside
 
 
-def step_seconds(
-    lm: specbeam.LanguageModel, clock: Clock, live: int, prompt: int, tokens: int, options: dict[str, Any]
-) -> float:
+def step_seconds(lm: specbeam.LanguageModel, clock: Clock, live: int, prompt: int, tokens: int, method: str) -> float:
     """All requests begin together and make equally many tokens. Prefill does not count."""
-    engine = specbeam.Engine(lm, max_requests=live, max_batch_tokens=8192)
-    for i in range(live):
+    asked = [METHODS[method]] * live + [PENALIZED] * (method == "greedy, beside")
+    engine = specbeam.Engine(lm, max_requests=len(asked), max_batch_tokens=8192)
+    for i, options in enumerate(asked):
         ids = [1 + (i + k) % 255 for k in range(prompt)]
         engine.submit(ids, {**options, "max_new_tokens": tokens, "eos_token_id": []})
-    for _ in range(4):
-        engine.step()
-    steps = tokens - 8  # to end the sequences does not count, either
+    engine.step()
     start = clock.now()
-    for _ in range(steps):
-        engine.step()
-    seconds = clock.now() - start
     engine.run()
-    return seconds / steps / live
+    return (clock.now() - start) / (tokens - 1) / live
 
 
 if __name__ == "__main__":
