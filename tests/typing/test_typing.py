@@ -1,8 +1,7 @@
-"""Type checkers see the public interface as it is: two of them read examples, and object to the marked lines alone."""
+"""Type checkers see the public interface as it is: they object to the marked lines of some examples alone."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,23 +16,17 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples.py"
 SOURCES = str(Path(specbeam.__file__).parents[1])
 LINES = EXAMPLES.read_text(encoding="utf-8").splitlines()
-MARKED = {number for number, line in enumerate(LINES, 1) if line.endswith("# error")}
-
-
-def run(*command):
-    variables = {**os.environ, "PYTHONPATH": SOURCES, "MYPYPATH": f"{HERE / 'stubs'}{os.pathsep}{SOURCES}"}
-    return subprocess.run([sys.executable, "-m", *command], cwd=HERE, env=variables, capture_output=True, text=True)
-
-
-def test_mypy_objects_to_the_marked_lines_alone(tmp_path):
-    ran = run("mypy", "--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={tmp_path}", EXAMPLES.name)
-    lines = re.findall(rf"^{re.escape(EXAMPLES.name)}:(\d+): error", ran.stdout, re.MULTILINE)
-    assert {int(line) for line in lines} == MARKED, ran.stdout + ran.stderr
+MARK = "  # type: ignore"
+MARKED = {number for number, line in enumerate(LINES, 1) if line.endswith(MARK)}
 
 
 @needs_torch
-def test_pyright_objects_to_the_marked_lines_alone():
-    ran = run("basedpyright", "--level", "error", "--pythonpath", sys.executable, "--outputjson", EXAMPLES.name)
+def test_pyright_objects_to_the_marked_lines_alone(tmp_path):
+    examples = tmp_path / EXAMPLES.name
+    examples.write_text("\n".join(line.removesuffix(MARK) for line in LINES))
+    command = ["basedpyright", "--level", "error", "--pythonpath", sys.executable, "--outputjson", examples.name]
+    variables = {**os.environ, "PYTHONPATH": SOURCES}
+    ran = subprocess.run([sys.executable, "-m", *command], cwd=tmp_path, env=variables, capture_output=True, text=True)
     found = json.loads(ran.stdout)["generalDiagnostics"]
     assert {one["range"]["start"]["line"] + 1 for one in found} == MARKED, found
 

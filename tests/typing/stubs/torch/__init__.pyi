@@ -1,9 +1,0 @@
-"""Stands in for PyTorch, which takes mypy a minute to read: the examples are about specbeam's own signatures."""
-
-from typing import Any
-
-class Tensor:
-    def tolist(self) -> Any: ...
-
-def tensor(data: Any) -> Tensor: ...
-def __getattr__(name: str) -> Any: ...
