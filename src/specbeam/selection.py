@@ -7,7 +7,7 @@ are. ``specbeam.backends.torch.selecting`` does so in PyTorch on any device. It 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -92,6 +92,12 @@ class SelectionRequest:
     renormalize: bool = False
     noise: Noise | None = None
     total: bool = False
+
+    def after(self, passes: int) -> SelectionRequest:
+        """The same request this many tokens later: the positions of its noise have grown."""
+        if self.noise is None or not passes:
+            return self
+        return replace(self, noise=replace(self.noise, positions=self.noise.positions + np.uint32(passes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +215,13 @@ def gather(rows: Sequence[tuple[Selection, int]]) -> Selection:
     sources = tuple(selection.source(row) for selection, row in rows) if all_there else ()
     names = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
     return Selection(**{name: gathered(name) for name in names}, sources=sources, join=first.join)
+
+
+def one_after_another(selections: Sequence[Selection]) -> Selection:
+    """The selections of several passes at the same nodes as one, with the logits of the last."""
+    *_, last = selections
+    values: dict[str, Any] = {}
+    for name in (one.name for one in fields(Selection) if one.name not in ("sources", "join")):
+        arrays = [getattr(one, name) for one in selections]
+        values[name] = None if arrays[0] is None else np.concatenate(arrays)
+    return Selection(**values, sources=last.sources, join=last.join)

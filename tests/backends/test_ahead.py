@@ -164,33 +164,6 @@ def test_the_pass_in_which_something_comes_up_is_the_last(backends):
     assert passes([free, free], ends=range(VOCAB)) == {1}
 
 
-def test_selections_so_far_are_shown_between_passes(backends):
-    segments, requests, shown = [root(0, [1], 7), root(ROOM, [2], 7)], [SelectionRequest()] * 2, []
-
-    def forward(every, show):
-        return backends[0].forward_ahead(segments, requests, [None] * 2, 8, [], GO_ON, every, show)
-
-    def show(selections):
-        shown.append([(selection.tokens.tolist(), selection.log_probs.tolist()) for selection in selections])
-
-    for every in (1, 3, 7, 8):
-        shown.clear()
-        show(forward(every, show))
-        *earlier, whole = shown
-        passes = range(every, 8, every)  # the last pass is not among them
-        assert earlier == [[(tokens[:n], scores[:n]) for tokens, scores in whole] for n in passes]
-        assert {len(tokens) for tokens, _ in whole} == {8}
-
-    def fail(selections):
-        show(selections)
-        raise KeyboardInterrupt
-
-    shown.clear()
-    with pytest.raises(KeyboardInterrupt):
-        forward(2, fail)
-    assert len(shown) == 1
-
-
 def root(slot, tokens, ahead):
     """First tokens of sequences, in slots from a slot on, and slots for this many nodes to come."""
     n, slots = len(tokens), slot + np.arange(len(tokens) + ahead)

@@ -6,7 +6,9 @@ import specbeam
 from specbeam import Engine, Options
 from specbeam.engine.costs import CostTable, nominal_cost, pass_times
 from specbeam.engine.output import Output
+from specbeam.engine.request_state import RequestState
 from specbeam.engine.setup import make_setup
+from specbeam.selection import Selection
 from tests.conftest import random_model, run_alone, table_of_costs
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
@@ -162,10 +164,79 @@ def test_if_passes_ahead_fail_each_request_goes_on_alone(lm, monkeypatch):
     assert [result.sequences for result in results(Engine(lm), {})] == expected
 
 
+# Requests that go ahead beside others that cannot.
+
+
+BESIDE = [
+    {"repetition_penalty": 1.1},
+    {"stop_strings": ["a stop string that no text has"]},
+    {"top_logprobs": 2},
+    {"trace": True},
+    {"num_beams": 4, "no_repeat_ngram_size": 3},
+    {"num_beams": 3, "do_sample": True, "seed": 3},
+]
+
+
+def steps_of(monkeypatch):
+    """The passes whose selections a strategy has taken at once, by request, as they come."""
+    steps, advance = {}, RequestState._advance
+
+    def counted(state, selection):
+        if isinstance(selection, Selection):
+            steps.setdefault(state.request, []).append(len(selection.tokens))
+        advance(state, selection)
+
+    monkeypatch.setattr(RequestState, "_advance", counted)
+    return steps
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("name", ["lm", "windowed"])
+def test_a_request_that_looks_at_its_tokens_does_not_stop_others(request, monkeypatch, name, beside):
+    lm, steps = request.getfixturevalue(name), steps_of(monkeypatch)
+    kinds = [{}, {"temperature": 0.8, "seed": 1}, {"min_new_tokens": 12, "logit_bias": {101: 2.0}}, beside]
+    alone = [run_alone(lm, [97 + n, 98, 99], LONG | one | STEP_BY_STEP) for n, one in enumerate(kinds)]
+    steps.clear()
+    engine = Engine(lm)
+    requests = [engine.submit([97 + n, 98, 99], LONG | one) for n, one in enumerate(kinds)]
+    engine.run()
+    assert [request.result().sequences for request in requests] == [one.sequences for one in alone]
+    for plain, single in zip(requests[:3], alone, strict=False):
+        assert max(steps[plain]) == 9
+        assert plain.result().stats.target_passes == single.stats.target_passes
+        assert plain.result().stats.nodes_evaluated == single.stats.nodes_evaluated
+        assert plain.result().stats.time_to_first_token < plain.result().stats.seconds
+
+
+@pytest.mark.parametrize("passes", range(1, 12))
+@pytest.mark.parametrize("how", ["cancel", "timeout", "preempt", "little memory"])
+def test_a_request_that_is_stopped_has_all_tokens_so_far(lm, monkeypatch, passes, how):
+    engine = Engine(lm, max_cache_tokens=80 if how == "little memory" else None)
+    kinds = [{}, {"temperature": 0.8, "seed": 1}, {"repetition_penalty": 1.1}]
+    plain, *_ = requests = [engine.submit([97 + n, 98, 99], LONG | one) for n, one in enumerate(kinds)]
+    for _ in range(passes):
+        engine.step()
+    if how == "cancel":
+        plain.cancel()
+    elif how == "timeout":
+        next(one for one in engine._scheduler._live if one.request is plain).deadline = 0.0
+        engine._scheduler._next_deadline = 0.0
+    elif how == "preempt":
+        engine._scheduler.preempt_newest()
+        engine._scheduler.preempt_newest()
+    engine.run()
+    for n, request in enumerate(requests):
+        expected = run_alone(lm, [97 + n, 98, 99], LONG | kinds[n]).token_ids
+        is_cut = request is plain and how in ("cancel", "timeout")
+        assert request.result().token_ids == (expected[:passes] if is_cut else expected)
+
+
 # Streams.
 
 SECONDS_PER_PASS = 0.0055
 """A token may wait for the next three passes, which take less than 20 ms."""
+SLOW_SECONDS_PER_PASS = 0.03
+"""Each token is handed out."""
 
 
 def read(engine, *submitted):
@@ -182,31 +253,21 @@ def lengths(pieces):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "is_known", "passes", "tokens"),
-    [
-        (SECONDS_PER_PASS, True, [8, 8, 8, 4], [1, 4, 4, 4, 4, 4, 4, 4, 1]),
-        (0.03, True, [3] * 9 + [2], [1] * 30),
-        (1e-3, False, [8, 8, 8, 5], [1] * 30),
-    ],
+    ("seconds", "is_known", "passes"),
+    [(SECONDS_PER_PASS, True, [4] * 7), (SLOW_SECONDS_PER_PASS, True, []), (1e-3, False, [])],
     ids=["fast", "slow", "as long as the time of a pass is unknown"],
 )
-def test_tokens_reach_their_reader_while_the_backend_goes_on(lm, monkeypatch, seconds, is_known, passes, tokens):
+def test_while_somebody_reads_the_backend_goes_less_far(lm, monkeypatch, seconds, is_known, passes):
     calls = passes_of_calls(monkeypatch, lm, seconds=seconds)
     monkeypatch.setattr(CostTable, "knows", lambda table, nodes: is_known)
     (pieces,), (result,) = read(Engine(lm), {"eos_token_id": []})
     assert calls == passes
-    assert lengths(pieces) == tokens
+    assert lengths(pieces) == [1, *passes, 1] if passes else [1] * 30
     assert result.stats.target_passes == 30
-
-
-def test_where_no_thread_can_take_tokens_the_backend_goes_less_far(lm, monkeypatch):
-    calls = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
-    pieces = [*specbeam.stream(lm, [97, 98, 99], LONG)]
-    assert calls == [4] * 7
-    assert lengths(pieces) == [1, *calls, 1]
+    assert lengths(specbeam.stream(lm, [97, 98, 99], LONG)) == lengths(pieces)  # no thread
     calls.clear()
     specbeam.generate(lm, [97, 98, 99], LONG)  # nobody reads
-    assert calls == [8, 8, 8, 5]
+    assert max(calls) > max(passes, default=1)
 
 
 def test_tokens_of_beams_are_certain_only_after_their_step(lm, monkeypatch):
@@ -218,9 +279,10 @@ def test_tokens_of_beams_are_certain_only_after_their_step(lm, monkeypatch):
     assert result.sequences == run_alone(lm, [97, 98, 99], LONG | options).sequences
 
 
+@pytest.mark.parametrize("seconds", [SECONDS_PER_PASS, SLOW_SECONDS_PER_PASS])
 @pytest.mark.parametrize("options", [*KINDS, BEAMS[1]])
-def test_a_reader_changes_no_bit(lm, monkeypatch, options):
-    passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
+def test_a_reader_changes_no_bit(lm, monkeypatch, options, seconds):
+    passes_of_calls(monkeypatch, lm, seconds=seconds)
     kinds = [options, {"temperature": 0.9, "seed": 7}, {"max_new_tokens": 17}]
     alone = [results(Engine(lm), one | STEP_BY_STEP, n + 1)[n] for n, one in enumerate(kinds)]
     for some_are_read in (False, True):
@@ -237,10 +299,11 @@ def test_a_reader_changes_no_bit(lm, monkeypatch, options):
             assert [one for piece in some for one in piece.log_probs] == result.sequences[0].log_probs
 
 
-def test_a_reader_may_cancel_in_the_middle_of_passes(lm, monkeypatch):
+@pytest.mark.parametrize(("seconds", "tokens"), [(SECONDS_PER_PASS, 5), (SLOW_SECONDS_PER_PASS, 2)])
+def test_a_reader_may_cancel(lm, monkeypatch, seconds, tokens):
     """No pass comes after that, and the text is what it has read."""
-    calls, taken = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS), []
-    engine = Engine(lm)
+    passes_of_calls(monkeypatch, lm, seconds=seconds)
+    engine, taken = Engine(lm), []
     request = engine.submit([97, 98, 99], LONG)
 
     def take(piece):
@@ -248,17 +311,16 @@ def test_a_reader_may_cancel_in_the_middle_of_passes(lm, monkeypatch):
         if len(taken) == 2:
             request.cancel()
 
-    request.add_piece_callback(take, lambda function, *args: function(*args))  # as an event loop elsewhere would
+    request.add_piece_callback(take)
     with engine:
         result = request.result(60)
-    assert calls == [4]
     assert result.finish_reason == "cancelled"
     assert [token for piece in taken for token in piece.token_ids] == result.token_ids
-    assert len(result.token_ids) == 5
+    assert len(result.token_ids) == result.stats.target_passes == tokens
 
 
-def test_a_function_in_the_engines_thread_gets_pieces_between_calls(lm, monkeypatch):
-    """It may do anything, even use the backend."""
+def test_a_function_in_the_engines_thread_may_do_anything(lm, monkeypatch):
+    """It may even use the backend."""
     calls, pieces = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS), []
     engine = Engine(lm)
     request = engine.submit([97, 98, 99], LONG)
@@ -275,15 +337,15 @@ def test_a_function_in_the_engines_thread_gets_pieces_between_calls(lm, monkeypa
 
 
 def test_a_text_that_cannot_be_shown_ends_only_its_request(lm, monkeypatch):
-    passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
+    passes_of_calls(monkeypatch, lm, seconds=SLOW_SECONDS_PER_PASS)
     engine, show = Engine(lm), Output.show
     fine, broken = (engine.submit([97 + n, 98, 99], LONG) for n in range(2))
     pieces, _ = fine.pieces, broken.pieces  # both are read
 
-    def fail(output, selection):
+    def fail(output, held):
         if output._request is broken:
             raise ValueError("no text")
-        show(output, selection)
+        show(output, held)
 
     monkeypatch.setattr(Output, "show", fail)
     with engine:

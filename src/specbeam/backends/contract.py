@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -130,8 +130,6 @@ class AheadBackend(Backend, Protocol):
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
-        every: int = 1,
-        show: Callable[[list[Selection]], object] | None = None,
     ) -> list[Selection]:
         """Passes over one node, or beams, of each of several trees. Each is over the tokens that the one before chose.
 
@@ -146,9 +144,6 @@ class AheadBackend(Backend, Protocol):
             passes: the most passes, at least 1. A pass is the last one if the strategy has to look at its selection.
             ends: token ids. The pass that chooses one of them is the last.
             halt: int32 [1]. Any thread may change it from 0. Then the pass that runs is the last.
-            every, show: after each ``every`` passes, but not after the last one, ``show`` is called with the selections
-                so far, which are valid until it returns. It must not use the backend. An error that it raises ends the
-                passes.
 
         Returns:
             For each segment a selection with the rows of each pass. It has the logits of the last pass alone.

@@ -71,7 +71,7 @@ class Slots:
 
     def at(self, nodes: Nodes) -> Ints:
         """The slots of nodes, int64 [n]; -1 for a node without a slot."""
-        self._follow_tree()
+        self._follow_tree(nodes)
         return self._slot[nodes]
 
     def missing(self, nodes: Any) -> Nodes:
@@ -104,9 +104,10 @@ class Slots:
 
     def _is_next(self, nodes: Nodes) -> bool | np.bool_:
         """Whether this is one node, the next one of a tree that is a single sequence. Its ancestors have slots."""
-        if len(nodes) != 1 or not 0 < self._placed == self.tree.prefix_length - 1:
+        if len(nodes) != 1 or not self._placed or self._slot[nodes[0]] != NOWHERE:
             return False
-        return nodes[0] == self.tree.tip and self._slot[nodes[0]] == NOWHERE
+        new = max(0, nodes[0] + 1 - len(self.tree))  # nodes that the tree gets next, down to this one
+        return self._placed == self.tree.prefix_length - 1 + new and (new > 0 or nodes[0] == self.tree.tip)
 
     def _first_seen(self, position: int) -> int:
         """The first position that a node at this position sees in some layer."""
@@ -164,14 +165,21 @@ class Slots:
         return farthest
 
     def segment(
-        self, nodes: Nodes, wanted: Ints, vocab: int | None = None, source: Any = None, ahead: int = 0
+        self,
+        nodes: Nodes,
+        wanted: Ints,
+        vocab: int | None = None,
+        source: Any = None,
+        ahead: int = 0,
+        token: Ints | None = None,
     ) -> Segment:
         """Give nodes slots, and return the part of a pass that evaluates them. Their ancestors have slots or are here.
 
         Args:
             ahead: let the segment have slots for this many further passes, each over as many nodes.
+            token: of a single node that the tree gets after this pass, below its tip, int64 [1].
         """
-        self._follow_tree()
+        self._follow_tree(nodes)
         self.is_fresh = False
         tree = self.tree
         is_next, before = self._is_next(nodes), self._placed
@@ -183,7 +191,10 @@ class Slots:
             self._placed = before
             self.free(placed)
             raise
-        tokens, positions = tree.tokens(nodes), tree.depths(nodes)
+        if token is None:
+            tokens, positions = tree.tokens(nodes), tree.depths(nodes)
+        else:
+            tokens, positions = token, nodes - len(tree) + tree.prefix_length
         # A draft model may lack some of the target's tokens. Any other token will do: draft tokens are verified.
         if (tokens[0] if is_next else tokens.max()) >= self.backend.vocab_size:
             tokens = np.where(tokens < self.backend.vocab_size, tokens, 0)
@@ -202,9 +213,10 @@ class Slots:
             ahead: how many nodes the backend went on by itself. They are next in the tree, and in the reserved slots.
         """
         if ahead:
-            first = len(self.tree)
-            self._follow_tree(first + ahead)
-            self._assign(np.arange(first, first + ahead))
+            first = len(self.tree) + max(0, self._placed - self.tree.prefix_length)
+            later = np.arange(first, first + ahead)
+            self._follow_tree(later)
+            self._assign(later)
         if self.shares and self.begin is not None and self.cached < len(self.begin):
             read = min(self._placed, len(self.begin), *self.tree.depths(pending[:1]).tolist())
             if self.cached < read:
@@ -285,7 +297,8 @@ class Slots:
             self.cache.hold(slots[is_other])
             self._slot[path] = slots
             self._prefix = self._prefix.copy()  # a segment may be run again
-            self._prefix[: self._placed] = self._slot[self.tree.prefix[: self._placed]]
+            placed = self.tree.prefix[: self._placed]
+            self._prefix[: len(placed)] = self._slot[placed]
             own = own[is_other & (own != NOWHERE)]
             self._count(int(np.count_nonzero(is_other)) - len(own))
             self.pool.give_back(self.cache.let_go(own))
@@ -350,9 +363,9 @@ class Slots:
         self._prefix[self._placed : end] = slots
         self._placed = end
 
-    def _follow_tree(self, size: int = 0) -> None:
-        """Make room for the nodes added to the tree since the last call, and for this many nodes in all."""
-        if len(self._slot) < (size := max(size, len(self.tree))):
+    def _follow_tree(self, nodes: Nodes = NO_NODES) -> None:
+        """Make room for the nodes added to the tree since the last call, and for nodes that it gets next."""
+        if len(self._slot) < (size := max(len(self.tree), int(nodes[-1]) + 1 if len(nodes) else 0)):
             room = max(2 * len(self._slot), size)
             self._slot = np.concatenate([self._slot, np.full(room - len(self._slot), NOWHERE, dtype=np.int64)])
 

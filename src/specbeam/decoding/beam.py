@@ -107,7 +107,7 @@ class BeamSearch(Search):
     def evaluation(self) -> Evaluate:
         beams, request, ahead, first = self.beams, self.selection_request(self.beams), 0, int(self.beams[0])
         if self.length and self.selector.seed is None and not self.needs_rows:
-            ahead = min(self.selector.process.unchanged(self.tree, first), self.stop.unchanged(self.tree, first))
+            ahead = self.selector.ahead(self.tree, first, self.stop)
         if not ahead:
             return Evaluate(beams, request)
         how = Beams(self.scores, self._unsettled_above(), FORBIDDEN_SCORE / 2)

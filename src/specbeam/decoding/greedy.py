@@ -28,7 +28,7 @@ def greedy_round(tree: Tree, selector: Selector, stop: Stopping, record: Record,
         skipped: a drafter skipped this round, because drafting would not have paid.
     """
     tip = tree.tip
-    ahead = min(selector.process.unchanged(tree, tip), stop.unchanged(tree, tip))
+    ahead = selector.ahead(tree, tip, stop)
     selection = yield Evaluate([tip], selector(tree, [tip]), ahead=ahead, ends=stop.eos_token_ids)
     for row in range(len(selection.tokens)):  # the first, and those ahead
         tip = tree.append(tip, *chosen(selection, row))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from specbeam.decoding.node_states import NodeStates
 from specbeam.decoding.processors import Processors
+from specbeam.decoding.stopping import Stopping
 from specbeam.options import NEUTRAL_VALUES, Options
 from specbeam.selection import Noise, SelectionRequest
 from specbeam.tree import Nodes, Tree
@@ -24,10 +25,18 @@ class Selector:
         process: the request's processors.
         warpers: shape the distribution that is sampled from (:func:`warpers_of`).
         seed: of the noise for draws, below 2**64. None if nothing is drawn.
+        step_by_step: each selection is looked at before the next one is made.
     """
 
-    def __init__(self, process: Processors, warpers: Mapping[str, Any] | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        process: Processors,
+        warpers: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        step_by_step: bool = False,
+    ) -> None:
         self.process = process
+        self.step_by_step = step_by_step
         self.warpers = dict(warpers or {})
         self.seed = seed
         self._is_plain = process.is_plain and not self.warpers and seed is None
@@ -62,6 +71,10 @@ class Selector:
         changes = self.process(tree, nodes, draft_tokens)
         renormalizes = self.process.of_checkpoint.renormalizes and bool(wants.get("normalize"))  # else without effect
         return SelectionRequest(**changes, **self.warpers, noise=noise, renormalize=renormalizes, **wants)
+
+    def ahead(self, tree: Tree, node: int, stop: Stopping) -> int:
+        """For how many further tokens below a node the same request holds, and only an end token ends the sequence."""
+        return 0 if self.step_by_step else min(self.process.unchanged(tree, node), stop.unchanged(tree, node))
 
     def streams(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint32] | int:
         """Checksums of the sequences' new tokens, uint32 [n], so that a beam's noise does not depend on its rank.

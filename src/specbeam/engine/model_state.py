@@ -108,7 +108,8 @@ class ModelState:
             pending: the nodes that it is to evaluate next. Other nodes of the tree may never be: deferred beams.
         """
         prefix, used = self.tree.prefix_length, self.slots.used
-        lasting = self.tree.live - prefix + self._lasting(prefix)
+        new = max(0, int(pending[-1]) + 1 - len(self.tree)) if len(pending) else 0  # nodes that the tree gets later
+        lasting = self.tree.live + new - prefix + self._lasting(prefix)
         if evaluated := used or self._used_before:
             lasting = min(lasting, evaluated + len(pending))
         return max(0, lasting + self._max_nodes - used) * self.backend.slot_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Sequential
 from typing import Any
 
 from specbeam.decoding import Hypothesis
@@ -68,16 +69,15 @@ class Output:
             trace = self._trace(one_round, text, target, draft)
             self._request.give(Piece(text, tokens, log_probs, top_logprobs, trace=trace))
 
-    def show(self, selection: Selection) -> None:
-        """Hand out tokens that passes ahead have chosen for a sequence, before its strategy adds them to the tree.
+    def show(self, held: Sequential[Selection]) -> None:
+        """Hand out tokens that were chosen for a sequence, before its strategy adds them to the tree.
 
         Args:
-            selection: of all passes since the tip of the sequence.
+            held: the selections since the tip of the sequence, each of one token.
         """
-        shown = self._streamed - self._setup.tree.prefix_length
-        tokens: list[int] = selection.tokens[shown:, 0].tolist()
-        log_probs: list[float] = selection.log_probs[shown:, 0].tolist()
-        self._request.give(Piece(self._take(tokens), tokens, log_probs))
+        new = held[self._streamed - self._setup.tree.prefix_length :]
+        tokens = [int(selection.tokens[0, 0]) for selection in new]
+        self._request.give(Piece(self._take(tokens), tokens, [float(selection.log_probs[0, 0]) for selection in new]))
 
     def find(self, hypothesis: Hypothesis) -> None:
         """Hand out a sequence that is certain to be the next best."""

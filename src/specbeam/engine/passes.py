@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
 from typing import Any, cast
@@ -94,12 +94,9 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], l
     if passes > 1:
         ends = frozenset[int]().union(*(request.step.ends for request, _ in batch))
         about_nodes, beams = [one for _, one in asked], [request.step.beams for request, _ in batch]
-        every = scheduler.passes_unseen(batch)
-        is_read = any(request.request.is_read for request, _ in batch)
-        show = partial(_show, batch, scheduler) if every < passes and is_read else None
         with scheduler.passing():
             found = cast(AheadBackend, backend).forward_ahead(
-                segments, about_nodes, beams, passes, ends, scheduler.halt, every, show
+                segments, about_nodes, beams, passes, ends, scheduler.halt
             )
         logits, passes = NO_LOGITS, len(found[0].tokens) // len(segments[0].tokens)
     else:
@@ -136,14 +133,6 @@ def _receive_sound(
         else:
             alone.append((request, nodes))
     return alone
-
-
-def _show(batch: Batch, scheduler: Scheduler, selections: list[Selection]) -> None:
-    """Stream the tokens that passes ahead have chosen so far."""
-    for (request, nodes), selection in zip(batch, selections, strict=True):
-        if request.request.is_read and request.can_show(nodes):
-            request.show(selection)
-    scheduler.wakeups.send(in_iteration=True)
 
 
 def _one_thread() -> Any:

@@ -1,9 +1,7 @@
 """A request: the caller's handle of a submitted prompt, the ways to wait for it, and what wakes its clients.
 
 A client registers a function, and how it is to be called: at once, or by an event loop's ``call_soon_threadsafe``. A
-client that does not wait costs nothing. All calls of an iteration that go the same way are handed over as one. While
-passes go ahead, clients may be called in the middle of an iteration, but functions that run in the engine's thread wait
-for its end.
+client that does not wait costs nothing. All calls of an iteration that go the same way are handed over as one.
 
 There are no locks: a thread that held one while it waits for the interpreter would stop the engine. A client registers
 first and then looks again, and the engine gives first and then looks for clients. So no wake-up is lost.
@@ -33,11 +31,6 @@ Waiters = dict[Wake, CallSoon]
 def call_now(function: Callable[..., object], *args: Any) -> None:
     """Call a function at once, in the calling thread."""
     function(*args)
-
-
-def wake_thread(function: Callable[..., object], *args: Any) -> None:
-    """Wake another thread that sleeps. Unlike a callback this is short, so it may come within an iteration."""
-    call_now(function, *args)
 
 
 class Unfinished(Protocol):
@@ -86,7 +79,6 @@ class Request:
         self.outcome: Result | Exception | None = None
         self.cancellations = cancellations  # the engine's queue of states to end
         self._pieces: deque[Piece] = deque()
-        self._is_read_here = False  # by a function that runs in the engine's thread
         self._state: Unfinished | None = state  # the engine's, until the request is done
         self._wakeups = wakeups
         self._end_waiters: Waiters = {}
@@ -145,7 +137,6 @@ class Request:
             callback, call_soon: as for :meth:`add_done_callback`.
         """
 
-        self._is_read_here |= call_soon is call_now
         pieces = self.pieces
 
         def take() -> None:
@@ -196,11 +187,6 @@ class Request:
 
     # The engine's thread calls these.
 
-    @property
-    def can_be_shown(self) -> bool:
-        """Whether its readers can take pieces in the middle of an iteration, because none of them needs this thread."""
-        return self._wakeups.engine_runs and not self._is_read_here
-
     def give(self, piece: Piece) -> None:
         """Hand out a piece."""
         self._pieces.append(piece)
@@ -238,7 +224,7 @@ class Request:
     def _sleep(self, waiters: Waiters, is_over: Callable[[], bool], timeout: float | None = None) -> None:
         """Let the calling thread sleep until the engine wakes it, but at most ``timeout`` seconds."""
         event = threading.Event()
-        waiters[event.set] = wake_thread
+        waiters[event.set] = call_now
         try:
             if not is_over():
                 self._check_that_the_engine_runs()
@@ -310,21 +296,14 @@ class Wakeups:
             if (call_soon := waiters.pop(wake, None)) is not None:
                 self._calls[call_soon].append(wake)
 
-    def send(self, in_iteration: bool = False) -> None:
-        """Call the clients of the iteration.
-
-        Args:
-            in_iteration: the iteration goes on. Leave functions that run in this thread to its end.
-        """
-        later = self._calls.pop(call_now, []) if in_iteration else []
+    def send(self) -> None:
+        """Call the clients of the iteration."""
         while self._calls:
             call_soon, wakes = self._calls.popitem()
             try:
                 call_soon(call_all, wakes)
             except Exception:  # such as a loop that was closed: its tasks are gone
                 logger.debug("clients of a request could not be called", exc_info=True)
-        if later:
-            self._calls[call_now] = later
 
 
 def call_all(wakes: Iterable[Wake]) -> None:

@@ -30,8 +30,11 @@ from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.selection import Logits, Selection, SelectionRequest
+from specbeam.selection import MASKED, Logits, Selection, SelectionRequest, one_after_another
 from specbeam.tree import NO_NODES, Nodes
+
+MAX_HELD = 8
+"""The strategy of a sequence that goes ahead takes its steps after at most this many passes."""
 
 
 class RequestState:
@@ -99,7 +102,7 @@ class RequestState:
         self._rows = WantedRows(NO_NODES)
         self.step = Evaluate(NO_NODES)
         self._was_recomputed = False  # because logits were not finite
-        self._show_error: Exception | None = None
+        self._held: list[Selection] = []  # of the passes since, whose tokens the strategy has not seen
 
     @property
     def max_rows(self) -> int:
@@ -151,6 +154,8 @@ class RequestState:
 
     def preempt(self) -> None:
         """Free all slots until :meth:`open`."""
+        with self._failing_alone():
+            self._catch_up()
         for state in self._states:
             state.close()
 
@@ -172,9 +177,10 @@ class RequestState:
 
     def end_early(self, finish_reason: str) -> None:
         """Make the text so far the result, unless the request is done."""
-        if not self.done:
-            tree = self._setup.tree
-            with self._failing_alone():
+        tree = self._setup.tree
+        with self._failing_alone():
+            self._catch_up()
+            if not self.done:
                 self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), finish_reason)])
 
     def max_ahead(self, nodes: Nodes) -> int:
@@ -182,30 +188,19 @@ class RequestState:
 
         Each is over the tokens that the one before chose.
         """
-        if not self.step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
-            return 0
+        if self._held:
+            return self.step.ahead - len(self._held)
         are_all = len(nodes) == len(self.pending) == len(self._rows.ascending)
         return self.step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
 
-    def can_show(self, nodes: Nodes) -> bool:
-        """Whether tokens can be handed out while passes go ahead. Without beams, each chosen token is certain."""
-        return self.request.can_be_shown and self.step.beams is None and nodes[-1] == self._setup.tree.tip
-
-    def show(self, selection: Selection) -> None:
-        """Hand out the tokens that passes ahead have chosen so far. An error ends the request after these passes."""
-        if self._show_error is None:
-            try:
-                self._output.show(selection)
-            except Exception as error:
-                self._show_error = error
-
     def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
-        no_ancestors = len(nodes) == len(self.pending) == len(self._rows.part) and self._rows.is_whole
+        no_ancestors = self._held or (len(nodes) == len(self.pending) == len(self._rows.part) and self._rows.is_whole)
         wanted = np.arange(len(nodes)) if no_ancestors else self._rows.among(nodes)
         request, state = self.step.selection_request, self.model
         vocab = None if request is None else request.vocab
-        return state.slots.segment(nodes, wanted, vocab, state.source, ahead)
+        token = self._held[-1].tokens[:, 0] if self._held else None
+        return state.slots.segment(nodes, wanted, vocab, state.source, ahead, token)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
         """Record its latest pass.
@@ -225,8 +220,8 @@ class RequestState:
 
         Empty as long as others are pending, or if the strategy wants the rows in another order than they come in.
         """
-        is_last = len(nodes) == len(self.pending)
-        return self._selection_requests() if is_last and self._rows.in_order and self._rows.is_whole else []
+        is_last = self._held or (len(nodes) == len(self.pending) and self._rows.in_order and self._rows.is_whole)
+        return self._selection_requests() if is_last else []
 
     def is_sound(self, logits: Logits, rows: slice, selections: list[Selection]) -> bool:
         """Whether it can go on with its rows of logits, or with the selections from them.
@@ -257,12 +252,14 @@ class RequestState:
             self.pending = self.pending[len(nodes) :]
             self.model.evaluated(nodes, self.pending, ahead)
             backend = self.model.backend
-            if len(self.pending) or not self._rows.is_last_part:
+            if len(self.pending) or not (self._held or self._rows.is_last_part):
                 self._rows.add(logits[rows], backend.join)
                 if not len(self.pending):
                     self._evaluate(self._rows.rest)
                 return
             self.model.completed += 1 + ahead
+            if selections and not ahead and self._holds(nodes, selections[0]):
+                return
             if not selections:
                 logits = self._rows.complete(logits[rows], backend.join)
                 rows = slice(0, len(logits))
@@ -272,6 +269,34 @@ class RequestState:
                 alternatives.add(self._rows.nodes, selections.pop())
             self._advance(self._selection(selections[0]) if selections else backend.array(logits))
 
+    def _holds(self, nodes: Nodes, selection: Selection) -> bool:
+        """Go on to the token that was chosen, without a look at it, if the strategy allows that.
+
+        Its node gets the next number in the tree. The strategy adds it later, when it takes the selections together.
+        """
+        held, tree = self._held, self._setup.tree
+        if min(self.step.ahead, MAX_HELD) <= len(held) or self.step.beams is not None:
+            return False
+        token, first = int(selection.tokens[0, 0]), nodes[-1] < tree.prompt_length  # people wait for that
+        if first or token in self.step.ends or not selection.scores[0, 0] > MASKED:
+            return False
+        selection.sources = ()  # no logits outlive their pass
+        held.append(selection)
+        self.pending = np.array([len(tree) + len(held) - 1])
+        if self.request.is_read:
+            self._output.show(held)
+        return True
+
+    def _catch_up(self) -> None:
+        """Let the strategy take the selections that were held."""
+        if self._held:
+            self._advance(one_after_another(self._taken()))
+
+    def _taken(self, *last: Selection) -> list[Selection]:
+        """The selections that were held, and a last one. None is held any more."""
+        held, self._held = [*self._held, *last], []
+        return held
+
     def refuse(self, nodes: Nodes, logits: Logits, rows: slice, selections: list[Selection]) -> None:
         """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
 
@@ -279,14 +304,15 @@ class RequestState:
         Arguments are as for :meth:`receive`.
         """
         with self._failing_alone():
-            problem = self._not_finite(nodes, logits, rows, selections)
-            self._rows.restart()
+            was_recomputed, self._was_recomputed = self._was_recomputed and not self._held, True
+            problem = None if self._held else self._not_finite(nodes, logits, rows, selections)
             self.model.lose(len(nodes))
-            if self._was_recomputed:
+            self._catch_up()
+            self._rows.restart()
+            if was_recomputed:
                 self._advance(problem)
             else:
                 self._evaluate(self._rows.ascending)
-            self._was_recomputed = True
 
     def _not_finite(self, nodes: Nodes, logits: Logits, rows: slice, selections: list[Selection]) -> NotFinite:
         wanted = nodes[self._rows.among(nodes)]
@@ -305,15 +331,15 @@ class RequestState:
         """The strategy's selection request, if it has one, then the one for alternatives, if they were asked for."""
         requests = []
         if (own := self.step.selection_request) is not None:
-            requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own)
+            requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own.after(len(self._held)))
         if self._alternatives is not None:
             requests.append(self._alternatives.selection_request)
         return requests
 
     def _selection(self, selection: Selection) -> Selection:
         """The selection for the strategy. A caller's functions run here: they get all scores, and may fail."""
-        if self._show_error is not None:
-            raise self._show_error
+        if self._held:
+            return one_after_another(self._taken(selection))
         if (own := self.step.selection_request) is None or not own.functions:
             return selection
         (found,) = self.model.backend.choose(selection.logits, [(slice(0, len(selection.tokens)), own)])
@@ -341,10 +367,11 @@ class RequestState:
         without. Where the nodes of a plain step do not fit together, they are evaluated in parts.
         """
         with self._failing_alone():
+            self._catch_up()
             if self._draft is not None and self._draft in self._states:
                 self._draft.close()
                 self._states.remove(self._draft)
-            if self.step.drafting or self.step.or_fewer:
+            if not self.done and (self.step.drafting or self.step.or_fewer):
                 self._advance(budget.too_small)
             if not self.done:
                 self._take_part(budget)
@@ -427,6 +454,7 @@ class RequestState:
         for state in self._states:
             state.close()
         self.pending = NO_NODES
+        self._held = []
         self._rows.restart()
         self._strategy = None
         self._drafter = None

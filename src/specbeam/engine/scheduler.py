@@ -312,21 +312,14 @@ class Scheduler:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
             most = min(most, int(seconds / self.costs(backend, ahead=True).expected(nodes)))
-            if read := [one for one in batch if one[0].request.is_read]:
-                unseen = self.passes_unseen(batch)
-                can_show = all(request.can_show(nodes) for request, nodes in read)
-                most = most // unseen * unseen or most if can_show else min(most, unseen)
+            if any(request.request.is_read for request, _ in batch):
+                times = self.costs(backend, ahead=True)
+                most = min(most, 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1)
             bytes_per_pass = nodes * backend.slot_bytes
             room = (self.budget.room if len(batch) > 1 else self.budget.cache_bytes) - self.budget.held
             most = max(1, min(most, room // bytes_per_pass))
             self.budget.evict(room - most * bytes_per_pass)
         return most
-
-    def passes_unseen(self, batch: Batch) -> int:
-        """After how many passes ahead the tokens of streamed texts are to be handed out."""
-        nodes = sum(len(nodes) for _, nodes in batch)
-        times = self.costs(batch[0][0].model.backend, ahead=True)
-        return 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1
 
     def _count_sources(self) -> None:
         self.budget.source_bytes = sum(request.source_bytes for request in self._live)

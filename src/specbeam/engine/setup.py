@@ -72,14 +72,14 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
     process = Processors(options, eos, backend.vocab_size, of_checkpoint, backend.device)
     decode = None if lm.tokenizer is None else lm.decode
     stop = Stopping(eos, max_length, options.stop_strings, decode, options.min_new_tokens or 0)
+    warpers, seed = (warpers_of(options), some_seed(options.seed)) if options.samples else (None, None)
+    selector = Selector(process, warpers, seed, step_by_step=options.trace or options.top_logprobs is not None)
     draws_beams = options.num_beams > 1 and (options.samples or options.num_beam_groups > 1)
-    looks_at_each = options.trace or options.top_logprobs is not None or draws_beams
-    unchanged = min(process.unchanged(tree, tree.tip), stop.unchanged(tree, tree.tip))
-    goes_ahead = hasattr(backend, "forward_ahead") and unchanged > 0 and not looks_at_each
+    goes_ahead = hasattr(backend, "forward_ahead") and selector.ahead(tree, tree.tip, stop) > 0 and not draws_beams
     return Setup(
         options=options,
         tree=tree,
-        selector=Selector(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
+        selector=selector,
         stop=stop,
         record=Record(tree, lm.token_text if options.trace else None),
         cost=SharedCost(costs(backend)),

@@ -210,7 +210,7 @@ class Call {
     int64_t done = -1;
     const auto of_ends = copied(ends);
     const char *wrong = specbeam_forward_ahead(model, of_segments.get(), count(), of_ahead.get(), logits.get(), &choice,
-                                               passes, of_ends.get(), int64_t(ends.size()), &halt, 1, nullptr, &done);
+                                               passes, of_ends.get(), int64_t(ends.size()), &halt, &done);
     if (wrong) std::fprintf(stderr, "refused: %s\n", wrong);
     CHECK(!wrong);
     CHECK(done >= 1 && done <= passes && (!halt || done == 1));
@@ -427,7 +427,7 @@ class Call {
         else halts = nullptr;
     }
     const char *wrong = specbeam_forward_ahead(model, of_segments.get(), number, of_ahead.get(), to, &choice, passes,
-                                               of_ends.get(), end_count, halts, 1, nullptr, &done);
+                                               of_ends.get(), end_count, halts, &done);
     check(!wrong || *wrong);
     for (Tree &tree : trees) evict(in, model, tree, taken);
   }

@@ -34,8 +34,7 @@
   F(int32_t, cache_release, void *, int64_t, int64_t)                                                                 \
   F(const char *, choose, void *, const specbeam::Choice *)                                                           \
   F(const char *, forward_ahead, void *, const specbeam::Segment *, int64_t, const specbeam::Ahead *, float *,        \
-    const specbeam::Choice *, int64_t, const int64_t *, int64_t, const int32_t *, int64_t, int32_t (*)(int64_t),      \
-    int64_t *)                                                                                                        \
+    const specbeam::Choice *, int64_t, const int64_t *, int64_t, const int32_t *, int64_t *)                          \
   F(const char *, forward, void *, const specbeam::Segment *, int64_t, const int64_t *, int64_t, int64_t, float *)    \
   F(int32_t, multiply, int32_t, int32_t, int64_t, int64_t, const uint8_t *, const float *, int64_t, float *)          \
   F(float, weight, int32_t, int64_t, int64_t, const uint8_t *, int64_t, int64_t)

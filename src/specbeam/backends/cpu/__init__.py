@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend, Segment, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
-from specbeam.backends.cpu.library import SHOW, AheadStruct, ModelConfigStruct, address, choose_isa, library
+from specbeam.backends.cpu.library import AheadStruct, ModelConfigStruct, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
@@ -116,8 +116,6 @@ class CpuBackend(Backend):
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
-        every: int = 1,
-        show: Callable[[list[Selection]], object] | None = None,
     ) -> list[Selection]:
         rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
         asked = list(zip(rows, requests, strict=True))
@@ -129,16 +127,6 @@ class CpuBackend(Backend):
         structs, kept = _structs(segments)
         ahead, kept_ahead = _ahead_structs(segments, beams, passes)
         last, done = np.array([*ends], np.int64), np.zeros(1, np.int64)
-        failures: list[BaseException] = []
-
-        def show_all(so_far: int) -> int:
-            try:
-                assert show is not None
-                show(choice.selections(so_far))
-            except BaseException as error:  # it cannot pass through native code
-                failures.append(error)
-            return not failures
-
         with self._one_pass:
             wrong = self._library.specbeam_forward_ahead(
                 self._model,
@@ -151,15 +139,11 @@ class CpuBackend(Backend):
                 address(last),
                 len(last),
                 address(halt),
-                every,
-                SHOW() if show is None else SHOW(show_all),
                 address(done),
             )
         del kept, kept_ahead
         if wrong:
             raise RuntimeError(f"passes were refused: {wrong.decode()}")
-        if failures:
-            raise failures.pop()
         return choice.selections(int(done[0]))
 
     def choose(

@@ -22,7 +22,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 BASELINE = "portable"
 """The instruction set that any processor has."""
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 """As in native/model.h. Raise both when a function changes."""
 
 
@@ -88,7 +88,6 @@ class AheadStruct(ctypes.Structure):
 
 STRUCTURES = (ModelConfigStruct, SegmentStruct, EditStruct, SelectionRequestStruct, ChoiceStruct, AheadStruct)
 
-SHOW = ctypes.CFUNCTYPE(c_int32, c_int64)
 """Is called during passes ahead with the number of passes so far. Returns 0 if there is to be no further one."""
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -114,7 +113,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "choose": (c_char_p, [c_void_p, c_void_p]),
     "forward_ahead": (
         c_char_p,
-        [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_void_p, c_int64, SHOW, c_void_p],
+        [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, *[c_void_p] * 2],
     ),
     "multiply": (c_int32, [c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),

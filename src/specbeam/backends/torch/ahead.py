@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import Tensor
 from specbeam.backends.contract import Segment
 from specbeam.backends.torch.selecting import highest
 from specbeam.backends.torch.transfer import to_device
-from specbeam.selection import MASKED, Beams, Selection, SelectionRequest
+from specbeam.selection import MASKED, Beams, Selection
 
 PASSES_IN_FLIGHT = 2
 """Passes whose flags the host has not seen, beside the one that it launches. So a GPU does not wait for the host."""
@@ -30,14 +28,7 @@ class Passes(Protocol):
         """What was selected for each segment in the first passes."""
 
 
-def go_ahead(
-    going: Passes,
-    passes: int,
-    flags: Flags,
-    halt: NDArray[np.int32],
-    every: int,
-    show: Callable[[list[Selection]], object] | None,
-) -> list[Selection]:
+def go_ahead(going: Passes, passes: int, flags: Flags, halt: NDArray[np.int32]) -> list[Selection]:
     """Run passes until one segment may not go on. See :meth:`AheadBackend.forward_ahead`.
 
     The host learns of that a few passes later. What these passes have done is left out.
@@ -46,10 +37,6 @@ def go_ahead(
         flags.add(going.run(number))
         if halt[0] or number + 1 == passes or not flags.up_to(number - PASSES_IN_FLIGHT):
             break
-        if show is not None and (number + 1) % every == 0:
-            if not flags.up_to(number):
-                break
-            show(going.selections(number + 1))
     return going.selections(flags.passes)
 
 
@@ -136,20 +123,3 @@ class Continuation:
                 self._suffixes.copy_(self._suffixes[self._parents])
             self._suffixes[:, self._place] = slots
             self._place += 1
-
-
-def later(request: SelectionRequest, passes: int) -> SelectionRequest:
-    """The request of a later pass: the positions of its noise have grown."""
-    if request.noise is None:
-        return request
-    positions = request.noise.positions + np.uint32(passes)
-    return replace(request, noise=replace(request.noise, positions=positions))
-
-
-def one_after_another(selections: Sequence[Selection]) -> Selection:
-    """The selections of several passes at the same nodes as one, with the logits of the last."""
-    values: dict[str, Any] = {}
-    for name in (field.name for field in fields(Selection) if field.name not in ("sources", "join")):
-        arrays = [getattr(one, name) for one in selections]
-        values[name] = None if arrays[0] is None else np.concatenate(arrays)
-    return Selection(**values, sources=selections[-1].sources, join=selections[-1].join)

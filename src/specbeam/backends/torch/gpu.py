@@ -21,7 +21,7 @@ from torch import Tensor
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.devices import DTYPES
 from specbeam.backends.torch import TorchBackend
-from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Continuation, Flags, go_ahead, later, one_after_another
+from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Continuation, Flags, go_ahead
 from specbeam.backends.torch.inputs import Inputs, Sizes, make_inputs
 from specbeam.backends.torch.kernels import (
     Greedy,
@@ -38,7 +38,7 @@ from specbeam.backends.torch.transfer import Values, to_cpu, to_device
 from specbeam.backends.torch.transformer import Block, GatedMLP, Norm, Weights, cap
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
-from specbeam.selection import Beams, Selection, SelectionRequest
+from specbeam.selection import Beams, Selection, SelectionRequest, one_after_another
 
 MAX_CAPTURED_NODES = 64
 """Passes over more nodes are not captured: their kernels take longer than the launches of these."""
@@ -120,8 +120,6 @@ class GpuBackend(TorchBackend):
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
-        every: int = 1,
-        show: Callable[[list[Selection]], object] | None = None,
     ) -> list[Selection]:
         vocab = logits_wanted(segments, self.vocab_size)
         rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
@@ -138,12 +136,12 @@ class GpuBackend(TorchBackend):
             ready = self._ready(inputs)
             if is_plain and ready.may_be_captured and len({request.vocab for request in requests}) == 1:
                 likeliest = Likeliest(self, ready, segments, passes, last, vocab)
-                found = go_ahead(likeliest, passes, flags, halt, every, show)
+                found = go_ahead(likeliest, passes, flags, halt)
                 if all(selection.finite for selection in found):
                     return found
                 ready, flags = self._ready(inputs), Flags(passes, len(segments), self.device)  # for the logits
             going = Chosen(self, ready, segments, requests, beams, inputs.suffixes, last, vocab)
-            return go_ahead(going, passes, flags, halt, every, show)
+            return go_ahead(going, passes, flags, halt)
 
     def _ready(self, inputs: Inputs) -> Pass:
         """Bring the numbers of a pass to the device, in one copy."""
@@ -339,7 +337,7 @@ class Chosen:
                 one.grow()
         features = self._backend.features(self._ready)
         logits = self._backend.logits(features[: self._rows[-1].stop], self._vocab)
-        requests = [later(request, number) for request in self._requests]
+        requests = [request.after(number) for request in self._requests]
         asked = list(zip(self._rows, requests, strict=True))
         self._kinds, values = chosen(logits, asked, self._backend.normalizers_of)
         self._found.append(values)

@@ -247,9 +247,6 @@ const char *specbeam_choose(void *model, const Choice *choice) {
 // which another thread changes `halt` from 0. Returns the error, or null; then `done` is the number of passes. After an
 // error the slots of the last pass are empty.
 //
-// After every `every` passes but the last one, `show` is called with the number of passes so far, unless it is null.
-// Their results are in their places then. If it returns 0, there is no further pass.
-//
 // The choice has a request for each segment, about its nodes. The positions of its noise go on by one. Each pass
 // overwrites the logits, which are the choice's. Its results lie in the places of `choice`, plus the number of the pass
 // times the sizes.
@@ -262,12 +259,10 @@ const char *specbeam_choose(void *model, const Choice *choice) {
 // - the best sum is not above best_above, or the sum of a next beam is not above all_above.
 const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t count, const Ahead *ahead,
                                    float *logits, const Choice *choice, int64_t passes, const int64_t *ends,
-                                   int64_t end_count, const int32_t *halt, int64_t every, int32_t (*show)(int64_t),
-                                   int64_t *done) {
+                                   int64_t end_count, const int32_t *halt, int64_t *done) {
   if (!segments || count < 1 || count > INT32_MAX || passes < 1 || passes > INT32_MAX) return "there is nothing to do";
   if (!ahead || !choice || choice->logits != logits || !halt || !done || end_count < 0 || (end_count && !ends))
     return "an array is missing";
-  if (show && every < 1) return "results are to be shown after no pass";
   if (const char *reason = wrong(*choice)) return reason;
   if (const char *reason = wrong(segments, count, *choice, ahead, passes)) return reason;
   const int64_t nodes = choice->logit_rows;
@@ -297,8 +292,6 @@ const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t
       own.tokens += own.top_count, own.log_probs += own.top_count, own.scores += own.top_count;
       if (own.noise_count) own.noise += own.top_count;
       own.given_log_probs += own.given_count, own.normalizers += own.row_count, own.totals += own.row_count;
-      const int64_t so_far = *done + 1;
-      if (show && goes_on && so_far < passes && so_far % every == 0) goes_on = show(so_far);
       goes_on &= !__atomic_load_n(halt, __ATOMIC_RELAXED);
     }
     return nullptr;
