@@ -32,6 +32,7 @@ from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
+from specbeam.server.notes import Notes
 from specbeam.server.page import add_page_to
 from specbeam.server.responses import ResponseRequest
 from specbeam.server.rounds import WatchedRequest
@@ -148,29 +149,29 @@ def make_app(
         """The outcome of work that makes tokens of a request's body, in a thread."""
         if len(await request.body()) <= LONG_BODY_BYTES:
             return await asyncio.to_thread(work)
-        _give_turn(request)  # so that short requests do not wait for it
+        Notes.of(request.scope).turn.close()  # so that short requests do not wait for it
         return await asyncio.get_running_loop().run_in_executor(long_bodies, work)
 
     async def generate(fields: Generation, request: Request) -> Response:
         """Answer a request for texts, whole or as a stream."""
-        notes = request.scope["specbeam"]
+        notes = Notes.of(request.scope)
         try:
             call = fields.call(_models(request).get(fields.model), limits)
-            notes["call"] = call
+            notes.call = call
             if logs_prompts:
-                notes["prompts"] = call.prompts
+                notes.prompts = call.prompts
             await arrivals.pause()
             if call.is_quick and len(await request.body()) <= MAX_SHORT_BODY_BYTES:
                 call.submit()
             else:
                 await while_connected(request.receive, tokenizing(request, call.submit), call)
-            _give_turn(request)
+            notes.turn.close()
             answer = fields.answer(call)
             if fields.stream:
                 return EventStream(answer.frames(), call)
             return json_response(answer.whole(await while_connected(request.receive, call.results(), call)))
         except ClientGone:
-            notes["outcome"] = "cancelled"
+            notes.outcome = "cancelled"
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -267,7 +268,7 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics) ->
         if request.app.state.is_stopping and refusal.status < 500:
             refusal = stopping()
         elif refusal.status == 500:
-            logger.error("request %s failed", request.scope["specbeam"]["id"], exc_info=refusal)
+            logger.error("request %s failed", Notes.of(request.scope).id, exc_info=refusal)
         return refusal.response
 
     async def refuse_http(request: Request, error: HTTPException) -> Response:
@@ -285,7 +286,7 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics) ->
 
     async def fail(request: Request, _: Exception) -> Response:
         response = failed().response
-        response.headers[REQUEST_ID] = request.scope["specbeam"]["id"]  # it does not pass through the guard
+        response.headers[REQUEST_ID] = Notes.of(request.scope).id  # it does not pass through the guard
         return response
 
     handlers: dict[Any, Any] = {Refusal: refuse, HTTPException: refuse_http, Exception: fail}
@@ -313,12 +314,6 @@ def _models(request: Request) -> Models:
     """
     models: Models = request.app.state.models
     return models
-
-
-def _give_turn(request: Request) -> None:
-    """Let the next request begin. The turns are in the process of the client's connection."""
-    if (turn := request.scope["specbeam"].get("turn")) is not None:
-        turn.close()
 
 
 def _about(model: ServedModel) -> dict[str, Any]:

@@ -8,18 +8,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specbeam.engine import Request
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
 from specbeam.server.metrics import Metrics, Tally
+from specbeam.server.notes import KEY, Notes
 from specbeam.server.page import is_page
 from specbeam.server.streams import ClientGone
 
@@ -56,36 +53,34 @@ class Guard:
         self._hosts = {"localhost", *LOOPBACK_ADDRESSES, *access.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or "specbeam" in scope:
+        if scope["type"] != "http" or KEY in scope:
             await self._app(scope, receive, send)
             return
         begin = time.monotonic()
         given = Headers(scope=scope).get(REQUEST_ID, "")
-        notes: dict[str, Any] = {"status": 500, "id": given if VALID_ID.fullmatch(given) else uuid.uuid4().hex}
-        scope["specbeam"] = notes
+        notes = scope[KEY] = Notes(given if VALID_ID.fullmatch(given) else uuid.uuid4().hex)
 
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                notes["status"] = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = notes["id"]
+                notes.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = notes.id
             await send(message)
 
-        turn = notes["turn"] = ExitStack()
         try:
             try:
                 self._check(scope)
                 if scope["method"] == "POST":
                     receive = _first(await self._body(scope, receive), receive)
                     await self._turns.acquire()
-                    turn.callback(self._turns.release)
+                    notes.turn.callback(self._turns.release)
             except Refusal as refusal:
                 await refusal.response(scope, receive, noting)
             except ClientGone:
-                notes["outcome"] = "cancelled"
+                notes.outcome = "cancelled"
             else:
                 await self._app(scope, receive, noting)
         finally:
-            turn.close()
+            notes.turn.close()
             self._note(scope, notes, time.monotonic() - begin)
 
     def _check(self, scope: Scope) -> None:
@@ -174,60 +169,31 @@ class Guard:
             self._check_size(max(len(body), scope.get(ANNOUNCED_BYTES, 0)))
         return {"type": "http.request", "body": bytes(body)}
 
-    def _note(self, scope: Scope, notes: dict[str, Any], seconds: float) -> None:
-        status = notes["status"]
-        outcome = notes.get("outcome") or OUTCOMES.get(status)
+    def _note(self, scope: Scope, notes: Notes, seconds: float) -> None:
+        status = notes.status
+        outcome = notes.outcome or OUTCOMES.get(status)
         if outcome is None:
             outcome = "finished" if status < 400 else "refused" if status < 500 else "failed"
 
         def log(later_tokens: int = 0) -> None:
             """Write the line. ``later_tokens`` are of texts that ended after their client had gone."""
             line = f"{scope['method']} {_path(scope)} {status} {outcome} {seconds:.3f} s"
-            line += f" client={_client(scope)} id={notes['id']}"
-            if (tally := notes.get("tally")) is not None:
+            line += f" client={_client(scope)} id={notes.id}"
+            if (tally := notes.tally) is not None:
                 line += f" model={tally.model} prompt_tokens={tally.prompt_tokens}"
                 line += f" new_tokens={tally.new_tokens + later_tokens}"
-            if notes.get("prompts") is not None:
-                line += f" prompts={notes['prompts']!r}"
+            if notes.prompts is not None:
+                line += f" prompts={notes.prompts!r}"
             logger.info(line)
 
         def end(later: Tally) -> None:
             self._metrics.add(later)
             log(later.new_tokens)
 
-        is_over = settle(scope, end)
-        self._metrics.count(notes["endpoint"], outcome, notes.get("tally"))
+        is_over = notes.settle(scope, end)
+        self._metrics.count(notes.endpoint, outcome, notes.tally)
         if is_over:
             log()
-
-
-def settle(scope: Scope, take_later: Callable[[Tally], object]) -> bool:
-    """Make the notes of a request that has ended plain data, which another process can read.
-
-    Args:
-        take_later: is given the cost that is not in the notes. If the client went away, requests to the engine may be
-            left, and end later.
-
-    Returns:
-        Whether nothing is left.
-    """
-    notes: dict[str, Any] = scope["specbeam"]
-    if "endpoint" not in notes:
-        notes["endpoint"] = getattr(scope.get("route"), "path", "other")
-    if (call := notes.pop("call", None)) is None:
-        return True
-    left = [request for request in call.requests if request.outcome is None]
-    notes["tally"] = Tally.of(call, [request for request in call.requests if request not in left])
-    unfinished = {*left}
-
-    def end(request: Request) -> None:
-        unfinished.remove(request)
-        if not unfinished:
-            take_later(Tally.of(call, left))
-
-    for request in left:
-        request.add_done_callback(end, asyncio.get_running_loop().call_soon_threadsafe)
-    return not left
 
 
 def _first(message: Message, receive: Receive) -> Receive:

@@ -36,10 +36,10 @@ from specbeam.jobs.cluster import joined_cluster
 from specbeam.model import LanguageModel
 from specbeam.server.app import make_app, protect
 from specbeam.server.errors import Refusal, json_response, stopping
-from specbeam.server.guard import settle
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.models import Load, Models
+from specbeam.server.notes import KEY, Notes
 from specbeam.server.streams import ClientGone, error_frame, while_connected
 
 logger = logging.getLogger("specbeam.server")
@@ -219,7 +219,7 @@ class Replica:
             if message.get("more_body", False):  # the last message goes with the notes
                 has_chunks.set()
 
-        scope, notes = asked.scope, asked.scope["specbeam"]
+        scope, notes = asked.scope, Notes.of(asked.scope)
         answering = asyncio.ensure_future(self._app(scope, receive, send))
         answering.add_done_callback(lambda _: has_chunks.set())
         try:
@@ -230,16 +230,17 @@ class Replica:
                     taken, messages[:] = [*messages], []
                     yield taken
             if answering.exception() is not None:
-                logger.error("request %s failed", notes["id"], exc_info=answering.exception())
-            settle(scope, self._uncounted.append)
+                logger.error("request %s failed", notes.id, exc_info=answering.exception())
+            notes.settle(scope, self._uncounted.append)
             yield [{"type": NOTES, "notes": notes}, *messages]
         finally:  # Ray cancels this when the client goes away
             has_gone.set()
             with suppress(Exception):
                 await answering
-            if "call" in notes:  # nobody waits for the notes
-                settle(scope, self._uncounted.append)
-                self._uncounted.append(notes["tally"])
+            if notes.call is not None:  # nobody waits for the notes
+                notes.settle(scope, self._uncounted.append)
+                assert notes.tally is not None
+                self._uncounted.append(notes.tally)
 
     async def state(self) -> State:
         """How this replica is. The costs in it are the front's to count."""
@@ -276,18 +277,18 @@ class Replicas:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give a request to a replica, and its answer to the client."""
-        notes = scope["specbeam"]
-        notes["endpoint"] = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
-        notes["turn"].close()
+        notes = Notes.of(scope)
+        notes.endpoint = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
+        notes.turn.close()
         try:
             body = await Request(scope, receive).body()
             blocks = blocks_of(body) if scope["method"] == "POST" else ()
             asked = Asked(_plain(scope), body, blocks)
             await while_connected(receive, self._answer(asked, notes, send))
         except (ClientGone, ClientDisconnect):
-            notes["outcome"] = "cancelled"
+            notes.outcome = "cancelled"
 
-    async def _answer(self, asked: Asked, notes: dict[str, Any], send: Send) -> None:
+    async def _answer(self, asked: Asked, notes: Notes, send: Send) -> None:
         """Let a replica answer. If it dies before it wrote anything, another one has the request.
 
         Raises:
@@ -302,7 +303,7 @@ class Replicas:
                 async for messages in response:
                     for message in messages:
                         if message["type"] == NOTES:
-                            notes.update(message["notes"])
+                            notes.take(message["notes"])
                         elif message["type"] == "http.response.start":
                             start = message  # as long as it is not sent, another replica may begin again
                         else:
@@ -318,7 +319,7 @@ class Replicas:
                 if has_died:
                     logger.warning("a replica died while it had a request")
                 if has_begun:
-                    notes["outcome"] = "failed"
+                    notes.outcome = "failed"
                     frame = error_frame(_lost() if has_died else error)
                     await send({"type": "http.response.body", "body": frame, "more_body": False})
                     return
@@ -328,7 +329,7 @@ class Replicas:
                 if not has_ended:
                     with suppress(Exception):
                         response.cancel()
-        notes["outcome"] = "failed"
+        notes.outcome = "failed"
         raise _lost()
 
     async def states(self) -> list[State]:
@@ -485,7 +486,7 @@ def _plain(scope: Scope) -> dict[str, Any]:
     """The part of a scope that can go to another process. Of the notes it has the id of the request."""
     connection = ("type", "http_version", "scheme", "client", "server", "root_path")
     names = (*connection, "method", "path", "raw_path", "query_string", "headers")
-    return {name: scope[name] for name in names if name in scope} | {"specbeam": {"id": scope["specbeam"]["id"]}}
+    return {name: scope[name] for name in names if name in scope} | {KEY: Notes(Notes.of(scope).id)}
 
 
 def _lost() -> Refusal:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal, failed
+from specbeam.server.notes import Notes
 
 logger = logging.getLogger("specbeam.server")
 T = TypeVar("T")
@@ -62,9 +63,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(send, scope["specbeam"]["id"]), self._call)
+            await while_connected(receive, self._send(send, Notes.of(scope).id), self._call)
         except ClientGone:
-            scope["specbeam"]["outcome"] = "cancelled"
+            Notes.of(scope).outcome = "cancelled"
         finally:
             self._call.cancel()
 
