@@ -12,8 +12,8 @@ import specbeam
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
-from specbeam.server.errors import to_json
 from specbeam.server.fields import Decoding
+from specbeam.server.json import to_json
 from specbeam.server.statistics import costs, usage
 from specbeam.server.tokens import Part
 

@@ -27,8 +27,9 @@ from specbeam.server.arrivals import Arrivals
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
-from specbeam.server.errors import Refusal, failed, json_response, refusal_of_body, refusal_of_json, stopping
+from specbeam.server.errors import Refusal, failed, refusal_of_body, refusal_of_json, stopping
 from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard
+from specbeam.server.json import json_response
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fastapi.responses import Response
+from starlette.responses import Response
 
 from specbeam.errors import NotFinite, QueueFull, SpecbeamError
 from specbeam.option_names import nearest_name
 from specbeam.options import Options
 from specbeam.plugins import PluginError
+from specbeam.server.json import json_response
 
 RETRY_AFTER_SECONDS = 1
 """A client that was refused for lack of room may try again after this time."""
@@ -21,7 +22,6 @@ TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 """OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
 TYPE_NAMES = ("str", "int", "float", "bool")
 OPTION = re.compile(rf"\b({'|'.join(one.name for one in fields(Options))})\b")
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 @dataclass(eq=False)
@@ -55,11 +55,6 @@ class Refusal(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return json_response(self.body, self.status, headers)
-
-
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A value as JSON in UTF-8. Half a surrogate pair, which no encoding can write, becomes a question mark."""
-    return Response(to_json(value).encode(errors="replace"), status, headers, "application/json")
 
 
 def stopping() -> Refusal:

@@ -35,7 +35,8 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.cluster import joined_cluster
 from specbeam.model import LanguageModel
 from specbeam.server.app import make_app, protect
-from specbeam.server.errors import Refusal, json_response, stopping
+from specbeam.server.errors import Refusal, stopping
+from specbeam.server.json import json_response
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.models import Load, Models

@@ -13,8 +13,9 @@ from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES, TextFormat
-from specbeam.server.errors import Refusal, to_json
+from specbeam.server.errors import Refusal
 from specbeam.server.fields import Count, Decoding, Empty, Fields, TopLogprobs, Unsupported, Whole, content_of
+from specbeam.server.json import to_json
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.statistics import costs, token_counts
