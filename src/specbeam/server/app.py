@@ -243,7 +243,7 @@ def make_app(
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
         field = request.scope["route"].body_field
         known = {} if field is None else field.field_info.annotation.model_fields
-        names = [name for name, one in known.items() if one.annotation is not NoneType]  # Unsupported
+        names = [name for name, one in known.items() if one.annotation is not NoneType]  # which may only be null
         return refusal_of_body([*error.errors()], names).response
 
     return app

@@ -12,9 +12,10 @@ from specbeam.prompts import Rendering
 from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Count, Decoding, Empty, Fields, TopLogprobs, Unsupported, content_of
+from specbeam.server.fields import Count, Decoding, TopLogprobs, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
+from specbeam.server.neutral import Fields, with_neutral_fields
 from specbeam.server.tokens import Part, chat_log_probs
 
 ROLES = {"developer": "system"}
@@ -30,17 +31,13 @@ class TextPart(Fields):
     text: str
 
 
+@with_neutral_fields
 class Message(Fields):
     """A message of a conversation. The chat template of the model says which roles there are."""
 
     role: str
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
     name: Annotated[str, Field(pattern=NAME)] | None = Field(None, description="For the chat template: message.name.")
-    annotations: Empty | None = None
-    refusal: Unsupported = None
-    audio: Unsupported = None
-    tool_calls: Empty | None = None
-    function_call: Unsupported = None
 
     _content_of = field_validator("content")(content_of)
 
@@ -81,12 +78,7 @@ class TemplateFields(Fields):
             raise Refusal(str(error), "continue_final_message") from error
 
 
-class TextFormat(Fields):
-    """The only form of answers: text."""
-
-    type: Literal["text"]
-
-
+@with_neutral_fields
 class ChatRequest(TemplateFields, Decoding):
     """A request for the next message of a conversation."""
 
@@ -97,20 +89,6 @@ class ChatRequest(TemplateFields, Decoding):
     max_completion_tokens: Count | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: TextFormat | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    tools: Empty | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Accepted: there are no tools.")
-    reasoning_effort: Literal["none"] | None = None
-    verbosity: Literal["medium"] | None = None
-    audio: Unsupported = None
-    functions: Empty | None = None
-    function_call: Literal["none", "auto"] | None = None
-    moderation: Unsupported = None
-    prediction: Unsupported = None
-    prompt_cache_options: Unsupported = None
-    web_search_options: Unsupported = None
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The requests to the engine."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from specbeam.server.call import Call
 from specbeam.server.fields import CountOrZero, Decoding, TokenId, TopLogprobs
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
+from specbeam.server.neutral import with_neutral_fields
 from specbeam.server.tokens import CompletionLogProbs, Part
 
 MAX_TOKENS = 16
@@ -20,6 +21,7 @@ MAX_TOKENS = 16
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
+@with_neutral_fields
 class CompletionRequest(Decoding):
     """A request for texts that go on from prompts."""
 
@@ -29,7 +31,6 @@ class CompletionRequest(Decoding):
     max_tokens: CountOrZero | None = Field(None, description="16 if it is left out.")
     logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each place.")
     echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
-    suffix: Literal[""] | None = None
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The requests to the engine."""

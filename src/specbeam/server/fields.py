@@ -1,15 +1,14 @@
 """The fields of requests that say how to decode, and the options that they stand for.
 
-A field that cannot be honoured is refused by its name. Fields that OpenAI documents and that are not for a text model
-are declared with their neutral values, because many clients send these along.
+A field that cannot be honoured is refused by its name.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticKnownError
 
 from specbeam.errors import SpecbeamError
@@ -17,6 +16,7 @@ from specbeam.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
+from specbeam.server.neutral import Fields, with_neutral_fields
 
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
@@ -39,16 +39,6 @@ CountOrZero = Annotated[Whole, Field(ge=0, lt=2**31)]
 TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
 """How many of the likeliest tokens to return for each place."""
 Size = Count | Literal["auto"]
-Empty = Annotated[list[Any], Field(max_length=0)]
-"""The type of lists that OpenAI documents and that this server does not support."""
-Unsupported: TypeAlias = None
-"""The type of fields that OpenAI documents and that this server does not support: only null is allowed."""
-
-
-class Fields(BaseModel):
-    """An object of a request. Unknown fields are refused, and so are values of another type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def content_of(content: Any, message: ValidationInfo) -> Any:
@@ -62,11 +52,11 @@ def content_of(content: Any, message: ValidationInfo) -> Any:
     return "" if content is None else content
 
 
+@with_neutral_fields
 class StreamOptions(Fields):
     """How a stream ends."""
 
     include_usage: bool | None = Field(None, description="Send a last frame with the usage.")
-    include_obfuscation: Literal[False] | None = None
 
 
 class StructuredOutputs(Fields):
@@ -77,8 +67,9 @@ class StructuredOutputs(Fields):
     )
 
 
-class Decoding(Fields):
-    """The fields that chat and text completions share. OpenAI's come first, then vLLM's and specbeam's."""
+@with_neutral_fields
+class OpenAIDecoding(Fields):
+    """OpenAI's fields that all endpoints for texts share."""
 
     model: str | None = Field(None, description="A name from /v1/models. The first model if it is left out.")
     n: Count | None = Field(None, description="Texts for each prompt. With beams they are the best ones.")
@@ -95,13 +86,10 @@ class Decoding(Fields):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, and has no effect.")
     metadata: dict[str, str] | None = Field(None, description="Accepted, and has no effect.")
-    safety_identifier: str | None = Field(None, description="Accepted, and has no effect.")
-    prompt_cache_key: str | None = Field(None, description="Accepted: prefixes are shared in any case.")
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
-        None, description="Accepted, and has no effect."
-    )
-    store: Literal[False] | None = Field(None, description="Nothing is stored.")
-    service_tier: Literal["auto", "default"] | None = None
+
+
+class Decoding(OpenAIDecoding):
+    """The fields that all endpoints for texts share: OpenAI's, and vLLM's and specbeam's after them."""
 
     top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 and 0: all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)

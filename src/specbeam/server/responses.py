@@ -12,47 +12,40 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
-from specbeam.server.chat import ROLES, TextFormat
+from specbeam.server.chat import ROLES
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Count, Decoding, Empty, Fields, TopLogprobs, Unsupported, Whole, content_of
+from specbeam.server.fields import Count, Decoding, TopLogprobs, Whole, content_of
 from specbeam.server.json import to_json
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
+from specbeam.server.neutral import Fields, with_neutral_fields
 from specbeam.server.statistics import costs, token_counts
 from specbeam.server.tokens import Part, chat_log_probs
 
 
+@with_neutral_fields
 class InputPart(Fields):
     """A part of a message. Answers of the assistant are given back as "output_text"."""
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Empty | None = None
-    logprobs: list[Any] | None = Field(None, description="Accepted in answers that are given back.")
 
 
+@with_neutral_fields
 class InputMessage(Fields):
     """A message of the conversation so far."""
 
     role: str
     content: str | Annotated[list[InputPart], Field(min_length=1)] | None = Field(None, validate_default=True)
-    type: Literal["message"] | None = None
-    id: str | None = Field(None, description="Accepted in answers that are given back.")
-    status: str | None = Field(None, description="Accepted in answers that are given back.")
-    phase: Unsupported = None
 
     _content_of = field_validator("content")(content_of)
 
 
+@with_neutral_fields
 class ReasoningItem(Fields):
     """An item of another model's history. No chat template here has a place for it, so it has no effect."""
 
     type: Literal["reasoning"]
-    id: str | None = None
-    summary: list[Any] | None = None
-    content: list[Any] | None = None
-    encrypted_content: str | None = None
-    status: str | None = None
 
 
 def _kind(item: Any) -> str:
@@ -65,19 +58,7 @@ InputItem = Annotated[
 ]
 
 
-class Reasoning(Fields):
-    """How much the model reasons. Here it does not."""
-
-    effort: Literal["none"] | None = None
-
-
-class TextConfig(Fields):
-    """The form of the answer."""
-
-    format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
-
-
+@with_neutral_fields
 class ResponseRequest(Decoding):
     """A request for the next message of a conversation."""
 
@@ -87,24 +68,6 @@ class ResponseRequest(Decoding):
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: TopLogprobs | None = None
     n: Annotated[Whole, Field(ge=1, le=1)] | None = Field(None, description="This endpoint gives one text.")
-    text: TextConfig | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    return_token_ids: Literal[False] | None = None
-    tools: Empty | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Accepted: there are no tools.")
-    access_programs: Unsupported = None
-    background_options: Unsupported = None
-    context_management: Unsupported = None
-    conversation: Unsupported = None
-    image: Unsupported = None
-    max_tool_calls: Unsupported = None
-    moderation: Unsupported = None
-    previous_response_id: Unsupported = None
-    prompt: Unsupported = None
-    prompt_cache_options: Unsupported = None
-    reasoning: Reasoning | None = None
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The request to the engine."""

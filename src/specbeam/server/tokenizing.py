@@ -10,8 +10,9 @@ from specbeam.errors import SpecbeamError
 from specbeam.prompts import token_ids
 from specbeam.server.chat import Message, TemplateFields
 from specbeam.server.errors import Refusal, refusal_of
-from specbeam.server.fields import Fields, TokenId
+from specbeam.server.fields import TokenId
 from specbeam.server.models import ServedModel
+from specbeam.server.neutral import Fields
 
 
 class TokenizeRequest(TemplateFields):

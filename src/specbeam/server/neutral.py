@@ -1,0 +1,102 @@
+"""Fields that OpenAI documents, and that are not for a model that only writes text.
+
+Many clients send them along. They are declared with the values that change nothing, and refused with others.
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Fields(BaseModel):
+    """An object of a request. Unknown fields are refused, and so are values of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class TextFormat(Fields):
+    """The only form of answers: text."""
+
+    type: Literal["text"]
+
+
+class TextConfig(Fields):
+    """The form of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Fields):
+    """How much the model reasons. Here it does not."""
+
+    effort: Literal["none"] | None = None
+
+
+Empty = Annotated[list[Any], Field(max_length=0)]
+NO_EFFECT = "Accepted, and has no effect."
+GIVEN_BACK = "Accepted in answers that are given back."
+TOOLS = {
+    "tools": Empty,
+    "tool_choice": Literal["none", "auto"],
+    "parallel_tool_calls": (bool, "Accepted: there are no tools."),
+}
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "OpenAIDecoding": {
+        "safety_identifier": (str, NO_EFFECT),
+        "prompt_cache_key": (str, "Accepted: prefixes are shared in any case."),
+        "prompt_cache_retention": (Literal["in_memory", "in-memory", "24h"], NO_EFFECT),
+        "store": (Literal[False], "Nothing is stored."),
+        "service_tier": Literal["auto", "default"],
+    },
+    "StreamOptions": {"include_obfuscation": Literal[False]},
+    "Message": {"annotations": Empty, "refusal": None, "audio": None, "tool_calls": Empty, "function_call": None},
+    "ChatRequest": {
+        "response_format": TextFormat,
+        "modalities": Annotated[list[Literal["text"]], Field(max_length=1)],
+        **TOOLS,
+        "reasoning_effort": Literal["none"],
+        "verbosity": Literal["medium"],
+        "audio": None,
+        "functions": Empty,
+        "function_call": Literal["none", "auto"],
+        **dict.fromkeys(("moderation", "prediction", "prompt_cache_options", "web_search_options")),
+    },
+    "CompletionRequest": {"suffix": Literal[""]},
+    "InputPart": {"annotations": Empty, "logprobs": (list[Any], GIVEN_BACK)},
+    "InputMessage": {"type": Literal["message"], "id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), "phase": None},
+    "ReasoningItem": {
+        "id": str,
+        "summary": list[Any],
+        "content": list[Any],
+        **dict.fromkeys(("encrypted_content", "status"), str),
+    },
+    "ResponseRequest": {
+        "text": TextConfig,
+        "truncation": Literal["disabled"],
+        "background": Literal[False],
+        "return_token_ids": Literal[False],
+        **TOOLS,
+        **dict.fromkeys(("access_programs", "background_options", "context_management", "conversation", "image")),
+        **dict.fromkeys(("max_tool_calls", "moderation", "previous_response_id", "prompt", "prompt_cache_options")),
+        "reasoning": Reasoning,
+    },
+}
+"""The fields of each object of a request, and the type of the values that they may have; None for only null.
+
+A field may also be left out, or null. Some have a description beside their type.
+"""
+
+
+def with_neutral_fields(model: type[M]) -> type[M]:
+    """The class of an object of a request, with the fields that :data:`NEUTRAL` has for it. They come last."""
+    made: dict[str, Any] = {}
+    for name, entry in NEUTRAL[model.__name__].items():
+        kind, says = entry if isinstance(entry, tuple) else (entry, None)
+        made[name] = (NoneType if kind is None else kind | None, Field(None, description=says))
+    return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **made)
