@@ -1,6 +1,7 @@
-"""Imports form no cycle: neither between the layers of the package, nor between modules."""
+"""Imports form no cycle: neither between the layers of the package, nor between modules. Paths to files count, too."""
 
 import ast
+import os
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -11,16 +12,47 @@ import specbeam
 ROOT = Path(specbeam.__file__).parent
 
 
-def imported_names(path):
-    """Full names that a file imports, also in functions and for type checkers only: they are dependencies too."""
+def imported_names(path, source):
+    """Full names that a file imports, also in functions and for type checkers only: they are dependencies too.
+
+    So are the packages whose files it reads, but not those around it: ``files("specbeam.server")``, and paths that
+    begin at ``__file__``.
+    """
     package = ["specbeam", *path.relative_to(ROOT).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.expr):
+            for name in filter(None, [read_package(node), read_folder(node, path)]):
+                if package[: name.count(".") + 1] != name.split("."):
+                    yield name
+
+
+def read_package(node):
+    """The name in ``files("specbeam.server")`` and ``import_module("specbeam.server")``, else None."""
+    match node:
+        case ast.Call(ast.Name(function) | ast.Attribute(_, function), [ast.Constant(str(name)), *_]):
+            return name if function in ("files", "import_module") and name.startswith("specbeam.") else None
+
+
+def read_folder(node, path):
+    """The package with the file or folder that an expression with ``__file__`` leads to; None for other expressions."""
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    if "__file__" not in names or not names <= {"__file__", "Path", "os"}:
+        return None
+    try:
+        found = Path(eval(ast.unparse(node), {"__file__": str(path), "Path": Path, "os": os})).resolve()
+    except (TypeError, ValueError, OSError):  # not a path, but a method of one, or the content of a file
+        return None
+    if not found.is_relative_to(ROOT):
+        return None
+    while not (found / "__init__.py").is_file():
+        found = found.parent
+    return ".".join(["specbeam", *found.relative_to(ROOT).parts])
 
 
 def layer_of(name):
@@ -47,7 +79,7 @@ def modules():
     graph = {}
     for importer, path in names.items():
         graph[importer] = set()
-        for name in imported_names(path):
+        for name in imported_names(path, path.read_text(encoding="utf-8")):
             while name and name not in names:  # a class or a function
                 name = name.rpartition(".")[0]
             graph[importer] |= {name} - {importer, ""}
@@ -65,6 +97,22 @@ def test_no_two_layers_and_no_two_modules_import_each_other(graph, importer, imp
     except CycleError as error:
         _, (*cycle, _) = error.args
         pytest.fail(f"an import cycle: {' <- '.join(cycle)} <- {cycle[0]}")
+
+
+@pytest.mark.parametrize(
+    ("reader", "read"),
+    [
+        ("replay.py", 'files("specbeam.server") / "page"'),
+        ("replay.py", 'importlib.resources.files("specbeam.server")'),
+        ("replay.py", 'Path(__file__).parent / "server" / "page"'),
+        ("study/report.py", 'Path(__file__).parents[1].joinpath("server", "page.py")'),
+        ("study/report.py", 'os.path.join(os.path.dirname(__file__), "../server/page")'),
+    ],
+)
+def test_the_files_of_another_package_are_a_dependency(reader, read):
+    assert {*imported_names(ROOT / reader, f"folder = {read}")} == {"specbeam.server"}
+    own = 'Path(__file__).parent / "page", files("specbeam.server")'
+    assert not {*imported_names(ROOT / "server" / "page.py", own)}
 
 
 def test_the_lowest_layers_stay_low():

@@ -13,7 +13,7 @@ from specbeam.options import Options
 from specbeam.prompts import encode
 from specbeam.recording import event_line, events
 
-FILE = Path(specbeam.__file__).parent / "server/page/tour.jsonl"
+FILE = Path(specbeam.__file__).parent / "page/tour.jsonl"
 MODEL = "smollm2-135m-instruct"
 PROMPT = 'Repeat this: "The tea is in the red box, the sugar is in the blue box, and the coffee is in the green box."'
 SEARCH = {"num_beams": 3, "max_new_tokens": 64}

@@ -10,10 +10,12 @@ import html
 import json
 import re
 from collections.abc import Iterable
-from importlib.resources import files
+from pathlib import Path
 
 from specbeam.recording import Event, event_line
 
+PAGE = Path(__file__).parent / "page"
+"""The files of the server's page. They are here because a replay, too, is made of them, and needs no server."""
 IMPORT = re.compile(r'from "\./([\w/.]+)"')
 """An import of another script. A script in a ``data:`` URL has no folder, so there it gets a name without one."""
 TEMPLATE = """<!doctype html>
@@ -45,12 +47,11 @@ def replay_page(recording: Iterable[Event], title: str) -> str:
     Args:
         recording: the events, as :func:`specbeam.recording.events` yields them.
     """
-    folder = files("specbeam.server") / "page"
 
     def read(name: str) -> str:
-        return folder.joinpath(name).read_text(encoding="utf-8")
+        return (PAGE / name).read_text(encoding="utf-8")
 
-    names = ["vendor/preact.js", *sorted(file.name for file in folder.iterdir() if file.name.endswith(".js"))]
+    names = ["vendor/preact.js", *sorted(file.name for file in PAGE.glob("*.js"))]
     scripts = {f"page/{name}": IMPORT.sub(r'from "page/\1"', read(name)) for name in names}
     lines = "".join(f"{event_line(event)}\n" for event in recording)
     return TEMPLATE.format(

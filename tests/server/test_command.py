@@ -187,7 +187,7 @@ def test_the_demo_opens_the_page(chat_lm, monkeypatch, capsys):
     monkeypatch.setattr("webbrowser.open", browse)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     assert cli.main(["demo", "--model", str(chat_lm.source), "--port", "0"]) == 0
-    assert seen == [(Path(specbeam.__file__).parent / "server/page/index.html").read_bytes()]
+    assert seen == [(Path(specbeam.__file__).parent / "page/index.html").read_bytes()]
     assert "specbeam: the page is http://127.0.0.1:" in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ from tests.conftest import reference_model
 from tests.server.conftest import assert_is_drawn, nodes_of, said_by, serving
 from tests.server.test_life import gate, wait_for
 
-PAGE = Path(specbeam.__file__).parent / "server/page"
+PAGE = Path(specbeam.__file__).parent / "page"
 AXE = Path(sys.prefix) / "npm/node_modules/axe-core/axe.min.js"
 """Where ``make .venv/npm`` puts it."""
 MAX_SCRIPT_BYTES = 150_000

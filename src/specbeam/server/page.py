@@ -8,9 +8,8 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from specbeam.replay import replay_page
+from specbeam.replay import PAGE, replay_page
 
-FOLDER = Path(__file__).parent / "page"
 PREFIX = "/page/"
 TYPES = {
     ".css": "text/css",
@@ -39,8 +38,8 @@ def is_page(path: str) -> bool:
 
 def add_page_to(app: FastAPI) -> None:
     """Add a route for each file of the page, and for the page of a replay, which gets its recording in the browser."""
-    found = [file for file in FOLDER.rglob("*") if file.suffix in TYPES]
-    contents = {file.relative_to(FOLDER).as_posix(): file.read_bytes() for file in found}
+    found = [file for file in PAGE.rglob("*") if file.suffix in TYPES]
+    contents = {file.relative_to(PAGE).as_posix(): file.read_bytes() for file in found}
     contents["replay.html"] = replay_page([], "A run of specbeam").encode()
     for name, content in contents.items():
         path = "/" if name == "index.html" else PREFIX + name
