@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from operator import attrgetter
+from types import NoneType, UnionType
 from typing import Any
 
 from specbeam.errors import SpecbeamError, located
@@ -35,6 +36,9 @@ MODES_THAT = {
     "has beams": "methods with beams (mode beam or speculative-beam)",
     "returns several texts": "methods with beams and methods that sample",
 }
+WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+WORDS |= {list: "a list", dict: "a mapping"}
+"""The types of settings."""
 DECODE_KEYS = ("mode", "strategy", *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)))
 
 
@@ -237,21 +241,15 @@ def check(given: Mapping[str, Any]) -> Study:
         SpecbeamError: an unknown key (the message names the nearest valid one), a value that is not allowed, or a
             study without prompts.
     """
-    study: Study = _build(Study, given, "")
+    study: Study = _value(Study, given, "")
     for key in study.decode:
         nearest(f"decode.{key}", key, DECODE_KEYS)
     if not is_name(study.tracking.name):
         one_of("tracking.name", study.tracking.name, ("none", "wandb", *entry_point_names("tracker"), "module:name"))
     one_of("launcher.name", study.launcher.name, ("local", "ray"))
     one_of("data.format", study.data.format, ("auto", "table", "text", "spec_bench", "human_eval"))
-    for name, number in {
-        "repeats": study.repeats,
-        "data.per_category": study.data.per_category,
-        "data.limit": study.data.limit,
-        "data.turns": study.data.turns,
-        "launcher.workers": study.launcher.workers,
-    }.items():
-        if number is not None and number < 1:
+    for name in ("repeats", "data.per_category", "data.limit", "data.turns", "launcher.workers"):
+        if (number := attrgetter(name)(study)) is not None and number < 1:
             raise SpecbeamError(f"{name}={number} is not allowed: give at least 1")
     if not 0 < study.metrics.confidence < 1:
         raise SpecbeamError(f"metrics.confidence={study.metrics.confidence} is not allowed: give 0.95 or so")
@@ -401,32 +399,24 @@ def nearest(path: str, key: Any, allowed: Collection[str]) -> None:
         raise SpecbeamError(f"the configuration has no key {path}: {hint}")
 
 
-def _build(kind: Any, given: Any, path: str) -> Any:
-    """A dataclass from a mapping."""
-    if not isinstance(given, Mapping):
-        raise SpecbeamError(f"{path.rstrip('.')}={given!r} is not allowed: give keys and values")
-    hints = typing.get_type_hints(kind)
-    values = {}
-    for key, value in given.items():
-        nearest(f"{path}{key}", key, hints)
-        values[key] = _value(hints[key], value, f"{path}{key}")
-    return kind(**values)
-
-
 def _value(kind: Any, value: Any, path: str) -> Any:
-    """A value of a type. Raises SpecbeamError, which names the type, for another one."""
-    if is_dataclass(kind):
-        return _build(kind, value if value is not None else {}, f"{path}.")
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    for option in options:
-        if option is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        origin = typing.get_origin(option) or option
-        if isinstance(value, origin) and not (isinstance(value, bool) and option is not bool):
-            inner = typing.get_args(option)
-            if origin is list and inner:
-                return [_value(inner[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
-            return dict(value) if origin is dict else value
-    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
-    allowed = [names.get(option, "a list" if typing.get_origin(option) is list else "a mapping") for option in options]
-    raise SpecbeamError(f"{path}={value!r} is not allowed: give {' or '.join(allowed)}")
+    """A value of a type; a dataclass is made of a mapping. Raises SpecbeamError, which names the type, for another."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        if not isinstance(value, Mapping | None):
+            raise SpecbeamError(f"{path}={value!r} is not allowed: give keys and values")
+        hints, values = typing.get_type_hints(kind), {}
+        for key, part in (value or {}).items():
+            place = f"{path}.{key}".removeprefix(".")
+            nearest(place, key, hints)
+            values[key] = _value(hints[key], part, place)
+        return kind(**values)
+    options = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    origins = {typing.get_origin(option) or option: option for option in options}
+    if float in origins and type(value) is int:
+        return float(value)
+    if type(value) not in origins:
+        raise SpecbeamError(f"{path}={value!r} is not allowed: give {' or '.join(map(WORDS.__getitem__, origins))}")
+    if isinstance(value, list):
+        (kind,) = typing.get_args(origins[list])
+        return [_value(kind, item, f"{path}[{i}]") for i, item in enumerate(value)]
+    return value
