@@ -293,9 +293,9 @@ def notices(source: Path, columns: list[str], reads: Sequence[str], added: dict[
 
 def check_output(source: Path, output: Path) -> None:
     """Raise SpecbeamError unless rows can be written to the output."""
-    from specbeam.jobs.formats import pyarrow
+    from specbeam.jobs.formats import FORMATS, pyarrow
 
-    if output.suffix.lower() not in (".parquet", ".jsonl", ".csv"):
+    if output.suffix.lower() not in FORMATS:
         raise SpecbeamError(f"{output} has an unknown ending: name it .parquet, .jsonl or .csv")
     if output.suffix.lower() == ".parquet" or source.suffix.lower() == ".parquet":
         pyarrow()

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -53,10 +52,10 @@ def open_rows(path: Path, limit: int | None = None) -> Rows:
     Raises:
         SpecbeamError: the file cannot be read, has another ending, is damaged, or has no rows.
     """
-    kinds: dict[str, type[Rows]] = {".parquet": ParquetRows, ".jsonl": JsonlRows, ".csv": CsvRows}
-    if path.suffix.lower() not in kinds:
-        raise SpecbeamError(f"{path} has an unknown ending: name it {', '.join(kinds)}, after its format")
-    return kinds[path.suffix.lower()](path, limit)
+    if (ending := path.suffix.lower()) not in FORMATS:
+        raise SpecbeamError(f"{path} has an unknown ending: name it {', '.join(FORMATS)}, after its format")
+    make, _ = FORMATS[ending]
+    return make(path, limit)
 
 
 class Rows(ABC):
@@ -429,12 +428,8 @@ def writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
     Raises:
         SpecbeamError: the rows do not fit into a file of that format.
     """
-    match path.suffix.lower():
-        case ".parquet":
-            return parquet_writer(path, rows, types)
-        case ".csv":
-            return csv_writer(path, rows, [*types])
-    return jsonl_writer(path, rows)
+    _, make = FORMATS[path.suffix.lower()]
+    return make(path, rows, types)
 
 
 def parquet_writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
@@ -472,7 +467,7 @@ def arrow_type(pa: Any, kind: Type) -> Any:
     return pa.type_for_alias(kind)
 
 
-def jsonl_writer(path: Path, rows: Rows) -> Write:
+def jsonl_writer(path: Path, rows: Rows, _types: Mapping[str, Type]) -> Write:
     for _ in rows.lines():  # a cell that JSON does not have is reported before there is anything to write
         pass
 
@@ -485,7 +480,7 @@ def jsonl_writer(path: Path, rows: Rows) -> Write:
     return write
 
 
-def csv_writer(path: Path, rows: Rows, added: list[str]) -> Write:
+def csv_writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
     """Texts are cells as they are. Other values are JSON, and a cell without a value is empty."""
 
     def given() -> Iterator[list[Any]]:
@@ -493,7 +488,7 @@ def csv_writer(path: Path, rows: Rows, added: list[str]) -> Write:
             row = ROW_DECODER.decode(text)
             yield [row.get(name) for name in rows.columns]
 
-    head = [*rows.columns, *added]
+    head = [*rows.columns, *types]
     try:
         for cells in chain([head], given()):
             csv_line(cells)
@@ -505,14 +500,16 @@ def csv_writer(path: Path, rows: Rows, added: list[str]) -> Write:
         with replacing(path) as file:
             file.write(csv_line(head))
             for before, new in zip(given(), cells, strict=True):
-                file.write(csv_line([*before, *(new[name] for name in added)]))
+                file.write(csv_line([*before, *(new[name] for name in types)]))
 
     return write
 
 
 def csv_line(cells: Iterable[Any]) -> bytes:
-    line = ",".join(map(csv_cell, cells))
-    return (line or '""').encode() + b"\n"  # an empty line is no row
+    line = io.StringIO()
+    # This end of a line lets Python 3.11, too, quote a lone carriage return, which readers take for the end of a row.
+    csv.writer(line, lineterminator="\r\n").writerow(map(csv_cell, cells))
+    return line.getvalue()[:-2].encode() + b"\n"
 
 
 def csv_cell(value: Any) -> str:
@@ -520,9 +517,7 @@ def csv_cell(value: Any) -> str:
         return ""
     if isinstance(value, LargeNumber):
         return value.digits
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda n: n.digits)
-    # csv.writer of Python 3.11 leaves a lone carriage return unquoted, and readers take it for the end of the row.
-    return '"{}"'.format(text.replace('"', '""')) if re.search('[",\r\n]', text) else text
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda n: n.digits)
 
 
 def json_of(value: Any) -> str:
@@ -540,3 +535,11 @@ def json_text(value: Any) -> str:
     if isinstance(value, date | time | timedelta | Decimal | UUID):
         return str(value)
     raise TypeError(f"JSON has no {type(value).__name__}")
+
+
+FORMATS: dict[str, tuple[type[Rows], Callable[[Path, Rows, Mapping[str, Type]], Write]]] = {
+    ".parquet": (ParquetRows, parquet_writer),
+    ".jsonl": (JsonlRows, jsonl_writer),
+    ".csv": (CsvRows, csv_writer),
+}
+"""What reads and what writes a file, by its ending in lower case."""
