@@ -2,7 +2,7 @@
 
 import pytest
 
-from specbeam.cli.serve import _load
+from specbeam.cli.serve import _make_models
 from tests.server.conftest import serving
 
 calls = []
@@ -53,5 +53,5 @@ def test_the_command_takes_it_from_the_current_directory(folder, tmp_path, monke
     (tmp_path / "own_served.py").write_text("def propose(tokens, lm):\n    return []\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    _, drafts = _load({"device": "cpu"}, [("tiny", str(folder))], [("mine", "own_served:propose")])
-    assert drafts["mine"].__module__ == "own_served"
+    models = _make_models({"device": "cpu"}, [("tiny", str(folder))], [("mine", "own_served:propose")])
+    assert models.get("tiny").drafts["mine"].__module__ == "own_served"

@@ -35,8 +35,7 @@ from specbeam.sampling_defaults import FALLBACK
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from starlette.applications import Starlette
 
-    from specbeam.engine.drafters import Draft
-    from specbeam.model import LanguageModel
+    from specbeam.server.models import Models
 
 KEY_VARIABLE = "SPECBEAM_API_KEY"
 GRACE_SECONDS = 30.0
@@ -200,7 +199,7 @@ def _serve(
 ) -> int:
     from specbeam.server.app import make_app
     from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
-    from specbeam.server.models import NO_DRAFT, Models
+    from specbeam.server.models import NO_DRAFT
     from specbeam.server.serving import Server, accept, listen
 
     chosen = {field.name: value for field in fields(Limits) if (value := getattr(given, field.name)) is not None}
@@ -214,8 +213,16 @@ def _serve(
     )
     bound = listen(given.host, given.port)  # before the models, which take long to load
     placement = {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
-    load = partial(_load, placement, sources, [named for named in drafts if named[1] not in LOOKUPS])
-    default_draft = drafts[0][0] if drafts else NO_DRAFT
+    make_models = partial(
+        _make_models,
+        placement,
+        sources,
+        [named for named in drafts if named[1] not in LOOKUPS],
+        default_draft=drafts[0][0] if drafts else NO_DRAFT,
+        limits=limits,
+        allows_control_tokens=given.allow_control_tokens,
+        sampling=sampling,
+    )
 
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("specbeam.server").setLevel(logging.INFO)
@@ -235,8 +242,7 @@ def _serve(
                 raise SpecbeamError("--launcher ray needs Ray Serve: pip install specbeam[ray]") from error
             replicas = stack.enter_context(
                 replicas_on_ray(
-                    load,
-                    default_draft,
+                    make_models,
                     limits,
                     name=f"specbeam-{socket.gethostname()}-{port}",
                     address=given.address,
@@ -244,16 +250,12 @@ def _serve(
                     threads=given.threads,
                     on_gpu=(given.device or "").startswith("cuda"),
                     logs_prompts=given.log_prompts,
-                    allows_control_tokens=given.allow_control_tokens,
-                    sampling=sampling,
                 )
             )
             caches = replicas.cache_limits()
             app: Starlette = make_front(replicas, limits, access)
         else:
-            models = Models(
-                *load(), default_draft, limits, allows_control_tokens=given.allow_control_tokens, sampling=sampling
-            )
+            models = make_models()
             caches = models.cache_limits
             about = [f"{model.name} {model.sampling}; a request may say otherwise" for model in models]
             about += [f"{model.name}: {model.lm.precision}" for model in models]
@@ -327,16 +329,17 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _load(
-    placement: dict[str, Any], sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]]
-) -> tuple[dict[str, LanguageModel], dict[str, Draft]]:
-    """The models and the drafts, by their names."""
+def _make_models(
+    placement: dict[str, Any], sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]], **how: Any
+) -> Models:
+    """Load the models and the drafts. ``how``: further arguments of :class:`specbeam.server.models.Models`."""
     chat_templates.render.start()  # while this process imports and loads
     from specbeam.model import Placement, load
-    from specbeam.server.models import check_memory
+    from specbeam.server.models import Models, check_memory
 
     own = {name: source for name, source in drafts if plugins.is_own_drafter(source)}
     models = [named for named in drafts if named[0] not in own]
     check_memory([source for _, source in [*sources, *models]], Placement(**placement))
     lms, loaded = ({name: load(source, **placement) for name, source in named} for named in (sources, models))
-    return lms, {**loaded, **{name: plugins.resolve(own[name], "drafter", from_here=True) for name in own}}
+    loaded |= {name: plugins.resolve(source, "drafter", from_here=True) for name, source in own.items()}
+    return Models(lms, loaded, **how)

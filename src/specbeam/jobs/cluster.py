@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,17 @@ def import_ray() -> Any:
     except ImportError as error:
         raise SpecbeamError("workers on a cluster need Ray: pip install specbeam[ray]") from error
     return ray
+
+
+def nodes_of(ray: Any) -> list[Mapping[str, float]]:
+    """The resources of the cluster's nodes, such as "CPU" and "GPU"."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def room_on(nodes: Iterable[Mapping[str, float]], cpus: float, gpus: float) -> list[int]:
+    """How many processes of this size each node has room for, if nobody else used it. What needs nothing fits once."""
+    needs = [(kind, need) for kind, need in (("CPU", cpus), ("GPU", gpus)) if need]
+    return [min([int(node.get(kind, 0) / need + 1e-6) for kind, need in needs], default=1) for node in nodes]
 
 
 def _choose_token() -> None:

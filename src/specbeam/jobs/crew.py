@@ -12,7 +12,7 @@ from typing import Any
 
 from specbeam.errors import SpecbeamError
 from specbeam.jobs import Job, MakeWork, OnResult, WorkerDied
-from specbeam.jobs.cluster import reason_of
+from specbeam.jobs.cluster import nodes_of, reason_of, room_on
 
 JOBS_PER_WORKER = 2
 """Jobs that a worker has at a time: the one it works on, and the next, so that it need not wait for it."""
@@ -168,14 +168,13 @@ class Crew:
         now = time.monotonic()
         if now - self.room_counted_at < 1:
             return
-        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        needs = [(kind, need) for kind, need in (("CPU", self.cpus), ("GPU", self.gpus)) if need]
-        fit = [min([int(node.get(kind, 0) / need + 1e-6) for kind, need in needs], default=1) for node in nodes]
+        nodes = nodes_of(self.ray)
+        room = sum(room_on(nodes, self.cpus, self.gpus))
         amounts = {f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes}
         self.resources = ", ".join(sorted(amounts, reverse=True)) or "nothing"
-        if self.room_counted_at < 0 and self.workers and 0 < sum(fit) < self.workers:
-            self.warn(f"the Ray cluster has room for {sum(fit)} of {self.workers} workers")
-        self.room_counted_at, self.room = now, sum(fit)
+        if self.room_counted_at < 0 and self.workers and 0 < room < self.workers:
+            self.warn(f"the Ray cluster has room for {room} of {self.workers} workers")
+        self.room_counted_at, self.room = now, room
 
     def _hire(self) -> None:
         """Ask for as many workers as are wanted and have jobs. Ray starts them when it has room for them."""

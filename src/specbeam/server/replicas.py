@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,10 +30,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from specbeam.engine.drafters import Draft
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.cluster import joined_cluster
-from specbeam.model import LanguageModel
+from specbeam.jobs.cluster import joined_cluster, nodes_of, room_on
 from specbeam.server.app import make_app, protect
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.json import json_response
@@ -69,8 +67,8 @@ NOTES = "specbeam.notes"
 """The type of a message to the front, before the last one of an answer. It has the notes to log and to count."""
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions")
 
-LoadModels = Callable[[], tuple[Mapping[str, LanguageModel], Mapping[str, Draft]]]
-"""Loads the models and the draft models of a replica, by their names."""
+MakeModels = Callable[..., Models]
+"""Loads the models of a replica. It takes ``sharers``, as :class:`specbeam.server.models.Models` does."""
 
 
 @dataclass(frozen=True)
@@ -169,35 +167,15 @@ class Replica:
     """The application in a process of its own.
 
     Args:
-        load: loads the models.
-        default_draft, limits, allows_control_tokens, sampling: as for :class:`specbeam.server.models.Models`.
+        make_models: loads the models.
+        limits, logs_prompts: as for :func:`specbeam.server.app.make_app`.
         sharers: the replicas that share the memory of this machine.
         threads: for models that are loaded without a number of threads.
-        logs_prompts: as for :func:`specbeam.server.app.make_app`.
     """
 
-    def __init__(
-        self,
-        load: LoadModels,
-        default_draft: str,
-        limits: Limits,
-        sharers: int,
-        threads: int,
-        logs_prompts: bool,
-        allows_control_tokens: bool,
-        sampling: Mapping[str, float] | None,
-    ) -> None:
+    def __init__(self, make_models: MakeModels, limits: Limits, sharers: int, threads: int, logs_prompts: bool) -> None:
         os.environ.setdefault("SPECBEAM_THREADS", str(threads))  # other replicas use the other processors
-        lms, drafts = load()
-        self._models = Models(
-            lms,
-            drafts,
-            default_draft,
-            limits,
-            sharers,
-            allows_control_tokens=allows_control_tokens,
-            sampling=sampling,
-        )
+        self._models = make_models(sharers=sharers)
         self._app = make_app(self._models, limits, logs_prompts=logs_prompts)
         self._uncounted: deque[Tally] = deque(maxlen=MAX_UNCOUNTED)
         self._models.start()
@@ -386,8 +364,7 @@ def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
 
 @contextmanager
 def replicas_on_ray(
-    load: LoadModels,
-    default_draft: str,
+    make_models: MakeModels,
     limits: Limits,
     *,
     name: str,
@@ -396,14 +373,11 @@ def replicas_on_ray(
     threads: int | None = None,
     on_gpu: bool = False,
     logs_prompts: bool = False,
-    allows_control_tokens: bool = False,
-    sampling: Mapping[str, float] | None = None,
 ) -> Iterator[Replicas]:
     """Start replicas on a Ray cluster, and wait until all of them have their models. Afterwards they are stopped.
 
     Args:
-        load: travels to the replicas pickled. specbeam must be installed where they run.
-        default_draft, limits, allows_control_tokens, sampling: as for :class:`specbeam.server.models.Models`.
+        make_models: travels to the replicas pickled. specbeam must be installed where they run.
         name: of the application on the cluster. One that has the name is replaced.
         address: as for :func:`specbeam.jobs.launchers.crew_on_ray`.
         replicas: None for one on each node.
@@ -415,12 +389,11 @@ def replicas_on_ray(
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray gives way to every other process of the machine
     with joined_cluster(address) as ray:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = nodes_of(ray)
         processors = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
         number = len(processors) or 1 if replicas is None else replicas
         cpus = float(threads) if threads else _cpus_of_each(processors, number)
-        each = [min(node.get("CPU", 0) / cpus, node.get("GPU", 0) if on_gpu else number) for node in nodes if cpus]
-        room = [int(one + 1e-6) for one in each]
+        room = room_on(nodes, cpus, int(on_gpu))
         if not cpus or sum(room) < number:
             raise SpecbeamError(
                 f"the Ray cluster has no room for {number} replicas with {cpus:g} CPUs and {int(on_gpu)} GPUs each: "
@@ -438,9 +411,7 @@ def replicas_on_ray(
             request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         )
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
-        application = deployment.bind(
-            load, default_draft, limits, sharers, max(1, int(cpus)), logs_prompts, allows_control_tokens, sampling
-        )
+        application = deployment.bind(make_models, limits, sharers, max(1, int(cpus)), logs_prompts)
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         try:
             serve.start(proxy_location="Disabled", logging_config=quiet)
