@@ -15,11 +15,12 @@ from specbeam.server.call import Call
 from specbeam.server.fields import Decoding
 from specbeam.server.json import to_json
 from specbeam.server.statistics import costs, usage
+from specbeam.server.streams import frame
 from specbeam.server.tokens import Part
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
-LAST_FRAME = b"data: [DONE]\n\n"
+LAST_FRAME = frame("[DONE]")
 
 
 class Answer(ABC):
@@ -80,25 +81,25 @@ class Answer(ABC):
     async def frames(self) -> AsyncIterator[bytes]:
         """The frames of the stream. Frames of one iteration of the engine come together."""
         head = to_json({**self._head, "object": self.chunk_kind})[:-1]
-        tail = ',"usage":null}\n\n' if self.fields.includes_usage else "}\n\n"
 
-        def frame(choices: list[dict[str, Any]], **more: Any) -> str:
+        def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
+            if self.fields.includes_usage and "usage" not in more:
+                more["usage"] = None
             extra = "".join(f',"{name}":{to_json(value)}' for name, value in more.items())
-            end = "}\n\n" if "usage" in more else tail
-            return f'data: {head},"choices":{to_json(choices)}{extra}{end}'
+            return frame(f'{head},"choices":{to_json(choices)}{extra}}}')
 
         plan, requests = self.call.plan, self.call.requests
         results: dict[int, Result] = {}
         has_begun: set[int] = set()
         details = self.details()  # of the first frame
         async for received in self.call.pieces():
-            written: list[str] = []
+            written: list[bytes] = []
             for number, piece in received:
                 indices = range(number * plan.n, (number + 1) * plan.n) if plan.searches else [number]
                 if number not in has_begun:
                     has_begun.add(number)
                     for choice in filter(None, map(self.beginning, indices)):
-                        written.append(frame([choice], **details))
+                        written.append(chunk([choice], **details))
                         details = {}
                 if piece.result is not None:
                     results[number] = piece.result
@@ -107,12 +108,12 @@ class Answer(ABC):
                     more = costs(self.call, [results[i] for i in range(len(requests))])
                 choices = [*self._parts(indices[0], piece)]
                 for place, choice in enumerate(choices):
-                    written.append(frame([choice], **(more if place == len(choices) - 1 else {})))
+                    written.append(chunk([choice], **(more if place == len(choices) - 1 else {})))
             if written:
-                yield "".join(written).encode(errors="replace")
+                yield b"".join(written)
         if self.fields.includes_usage:
             in_order = [results[i] for i in range(len(requests))]
-            yield frame([], usage=usage(self.call, in_order), **costs(self.call, in_order)).encode(errors="replace")
+            yield chunk([], usage=usage(self.call, in_order), **costs(self.call, in_order))
         yield LAST_FRAME
 
     def _parts(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:

@@ -54,6 +54,10 @@ LONG_BODY_BYTES, MAX_LONG_BODIES = 1 << 18, 2
 """Of longer bodies, two become tokens at a time. Each may take seconds and hundreds of megabytes."""
 
 
+GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions")
+"""The endpoints that generate texts."""
+
+
 class ErrorBody(BaseModel):
     """Why a request was refused."""
 
@@ -178,25 +182,24 @@ def make_app(
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream: Any = {200: {"content": {"text/event-stream": {"schema": event}}}}
 
-    @app.post("/v1/chat/completions", responses=stream)
     async def chat(fields: ChatRequest, request: Request) -> Response:
         return await generate(fields, request)
 
-    @app.post("/v1/completions", responses=stream)
     async def completions(fields: CompletionRequest, request: Request) -> Response:
         return await generate(fields, request)
 
-    @app.post("/v1/responses", responses=stream)
     async def responses(fields: ResponseRequest, request: Request) -> Response:
         return await generate(fields, request)
 
-    @app.post("/rounds/chat", responses=stream)
     async def rounds_of_chat(fields: ChatRequest, request: Request) -> Response:
         return await generate(WatchedRequest(fields), request)
 
-    @app.post("/rounds/completions", responses=stream)
     async def rounds_of_completion(fields: CompletionRequest, request: Request) -> Response:
         return await generate(WatchedRequest(fields), request)
+
+    generating: Any = (chat, completions, responses, rounds_of_chat, rounds_of_completion)
+    for path, endpoint in zip(GENERATING_PATHS, generating, strict=True):
+        app.add_api_route(path, endpoint, methods=["POST"], responses=stream)
 
     @app.post("/tokenize")
     async def tokenize(fields: TokenizeRequest, request: Request) -> Response:
@@ -232,8 +235,8 @@ def make_app(
 
     add_page_to(app)
 
-    for path in app.openapi()["paths"].values():
-        for operation in path.values():
+    for operations in app.openapi()["paths"].values():
+        for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own status for a body of the wrong form; here it is 400
     for route in app.routes:  # HTTP asks for HEAD wherever there is GET. The interface need not list it
         if isinstance(route, StrictRoute) and "GET" in (methods := route.methods or set()):

@@ -32,7 +32,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.cluster import joined_cluster, nodes_of, room_on
-from specbeam.server.app import make_app, protect
+from specbeam.server.app import GENERATING_PATHS, make_app, protect
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.json import json_response
 from specbeam.server.limits import Access, Limits
@@ -65,7 +65,6 @@ HEALTH_CHECK_SECONDS = 1.0
 """Ray looks this often for replicas that died."""
 NOTES = "specbeam.notes"
 """The type of a message to the front, before the last one of an answer. It has the notes to log and to count."""
-GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions")
 
 MakeModels = Callable[..., Models]
 """Loads the models of a replica. It takes ``sharers``, as :class:`specbeam.server.models.Models` does."""

@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
+from specbeam.server.answers import FINISH_REASONS
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES
 from specbeam.server.errors import Refusal
@@ -20,6 +21,7 @@ from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, with_neutral_fields
 from specbeam.server.statistics import costs, token_counts
+from specbeam.server.streams import frame
 from specbeam.server.tokens import Part, chat_log_probs
 
 
@@ -109,7 +111,7 @@ class Answer:
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
         text = results[0].sequences[0]
-        is_whole = text.finish_reason == "stop"
+        is_whole = FINISH_REASONS[text.finish_reason] == "stop"
         status = "completed" if is_whole else "incomplete"
         message = self._message(status, _output_text(text.text, self._log_probs(text)))
         prompt, new, reused = token_counts(self._call, results)
@@ -197,7 +199,7 @@ class Answer:
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._events, **values}
         self._events += 1
-        return f"event: {kind}\ndata: {to_json(event)}\n\n".encode(errors="replace")
+        return frame(to_json(event), kind)
 
 
 def _output_text(text: str, log_probs: list[Any]) -> dict[str, Any]:

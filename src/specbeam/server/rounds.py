@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from specbeam.prompts import last_message
-from specbeam.recording import Event, begin, end, event_line, rounds
+from specbeam.recording import begin, end, event_line, rounds
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
+from specbeam.server.streams import frame
 
 
 class WatchedRequest:
@@ -68,14 +69,9 @@ class Rounds:
         (request,) = call.requests
         draft = next(name for name, one in call.model.drafts.items() if one is plan.draft)
         message = last_message(call.model.lm, call.prompts[0], raw=call.raw)
-        yield frame(begin(call.model.lm, request.prompt_ids, plan.options, draft, message))
+        yield frame(event_line(begin(call.model.lm, request.prompt_ids, plan.options, draft, message)))
         async for received in call.pieces():
-            made = [frame(event) for _, piece in received for event in rounds(piece.trace or [])]
-            made += [frame(end(piece.result)) for _, piece in received if piece.result is not None]
-            if made:
-                yield b"".join(made)
-
-
-def frame(event: Event) -> bytes:
-    """A server-sent event."""
-    return f"data: {event_line(event)}\n\n".encode()
+            events = [event for _, piece in received for event in rounds(piece.trace or [])]
+            events += [end(piece.result) for _, piece in received if piece.result is not None]
+            if events:
+                yield b"".join(frame(event_line(event)) for event in events)

@@ -72,8 +72,8 @@ class EventStream(Response):
     async def _send(self, send: Send, request_id: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async for frame in self._frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+            async for one in self._frames:
+                await send({"type": "http.response.body", "body": one, "more_body": True})
         except Exception as error:
             if not isinstance(error, Refusal) or error.status >= 500:
                 logger.exception("the stream of request %s failed", request_id)
@@ -81,7 +81,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def frame(data: str, event: str | None = None) -> bytes:
+    """A frame with data, and the name of its event if it has one. Half a surrogate pair becomes a question mark."""
+    head = "" if event is None else f"event: {event}\n"
+    return f"{head}data: {data}\n\n".encode(errors="replace")
+
+
 def error_frame(error: Exception) -> bytes:
     """An error as the last frame of a stream, as OpenAI's clients read it."""
-    body = (error if isinstance(error, Refusal) else failed()).body
-    return f"data: {json.dumps(body)}\n\n".encode()
+    return frame(json.dumps((error if isinstance(error, Refusal) else failed()).body))
