@@ -8,6 +8,8 @@ from collections.abc import Sequence
 BACKENDS = ("cpu", "torch", "transformers")
 LOOKUPS = ("ngram", "suffix")
 """The drafts that are no model."""
+NO_DRAFT = "none"
+"""The draft of a server's request that is to have none."""
 
 OTHER_NAMES = {
     "max_new_tokens": (

@@ -28,9 +28,10 @@ from specbeam.cli.arguments import (
     completer,
 )
 from specbeam.errors import SpecbeamError
-from specbeam.option_names import LOOKUPS
+from specbeam.option_names import LOOKUPS, NO_DRAFT
 from specbeam.options import Options
 from specbeam.sampling_defaults import FALLBACK
+from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from starlette.applications import Starlette
@@ -102,22 +103,23 @@ def add_to(commands: Any) -> None:
 
     limits = parser.add_argument_group("limits (larger requests are refused)")
     add = partial(limits.add_argument, type=int, metavar="N")
-    add("--max-requests", help="requests that share a pass (default 32)")
-    add("--max-waiting", help="requests that wait beside them (default 256)")
-    add("--max-tokens", help="new tokens of a text (default 4096)")
+    add("--max-requests", help=f"requests that share a pass (default {Limits.max_requests})")
+    add("--max-waiting", help=f"requests that wait beside them (default {Limits.max_waiting})")
+    add("--max-tokens", help=f"new tokens of a text (default {Limits.max_tokens})")
     add("--max-prompt-tokens", help="tokens of a prompt (default: the model's context)")
-    add("--max-prompts", help="prompts in one request (default 128)")
-    add("--max-beams", help="beams or texts for one prompt (default 32)")
+    add("--max-prompts", help=f"prompts in one request (default {Limits.max_prompts})")
+    add("--max-beams", help=f"beams or texts for one prompt (default {Limits.max_beams})")
     add(
         "--max-cache-tokens",
         help="tokens in the KV cache of each model (default: enough for --max-requests)",
     )
-    add("--max-body-bytes", help="bytes of a request (default 4000000)")
+    add("--max-body-bytes", help=f"bytes of a request (default {Limits.max_body_bytes})")
     limits.add_argument(
         "--max-pass-seconds",
         type=float,
         metavar="S",
-        help="prefill prompts beside other requests in chunks that take about this long (default 0.1)",
+        help="prefill prompts beside other requests in chunks that take about this long "
+        f"(default {Limits.max_pass_seconds})",
     )
     limits.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which a request ends with the text so far"
@@ -198,8 +200,6 @@ def _serve(
     when_ready: Callable[[str], object] | None,
 ) -> int:
     from specbeam.server.app import make_app
-    from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
-    from specbeam.server.models import NO_DRAFT
     from specbeam.server.serving import Server, accept, listen
 
     chosen = {field.name: value for field in fields(Limits) if (value := getattr(given, field.name)) is not None}
@@ -307,7 +307,7 @@ def _check_names(option: str, named: Sequence[tuple[str, str]]) -> None:
             )
     if option == "--draft":
         for name, source in named:
-            if name in (*LOOKUPS, "none") and name != source:
+            if name in (*LOOKUPS, NO_DRAFT) and name != source:
                 raise SpecbeamError(f"--draft {name}={source}: {name} has a meaning of its own. Give another name")
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from specbeam import chat_templates
 from specbeam.constraints import TokenTrie
@@ -26,6 +26,7 @@ from specbeam.server.fields import SEEDS, Plan
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 
+T = TypeVar("T")
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code, by which clients know that they have to shorten the conversation."""
 Pieces = list[tuple[int, Piece]]
@@ -70,6 +71,10 @@ class Call:
         self.requests: list[Request] = []
         self.prompt_scores: list[PromptScores] = []
         self._is_cancelled = False
+
+    def once_per_prompt(self, values: Sequence[T]) -> Sequence[T]:
+        """The values for the first request of each prompt, of values for all requests."""
+        return values[:: self.plan.draws]
 
     @property
     def is_quick(self) -> bool:

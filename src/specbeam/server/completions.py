@@ -79,8 +79,7 @@ class Completion(Answer):
 
     def _request(self, index: int) -> Request:
         """A request for the prompt of a choice."""
-        plan = self.call.plan
-        return self.call.requests[index // plan.n * plan.draws]
+        return self.call.once_per_prompt(self.call.requests)[index // self.call.plan.n]
 
     def _prompt_text(self, index: int) -> str:
         """The text of the prompt of a choice."""

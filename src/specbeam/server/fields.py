@@ -174,22 +174,18 @@ class Decoding(OpenAIDecoding):
         values = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
         if self.top_k is not None:
             values["top_k"] = max(self.top_k, 0)
-        if self.stop is not None:
-            values["stop_strings"] = self.stop
+        values |= {name: value for name, given in RENAMED.items() if (value := getattr(self, given)) is not None}
         if self.ignore_eos or self.stop_token_ids:
             ends = () if self.ignore_eos else model.lm.eos_token_ids
             values["eos_token_id"] = sorted({*ends, *(self.stop_token_ids or ())})
-        if self.min_tokens is not None:
-            values["min_new_tokens"] = self.min_tokens
         if searches:
             values |= {"num_beams": beams, "num_return_sequences": n}
         values |= {"max_new_tokens": max(max_tokens, 1), "top_logprobs": top}
         names = {
+            **RENAMED,
             "max_new_tokens": field,
             "num_return_sequences": "n",
-            "stop_strings": "stop",
             "eos_token_id": "stop_token_ids",
-            "min_new_tokens": "min_tokens",
             "constraint": "structured_outputs",
         }
         try:
@@ -217,6 +213,8 @@ class Decoding(OpenAIDecoding):
 
 SAME_NAMES = {option.name for option in fields(Options)} & {*Decoding.model_fields} - {"seed", "num_beams"}
 """Fields that are options of the same name. The plan makes the seed and the beams of several fields."""
+RENAMED = {"stop_strings": "stop", "min_new_tokens": "min_tokens"}
+"""Fields that are options of another name, by the option."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Tally:
         results = [outcome for request in requests if isinstance(outcome := request.outcome, Result)]
         return cls(
             call.model.name,
-            sum(len(request.prompt_ids) for request in call.requests[:: call.plan.draws]),
+            sum(len(request.prompt_ids) for request in call.once_per_prompt(call.requests)),
             [(result.stats, sum(len(text.token_ids) for text in result.sequences)) for result in results],
         )
 

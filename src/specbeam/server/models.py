@@ -15,14 +15,13 @@ from specbeam.engine import Engine
 from specbeam.engine.drafters import Draft
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, Placement, weights_of
-from specbeam.option_names import LOOKUPS
+from specbeam.option_names import LOOKUPS, NO_DRAFT
 from specbeam.prompts import DEFAULT_RENDERING, Rendering, encode
 from specbeam.sampling_defaults import sampling_defaults
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
 
-NO_DRAFT = "none"
 MAX_WEIGHTS_SHARE = 0.8
 """Of the free memory. The rest is for caches and passes."""
 TYPICAL_TOKENS = 2048

@@ -27,7 +27,7 @@ def token_counts(call: Call, results: Sequence[Result]) -> tuple[int, int, int]:
 
     The prompt of several texts counts once.
     """
-    first = results[:: call.plan.draws]
+    first = call.once_per_prompt(results)
     return (
         sum(result.stats.prompt_tokens for result in first),
         sum(len(sequence.token_ids) for result in results for sequence in result.sequences),
