@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specbeam import scoring as scoring
     from specbeam.callers import tensors as tensors
     from specbeam.constraints import TokenTrie as TokenTrie
-    from specbeam.drafting.suffix import suffix_automaton as suffix_automaton
+    from specbeam.drafting.lookup import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
     from specbeam.engine import Request as Request
     from specbeam.errors import NotFinite as NotFinite
@@ -71,7 +71,7 @@ _HOMES = {
     "nbest": "generation",
     "show_prompt": "prompts",
     "stream": "generation",
-    "suffix_automaton": "drafting.suffix",
+    "suffix_automaton": "drafting.lookup",
     "tensors": "callers",
 }
 

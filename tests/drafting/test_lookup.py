@@ -1,5 +1,9 @@
 """Lookups against brute force over the sequence."""
 
+from collections import Counter
+from functools import partial
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,8 +11,17 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.drafting.ngram import MAX_MATCH_TOKENS, continuations, occurrences
-from specbeam.drafting.suffix import SuffixAutomaton
+from specbeam.drafting.lookup import (
+    MAX_MATCH_TOKENS,
+    Lookup,
+    SuffixAutomaton,
+    below,
+    continuations,
+    latest_first,
+    likeliest,
+    occurrences,
+)
+from specbeam.tree import Tree
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -18,7 +31,7 @@ def starts(part, text):
 
 
 @given(TEXTS, st.integers(1, 4), st.integers(1, 5))
-def test_ngram_continuations_are_what_followed(text, width, depth):
+def test_continuations_are_what_followed_at_the_latest_places(text, width, depth):
     places, _ = occurrences(np.array(text[:-1]), np.array(text))
     followed = [text[end : end + depth] for end in reversed(places.tolist())]
     unique = [one for i, one in enumerate(followed) if one not in followed[:i]]
@@ -46,23 +59,50 @@ def test_the_automaton_knows_every_part_and_how_often_it_came(text, other):
     # Of another sequence it always knows the longest suffix that occurs in its own.
     match = (0, 0)
     for i, token in enumerate(other, 1):
-        match = automaton.follow(match, token)
+        match = automaton.follow(match, [token])
         assert match[1] == max([n for n in range(i + 1) if starts(other[i - n : i], text)])
+    assert automaton.follow((0, 0), other) == match
 
 
-@given(TEXTS)
-def test_the_longest_suffix_that_occurred_before_is_known_as_the_sequence_grows(text):
-    automaton = SuffixAutomaton()
-    for i, token in enumerate(text, 1):
-        automaton.extend([token])
-        so_far = text[:i]
-        assert automaton.repeated[1] == max(n for n in range(i) if starts(so_far[i - n :], so_far[:-1]))
+@given(TEXTS, st.integers(1, 3), st.integers(1, 5))
+def test_the_likeliest_chains_are_those_that_followed_most_often(text, width, depth):
+    places, matched = occurrences(np.array(text[:-1]), np.array(text))
+    found = likeliest(partial(below, np.array(text)), latest_first(places), matched, width, depth)
+    counts = Counter(tuple(text[end : end + n]) for end in places.tolist() for n in range(1, depth + 1))
+    assert bool(found) == bool(matched)
+    assert len({*map(tuple, found)}) == len(found) <= width * depth
+    for chain in map(tuple, found):
+        assert counts[chain] > 0
+        assert len(chain) <= depth
+        assert len(chain) == 1 or list(chain[:-1]) in found  # a part of it is likelier
+    if found:  # equally frequent tokens are ranked by their latest place
+        first = [text[end] for end in reversed(places.tolist())]
+        assert found[0] == [max(dict.fromkeys(first), key=first.count)]
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix"])
+def test_a_lookup_finds_the_tokens_of_a_branch_too(draft):
+    """Beams share no more than the prompt: what repeats is below it."""
+    tree, found = Tree([1, 9]), []
+    chains, controller = Mock(), Mock(shape=lambda num_tips, matched: (1, 3))
+    chains.draft = lambda tips, below, width, chances: found.append((tips.tolist(), [of_tip[-1] for of_tip in below]))
+    lookup = Lookup(tree, chains, controller, latest=draft == "ngram")
+    tips = []
+    for branch in ([3, 4, 5, 3], [2, 6, 7, 2]):
+        node = 1
+        for token in branch:
+            (node,) = tree.add([node], [token], [-1.0]).tolist()
+        tips.append(node)
+    tree.keep(tips)
+    with pytest.raises(StopIteration):
+        next(lookup.propose(np.array(tips[::-1]), np.zeros(2)))
+    assert found == [(tips[::-1], [[6, 7, 2], [4, 5, 3]])]
 
 
 def test_a_repetitive_sequence_takes_no_more_than_linear_time():
     automaton = SuffixAutomaton()
     automaton.extend([7] * 20_000)  # seconds; minutes if every context were counted
-    assert automaton.repeated[1] == 19_999
+    assert automaton.follow((0, 0), [7] * 30_000)[1] == 20_000
 
 
 def test_earlier_texts_are_drafted_from(lm):

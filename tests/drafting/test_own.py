@@ -7,7 +7,7 @@ import pytest
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.drafting.ngram import NgramDrafter
+from specbeam.drafting.lookup import Lookup
 from tests.conftest import EOS, needs_torch, random_model, run_alone
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
@@ -47,7 +47,7 @@ def oracle(sequence):
     return lambda tokens, lm: [[3], sequence[len(tokens) :], [4, 4]]
 
 
-class Copying(NgramDrafter):
+class Copying(Lookup):
     """A drafter with all that ours have."""
 
     looks_up = True

@@ -285,7 +285,7 @@ def load_model(given: argparse.Namespace, says_precision: bool = True) -> Langua
 
 def load_draft(given: argparse.Namespace, lm: Any) -> Any:
     """Load the draft that ``--draft`` names, for the target ``lm``."""
-    from specbeam.drafting.suffix import suffix_automaton
+    from specbeam.drafting.lookup import suffix_automaton
 
     if given.draft_corpus is not None:
         return suffix_automaton(lm, (row.prompt for row in read_rows(None, given.draft_corpus)))

@@ -13,7 +13,7 @@ from specbeam.decoding.deferring import Cost
 from specbeam.decoding.drafter import DraftTokens
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import DECAY, MATCH_LENGTHS, MIN_GAIN, PRIOR_WEIGHT, Acceptance
-from specbeam.drafting.ngram import MAX_MATCH_TOKENS, occurrences
+from specbeam.drafting.lookup import MAX_MATCH_TOKENS, occurrences
 from specbeam.drafting.sizes import MAX_ADAPTIVE_DEPTH
 from specbeam.tree import Nodes, Tree
 

@@ -24,7 +24,7 @@ or several such lists, the likeliest first."""
 MakeDrafter = Callable[[Tree, Chains, Controller, LanguageModel], Drafter]
 """A class of drafters. One is made for each request.
 
-Its attribute ``looks_up`` says whether it gives the controller the length of a match, as :class:`NgramDrafter` does.
+Its attribute ``looks_up`` says whether it gives the controller the length of a match, as :class:`Lookup` does.
 """
 
 
@@ -107,7 +107,7 @@ class OwnDrafter:
             raise plugins.failed(self._name, error) from error
         for name in ("tree", "controller", "propose"):
             if not hasattr(made, name):
-                raise PluginError(f"{self._name} has no attribute {name}: set it as specbeam.drafting.ngram does")
+                raise PluginError(f"{self._name} has no attribute {name}: set it as specbeam.drafting.lookup does")
         self.tree, self.controller = made.tree, made.controller
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:

@@ -12,12 +12,11 @@ from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller, Cost
+from specbeam.drafting.lookup import Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
-from specbeam.drafting.ngram import NgramDrafter
 from specbeam.drafting.own import FunctionDrafter, MakeDrafter, OwnDrafter, Propose
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.drafting.sizes import Sizes
-from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import may_be_lazy
 from specbeam.errors import SpecbeamError, shown
@@ -75,9 +74,8 @@ def make_drafter(
         return OwnDrafter(setup.tree, chains, controller, lm, draft)
     if callable(draft):
         return FunctionDrafter(setup.tree, chains, controller, lm, cast(Propose, draft))
-    if draft == "ngram":
-        return NgramDrafter(setup.tree, chains, controller)
-    return SuffixDrafter(setup.tree, chains, controller, draft if isinstance(draft, SuffixAutomaton) else None)
+    earlier = draft if isinstance(draft, SuffixAutomaton) else None
+    return Lookup(setup.tree, chains, controller, latest=draft == "ngram", earlier=earlier)
 
 
 def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, controller: Controller) -> ModelDrafter:
