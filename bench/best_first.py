@@ -27,10 +27,10 @@ from machine import describe
 
 import specbeam
 from specbeam import Engine, LanguageModel, Result
+from specbeam.control.deferring import Deferred, LikelyNeeded
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
-from specbeam.decoding.deferring import Deferred, LikelyNeeded, Policy
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.engine.setup import Setup
@@ -68,8 +68,11 @@ SENTENCES = [
 ]
 
 
-class BestFirst:
+class BestFirst(LikelyNeeded):
     """Go on with the best beam; else evaluate the best of the beams that decide whether that may be done."""
+
+    def __init__(self) -> None:
+        """It needs no costs."""
 
     def pays(self, scores: Scores, length: int) -> bool:
         return True
@@ -94,7 +97,7 @@ def by_costs(setup: Setup, drafter: Drafter | None) -> Strategy:
     return lazily(setup, LikelyNeeded(length, setup.options.num_beams, setup.cost, setup.plain_cost))
 
 
-def lazily(setup: Setup, policy: Policy) -> Strategy:
+def lazily(setup: Setup, policy: LikelyNeeded) -> Strategy:
     search = make_search(setup, LazyBeamSearch)
     assert isinstance(search, LazyBeamSearch)
     return beam_search(search, setup.record, policy=policy)

@@ -48,10 +48,10 @@ from prompts import CODING, PROSE, RETRIEVAL, TITLES, Ask, add_prompt_options, k
 
 import specbeam
 from specbeam import Engine, TokenTrie
+from specbeam.control.deferring import LikelyNeeded
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
-from specbeam.decoding.deferring import LikelyNeeded
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
@@ -111,9 +111,8 @@ class Oracle:
         assert isinstance(search, LazyBeamSearch)
         drafts = None if drafter is None else drafter.controller
         copies = make_copies(setup, drafter)
-        policy = KnownScore(
-            search.max_new_tokens, search.num_beams, setup.cost, setup.plain_cost, drafts, copies=copies
-        )
+        later = None if copies is None else copies.rounds
+        policy = KnownScore(search.max_new_tokens, search.num_beams, setup.cost, setup.plain_cost, drafts, later=later)
         policy.log_prob = self.log_prob
         return beam_search(search, setup.record, drafter, policy, copies)
 

@@ -127,6 +127,7 @@ def test_the_lowest_layers_stay_low():
     below = {
         "callers",
         "constraints",
+        "control",
         "detokenizing",
         "errors",
         "generation_defaults",
@@ -135,4 +136,5 @@ def test_the_lowest_layers_stay_low():
         "streaming",
         "tree",
     }
+    assert graph["control"] == {"options", "tree"}
     assert graph["decoding"] <= below

@@ -17,18 +17,19 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, Options
 from specbeam.backends.torch.selecting import select
+from specbeam.control import DraftTokens
+from specbeam.control.acceptance import Rounds
+from specbeam.control.deferring import Deferred, LikelyNeeded
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
-from specbeam.decoding.deferring import Deferred, LikelyNeeded
-from specbeam.decoding.drafter import DraftTokens
+from specbeam.decoding.chains import Chains
+from specbeam.decoding.copies import Copies
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.copies import Copies
 from specbeam.engine import CostTable
 from specbeam.engine.strategies import make_search
 from specbeam.tree import Tree
@@ -154,7 +155,7 @@ class BestFirst:
 
 
 def drafts_of(seconds=0.3, reading_seconds=0.0, **more):
-    """The statistics of drafts, or of copies, that a policy asks for."""
+    """The statistics of drafts that a policy asks for."""
     how = {"reading_seconds": reading_seconds, "seconds_per_step": lambda steps: seconds, "skip": lambda: None}
     return SimpleNamespace(**how, **more)
 
@@ -477,7 +478,7 @@ def test_a_draft_model_reads_the_prompt_after_eight_tokens_at_the_earliest(lengt
 
 @pytest.mark.parametrize(("later", "pays"), [(1.0, False), (0.1, True)])
 def test_beams_that_may_be_needed_are_deferred_if_copies_make_later_steps_cheap(later, pays):
-    policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, drafts_of(), copies=drafts_of(later))
+    policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, drafts_of(), later=Rounds(1e9 * later, 1e9))
     assert policy.pays(np.array([-4.0, -4.1, -4.1, -4.1], np.float32), 16) == pays
 
 

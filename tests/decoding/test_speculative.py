@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
+from specbeam.control.controller import Controller
+from specbeam.control.sizes import Sizes
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting.controller import Controller
 from specbeam.drafting.model import ModelDrafter
-from specbeam.drafting.sizes import Sizes
 from specbeam.tree import Tree
 from tests.conftest import (
     assert_are_beams_of_transformers,

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import SpecbeamError
+from specbeam.decoding.matches import MAX_MATCH_TOKENS, occurrences
 from specbeam.drafting.lookup import (
-    MAX_MATCH_TOKENS,
     Lookup,
     SuffixAutomaton,
     below,
     continuations,
     latest_first,
     likeliest,
-    occurrences,
 )
 from specbeam.tree import Tree
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specbeam.backends.torch.selecting import select
-from specbeam.decoding.drafter import DraftTokens
+from specbeam.control import DraftTokens
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.tree import NO_NODES, Tree
 from tests.conftest import examples

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.control import SKIPPED, DraftTokens
+from specbeam.control.deferring import LikelyNeeded
 from specbeam.decoding import Evaluate, Strategy
-from specbeam.decoding.deferring import Policy
-from specbeam.decoding.drafter import SKIPPED, Copies, Drafter, DraftTokens
+from specbeam.decoding.copies import Copies
+from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
 from specbeam.decoding.search import Known, Search, Step
@@ -28,7 +30,7 @@ def beam_search(
     search: Search,
     record: Record,
     drafter: Drafter | None = None,
-    policy: Policy | None = None,
+    policy: LikelyNeeded | None = None,
     copies: Copies | None = None,
 ) -> Strategy:
     """Take steps until the outcome is certain.
@@ -102,7 +104,7 @@ def lazy_round(
     search: LazyBeamSearch,
     record: Record,
     known: Known,
-    policy: Policy,
+    policy: LikelyNeeded,
     drafter: Drafter | None,
     copies: Copies | None,
 ) -> Round:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.control.deferring import Deferred
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Candidates, Continuations, Finished, Mask, normalized, possible
-from specbeam.decoding.deferring import Deferred
 from specbeam.decoding.search import Known, Step
 from specbeam.tree import NO_NODES, Nodes
 

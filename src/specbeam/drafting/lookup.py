@@ -14,16 +14,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.control.controller import Controller
+from specbeam.decoding.chains import Chains
 from specbeam.decoding.drafter import Proposal
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.controller import Controller
+from specbeam.decoding.matches import MAX_MATCH_TOKENS, occurrences
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
 from specbeam.tree import Nodes, Tree
 
-MAX_MATCH_TOKENS = 8
-"""Compare at most this many of the last tokens: a longer match hardly makes the draft better."""
 MAX_MATCHES = 32
 """Look at this many matches at most, the latest first."""
 SEPARATOR = -1
@@ -107,18 +106,6 @@ class Lookup:
         if self._latest:
             return matched, partial(continuations, text, places)
         return matched, partial(likeliest, partial(below, text), latest_first(places), matched)
-
-
-def occurrences(text: NDArray[np.integer], tokens: NDArray[np.integer]) -> tuple[NDArray[np.int64], int]:
-    """The places in a text after the longest suffix of a sequence that it has, ascending, and the suffix's length."""
-    matched, longer = 0, text == tokens[-1]
-    begins = longer[:0]  # by token of the text, whether the match begins there
-    while longer.any():
-        begins, matched = longer, matched + 1
-        if matched == min(MAX_MATCH_TOKENS, len(tokens)):
-            break
-        longer = begins[1:] & (text[:-matched] == tokens[-1 - matched])
-    return np.flatnonzero(begins) + matched, matched
 
 
 def latest_first(places: NDArray[np.int64]) -> list[int]:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.control import SKIPPED, DraftTokens
+from specbeam.control.controller import Controller
 from specbeam.decoding import Evaluate, Selection
-from specbeam.decoding.deferring import FURTHER_TOKENS
-from specbeam.decoding.drafter import SKIPPED, DraftTokens, Proposal
+from specbeam.decoding.drafter import Proposal
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting.controller import Controller
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
@@ -61,7 +61,7 @@ class ModelDrafter:
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         steps = self.stop.max_length - 1 - int(self.tree.depths(tips).max())
-        width, depth = self.controller.shape(len(tips), max(1, min(steps, FURTHER_TOKENS)))
+        width, depth = self.controller.shape(len(tips), steps)
         if not depth:
             return SKIPPED
         if len(tips) == 1:

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam import plugins
-from specbeam.decoding.drafter import Drafter, DraftTokens, Proposal
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.controller import Controller
+from specbeam.control import DraftTokens
+from specbeam.control.controller import Controller
+from specbeam.decoding.chains import Chains
+from specbeam.decoding.drafter import Drafter, Proposal
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.plugins import PluginError

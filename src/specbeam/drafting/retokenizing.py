@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.control import SKIPPED, DraftTokens
+from specbeam.control.controller import Controller
 from specbeam.decoding import Evaluate, SelectionRequest
-from specbeam.decoding.drafter import SKIPPED, DraftTokens, Proposal
+from specbeam.decoding.chains import Chains
+from specbeam.decoding.drafter import Proposal
 from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.controller import Controller
 from specbeam.drafting.encoding import EncodedEnd, extend, shorten
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel

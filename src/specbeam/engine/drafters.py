@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import Any, cast
 
 from specbeam import plugins
+from specbeam.control import Cost
+from specbeam.control.controller import Controller
+from specbeam.control.sizes import Sizes
+from specbeam.decoding.chains import Chains
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.selector import Selector, warpers_of
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.controller import Controller, Cost
 from specbeam.drafting.lookup import Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.own import FunctionDrafter, MakeDrafter, OwnDrafter, Propose
 from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.drafting.sizes import Sizes
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import may_be_lazy
 from specbeam.errors import SpecbeamError, shown

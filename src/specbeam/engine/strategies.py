@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from specbeam.control.deferring import LikelyNeeded
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
-from specbeam.decoding.deferring import LikelyNeeded
+from specbeam.decoding.chains import Chains
+from specbeam.decoding.copies import Copies
 from specbeam.decoding.diverse_beam import DiverseBeamSearch
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.speculative import speculative
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.copies import Copies
 from specbeam.engine.setup import Setup
 
 MIN_LAZY_BEAMS = 16
@@ -35,8 +35,9 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
         search = make_search(setup, LazyBeamSearch)
         longest, drafts = stop.max_length - tree.prompt_length, None if drafter is None else drafter.controller
         copies = make_copies(setup, drafter)
+        later = None if copies is None else copies.rounds
         policy = LikelyNeeded(
-            longest, options.num_beams, setup.cost, setup.plain_cost, drafts, options.num_return_sequences, copies
+            longest, options.num_beams, setup.cost, setup.plain_cost, drafts, options.num_return_sequences, later
         )
         return beam_search(search, record, drafter, policy, copies)
     if drafter is not None:

@@ -31,6 +31,8 @@ class Sizes:
         widths: the allowed widths, ascending.
         depths: the allowed depths, ascending. If the depth adapts, the first is 0, which is no draft. It is the only
             one if the narrowest level does not fit into memory.
+        allowed: by width, the depths of drafts that have no more than ``max_draft_tokens``, ascending. The narrowest
+            has one at least, which :meth:`within_budget` cuts.
     """
 
     def __init__(
@@ -55,6 +57,9 @@ class Sizes:
         self._max_adaptive = max(MAX_ADAPTIVE_DRAFT_TOKENS, MAX_ADAPTIVE_DRAFT_TOKENS_PER_BEAM * n)
         if draft_budget is None:
             self._fit_into(room)
+        most, depths = self.max_draft_tokens, [*filter(None, self.depths)]
+        self.allowed = {w: [depth for depth in depths if self.draft_tokens(w, depth) <= most] for w in self.widths}
+        self.allowed[self.widths[0]] = self.allowed[self.widths[0]] or depths[:1]
 
     def _fit_into(self, room: int) -> None:
         """Leave out the sizes that adapt and have more draft tokens than there is room for."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding.deferring import Cost
-from specbeam.decoding.drafter import DraftTokens
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.controller import DECAY, MATCH_LENGTHS, MIN_GAIN, PRIOR_WEIGHT, Acceptance
-from specbeam.drafting.lookup import MAX_MATCH_TOKENS, occurrences
-from specbeam.drafting.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.control import Cost, DraftTokens
+from specbeam.control.acceptance import Acceptance, Rounds, match_bucket
+from specbeam.control.controller import MIN_GAIN, fewest_seconds
+from specbeam.control.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.decoding.chains import Chains
+from specbeam.decoding.matches import occurrences
 from specbeam.tree import Nodes, Tree
 
 MATCH_PRIOR = (0.3, 0.5, 0.8, 0.9, 0.95)
-"""By the lengths of a match (``MATCH_LENGTHS``), the chance to assume that the next token is the same."""
+"""By the length of a match, the chance to assume that the next token is the same."""
 
 
 class Copies:
@@ -27,6 +27,9 @@ class Copies:
     Args:
         tree: of the request.
         cost: of the target's passes.
+
+    Attributes:
+        rounds: the latest passes over beams that come back.
     """
 
     def __init__(self, tree: Tree, chains: Chains, cost: Cost) -> None:
@@ -37,14 +40,14 @@ class Copies:
         self._matched: dict[int, int] = {}  # by tip and draft token, the length of the match down to it
         self._parents: dict[int, int] = {}  # of the latest draft tokens
         self._evaluated = 0
-        self._seconds, self._steps = 0.0, 0.0  # of the latest passes over beams that come back
-        lengths = np.arange(MAX_MATCH_TOKENS + MAX_ADAPTIVE_DEPTH)
-        self._buckets = np.searchsorted(MATCH_LENGTHS, np.maximum(lengths, 1), side="right") - 1
-
-    def seconds_per_step(self, otherwise: float) -> float:
-        return (self._seconds + PRIOR_WEIGHT * otherwise) / (self._steps + PRIOR_WEIGHT)
+        self.rounds = Rounds()
 
     def propose(self, tips: Nodes, best: int) -> DraftTokens:
+        """Draft below those tips, int64 [n], that are shorter than the best hypothesis.
+
+        Args:
+            best: its end.
+        """
         tree, text = self._tree, self._tree.tokens(self._tree.path(best))
         self._matched, self._parents, self._evaluated, chains = {}, {}, len(tips), []
         for tip in tips[tree.depths(tips) < tree.depths(best)].tolist():
@@ -66,20 +69,24 @@ class Copies:
         return draft_tokens
 
     def learn(self, beams: Nodes, steps: int) -> None:
+        """Take in the round.
+
+        Args:
+            beams: of the steps that are known now, int64 [n]: draft tokens among them are accepted.
+            steps: how many steps became certain.
+        """
         if not self._matched:
             return
-        self._seconds = DECAY * self._seconds + self._cost(self._evaluated + len(self._parents))
-        self._steps = DECAY * self._steps + steps
+        self.rounds.add(self._cost(self._evaluated + len(self._parents)), steps)
         accepted = {*beams.tolist()}
         for node, parent in self._parents.items():
             if parent in accepted or parent not in self._parents:
-                self._acceptance.learn(self._buckets[self._matched[parent]], node in accepted, 1)
+                self._acceptance.learn(match_bucket(self._matched[parent]), node in accepted, 1)
 
     def _depth(self, matched: NDArray[np.int64], evaluated: int) -> int:
         """The number of draft tokens below each tip that promises the most steps per second."""
-        chances = self._acceptance.chances[self._buckets[matched[:, None] + np.arange(MAX_ADAPTIVE_DEPTH)]]
-        chances[matched == 0] = 0.0
-        steps = 1 + np.cumprod(chances, axis=1).mean(0).cumsum()
-        copied = np.count_nonzero(matched) * np.arange(1, 1 + MAX_ADAPTIVE_DEPTH)
-        rates = steps / [self._cost(evaluated + count) for count in copied.tolist()]
-        return int(np.argmax([MIN_GAIN / self._cost(evaluated), *rates]))
+        surviving = self._acceptance.surviving(matched, MAX_ADAPTIVE_DEPTH) * (matched > 0)[:, None]
+        steps = (1 + surviving.mean(0).cumsum()).tolist()
+        tips, depths = int(np.count_nonzero(matched)), range(1, 1 + MAX_ADAPTIVE_DEPTH)
+        plain = self._cost(evaluated)
+        return fewest_seconds(depths, steps, lambda depth: self._cost(evaluated + tips * depth), plain / MIN_GAIN)[1]

@@ -9,73 +9,48 @@ for how far they can be trusted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from specbeam.decoding.deferring import Cost as Cost
-from specbeam.decoding.drafter import SKIPPED, DraftTokens
-from specbeam.drafting.sizes import Shape, Sizes
+from specbeam.control import SKIPPED, Cost, DraftTokens
+from specbeam.control.acceptance import Acceptance, Rounds, match_bucket
+from specbeam.control.sizes import Shape, Sizes
 from specbeam.tree import Nodes, Tree
 
-MATCH_LENGTHS = (1, 2, 3, 4, 8)
-"""The buckets of lookups: matches from each of these lengths to the next one, in tokens."""
 MATCH_PRIOR = (0.2, 0.45, 0.65, 0.75, 0.9)
-"""By these lengths, the chance to assume below a single tip (docs/decisions/lookup-matches.md)."""
+"""By the length of a match, the chance to assume below a single tip (docs/decisions/lookup-matches.md)."""
 TYPICAL_MATCH = 2
 """The match to expect, in tokens, where none has been looked up yet."""
 LEVEL_PRIOR = 2 / 3
 """The chance to assume that a step chooses among a level of draft tokens."""
 MIN_GAIN = 1.05
 """Draft only if that promises this many times as many steps per second. The drafting itself takes time, too."""
-DECAY = 0.9
-"""The share of their weight that a bucket's observations keep when later ones come."""
-SKIP_DECAY = 0.98
-"""The share of the distance to the prior that is left after a decode step without draft tokens."""
-PRIOR_WEIGHT = 4.0
-"""The weight of the prior, in observed tokens."""
-PRIOR_PACE = 0.2
-"""The prior follows rates below it, and goes back to where it began, at this share of their pace.
-
-So a draft that fails each time it is tried again is tried ever more rarely.
-"""
+FURTHER_TOKENS = 64
+"""Sequences are expected to get this much longer at most. A draft model that reads the prompt must pay by then."""
 
 
-class Acceptance:
-    """Acceptance rates by bucket. They begin at a prior, follow what is observed, and decay to it where nothing is.
+def fewest_seconds(
+    depths: Sequence[int], steps: Sequence[float], seconds: Callable[[int], float], least: float
+) -> tuple[float, int]:
+    """The depth that promises the fewest seconds per step, and these seconds. 0 if all promise ``least`` or more.
 
     Args:
-        prior: the rate to assume in each bucket, [buckets].
+        depths: to choose from, ascending: levels of draft tokens, or their number. Deeper ones take longer.
+        steps: to be expected with 1, 2, ... levels; never fewer with more.
+        seconds: of a round, by its depth.
+        least: the seconds per step to fall below.
     """
-
-    def __init__(self, prior: ArrayLike) -> None:
-        self._first = np.asarray(prior, dtype=np.float64)
-        self._prior, self._rates = self._first.copy(), self._first.copy()
-        self._weights = np.full_like(self._first, PRIOR_WEIGHT)
-
-    @property
-    def chances(self) -> NDArray[np.float64]:
-        """The chance that a draft token of each bucket is accepted, float64 [buckets]."""
-        return np.minimum(self._rates, 1.0)
-
-    def learn(self, bucket: int, accepted: float, proposed: float) -> None:
-        """Take in how many of a bucket's draft tokens were accepted in a round."""
-        before = DECAY * self._weights[bucket]
-        weight = before + proposed
-        self._rates[bucket] = (before * self._rates[bucket] + accepted) / weight
-        self._weights[bucket] = weight
-        if proposed:
-            follows = self._prior[bucket] + PRIOR_PACE * (self._rates[bucket] - self._prior[bucket])
-            self._prior[bucket] = min(self._first[bucket], follows)
-
-    def skip(self) -> None:
-        """Take in a decode step without draft tokens: decay towards the prior."""
-        share = 1 - SKIP_DECAY
-        self._prior += share * PRIOR_PACE * (self._first - self._prior)
-        self._rates += share * (self._prior - self._rates)
-        self._weights += share * (PRIOR_WEIGHT - self._weights)
+    best = 0
+    for depth in depths:
+        taken = seconds(depth)
+        if taken / steps[-1] >= least:
+            break
+        if taken / steps[depth - 1] < least:
+            least, best = taken / steps[depth - 1], depth
+    return least, best
 
 
 @dataclass
@@ -85,17 +60,16 @@ class Drafts:
     Attributes:
         sizes: that they may have.
         acceptance: of their tokens.
-        seconds, steps: of the latest rounds.
+        rounds: the latest ones with them.
     """
 
     sizes: Sizes
     acceptance: Acceptance
-    seconds: float = 0.0
-    steps: float = 0.0
+    rounds: Rounds = field(default_factory=Rounds)
 
 
 class Controller:
-    """Decides how far one request drafts, round by round: the :class:`DraftController` of every drafter.
+    """Decides how far one request drafts, round by round.
 
     A round goes: ``shape``; for a tree below one tip also ``expanded`` and ``worthwhile``; then ``learn``.
 
@@ -105,7 +79,12 @@ class Controller:
         plain: the same without draft tokens, where the backend goes ahead if it can.
         draft: the cost of the draft model's passes. Lookups have none: they are free.
         unread: tokens that the draft model has to read before its first draft token.
-        matches: the draft tokens are looked up, with the buckets of ``MATCH_LENGTHS``.
+        matches: the draft tokens are looked up, with a bucket for each length of a match.
+
+    Attributes:
+        max_draft_tokens: the most draft tokens in a pass of the target.
+        max_drafted: the most nodes that the draft model evaluates in a round. Some may not become draft tokens.
+        max_drafted_at_once: the most nodes at which a pass of the draft model needs logits.
     """
 
     def __init__(
@@ -131,7 +110,8 @@ class Controller:
 
         Args:
             num_tips: below which to draft. Any other number than of ``sizes`` counts as all beams.
-            steps: how many are to come. They share the seconds in which the draft model reads what it has not read.
+            steps: how many are to come. Up to ``FURTHER_TOKENS`` of them share the seconds in which the draft model
+                reads what it has not read.
             matched: the number of tokens at the end of the best sequence that a lookup found.
         """
         self._now, self._matched = self._drafts.get(num_tips, self._all), matched
@@ -139,8 +119,8 @@ class Controller:
 
     def no_draft(self) -> DraftTokens:
         """No draft tokens. The backend may go ahead, unless lookups paid lately: the next token may have a match."""
-        now = self._now
-        lookups_pay = self._matched is not None and now.seconds < now.steps * self._plain(now.sizes.num_tips)
+        rounds, plain = self._now.rounds, self._plain(self._now.sizes.num_tips)
+        lookups_pay = self._matched is not None and rounds.seconds < rounds.steps * plain
         return DraftTokens() if lookups_pay else SKIPPED
 
     def chances(self, depth: int) -> NDArray[np.float64]:
@@ -170,13 +150,12 @@ class Controller:
             return 0
         if sizes.num_draft_tokens is not None and sizes.draft_width is not None:
             return len(level)
-        draft_tokens, tokens = self._best_count(chances, spent)
-        rate = tokens / (spent + self._target(1 + draft_tokens))
+        seconds_per_token, draft_tokens = self._best_count(chances, spent)
         one_more_draft_token = self._target(2 + draft_tokens) - self._target(1 + draft_tokens)
         nodes = 0
         for chance in level.tolist():
             cost = self.draft_cost(nodes + 1) - self.draft_cost(nodes) + one_more_draft_token
-            if self._trust * chance <= rate * cost:
+            if self._trust * chance * seconds_per_token <= cost:
                 break
             nodes += 1
         return max(nodes, int(not depth or sizes.num_draft_tokens is not None))
@@ -184,36 +163,43 @@ class Controller:
     def worthwhile(self, chances: NDArray[np.float64], spent: float) -> int:
         """How many of the likeliest draft tokens to verify, after this many seconds of drafting."""
         sizes = self._now.sizes
-        wanted = len(chances) if sizes.draft_tokens_are_fixed else self._best_count(chances, spent)[0]
+        wanted = len(chances) if sizes.draft_tokens_are_fixed else self._best_count(chances, spent)[1]
         return min(wanted, sizes.max_draft_tokens)
 
     @property
     def reading_seconds(self) -> float:
+        """Expected seconds in which the draft model reads what it has not read: 0 for lookups."""
         return self.draft_cost(self._unread)
 
+    def _reading(self, steps: float) -> float:
+        """The part of these seconds that each of the steps to come bears. Infinitely many bear nothing."""
+        return 0.0 if steps == math.inf else self.reading_seconds / max(1, min(steps, FURTHER_TOKENS))
+
     def seconds_per_step(self, steps: int) -> float:
+        """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""
         alone = self._drafts[1]
-        matched = None if self._matched is None else TYPICAL_MATCH
-        expected, _ = self._best(alone, math.inf, matched)
-        of_latest = (alone.seconds + PRIOR_WEIGHT * expected) / (alone.steps + PRIOR_WEIGHT)
-        return of_latest + self.reading_seconds / steps
+        expected, _ = self._best(alone, math.inf, None if self._matched is None else TYPICAL_MATCH)
+        return alone.rounds.seconds_per_step(expected) + self._reading(steps)
 
     def skip(self, num_tips: int = 1) -> None:
         """Take in a step without draft tokens: statistics below this number of tips decay to the prior."""
         drafts = self._drafts[num_tips]
         drafts.acceptance.skip()
-        drafts.seconds *= SKIP_DECAY
-        drafts.steps *= SKIP_DECAY
+        drafts.rounds.skip()
         self._unread += num_tips
 
     def learn(self, draft_tokens: DraftTokens, tree: Tree, steps: list[Nodes]) -> None:
+        """Learn which draft tokens were accepted.
+
+        Args:
+            steps: the tips or the beams after each step of the round, int64 [b] each.
+        """
         now, sizes = self._now, self._now.sizes
         if draft_tokens.skipped:
             return self.skip(sizes.num_tips)
         self._unread = 0
         count = len(draft_tokens.nodes)
-        now.seconds = DECAY * now.seconds + draft_tokens.seconds + self._target(sizes.num_tips + count)
-        now.steps = DECAY * now.steps + max(1, len(steps))
+        now.rounds.add(draft_tokens.seconds + self._target(sizes.num_tips + count), max(1, len(steps)))
         if not count:
             return None  # a lookup found nothing, or nothing was likely: that says nothing about the next round
         depths = tree.depths(draft_tokens.nodes)
@@ -221,8 +207,8 @@ class Controller:
         accepted = min(levels, max(0, len(steps) - 1))
         proposed = min(levels, accepted + 1)  # no level below a rejected one was verified
         if self._matched is not None:
-            for level, bucket in enumerate(self._buckets(now, 0, proposed, self._matched).tolist()):
-                now.acceptance.learn(bucket, level < accepted, 1)
+            for level in range(proposed):
+                now.acceptance.learn(match_bucket(max(1, self._matched) + level), level < accepted, 1)
         elif sizes.is_tree:
             now.acceptance.learn(0, accepted, float(draft_tokens.chances.sum()))
         else:
@@ -235,53 +221,40 @@ class Controller:
 
     def _best(self, drafts: Drafts, steps: float, matched: int | None) -> tuple[float, Shape]:
         """The least seconds per step, and their shape. No draft, if its gain is too small and the size is not fixed."""
-        sizes, reading = drafts.sizes, self.reading_seconds / steps
-        plain, best = self._plain(sizes.num_tips), sizes.none
-        least = math.inf if sizes.depths[0] else plain / MIN_GAIN
+        sizes, reading, best = drafts.sizes, self._reading(steps), drafts.sizes.none
+        plain = self._plain(sizes.num_tips)
         if matched == 0 and not sizes.depths[0]:
             return plain, best
-        for width in sizes.widths:
-            chosen = (1 + np.cumsum(self._surviving(drafts, width, sizes.depths[-1], matched))).tolist()
-            for depth in filter(None, sizes.depths):
-                draft_tokens = sizes.draft_tokens(width, depth)
-                if draft_tokens > sizes.max_draft_tokens and best[1]:
-                    break
+        least = math.inf if sizes.depths[0] else plain / MIN_GAIN - reading
+        for width, depths in sizes.allowed.items():
+
+            def seconds(depth: int, width: int = width) -> float:
                 drafting = self.draft_cost(sizes.num_tips) + (depth - 1) * self.draft_cost(width)
-                seconds = drafting + self._target(sizes.num_tips + draft_tokens)
-                if seconds / chosen[-1] + reading >= least:
-                    break  # deeper drafts take longer
-                cost = seconds / chosen[depth - 1] + reading
-                if cost < least:
-                    least, best = cost, (width, depth)
-        return (least if best[1] else plain), best
+                return drafting + self._target(sizes.num_tips + sizes.draft_tokens(width, depth))
+
+            chosen = (1 + np.cumsum(self._surviving(drafts, width, sizes.depths[-1], matched))).tolist()
+            least, depth = fewest_seconds(depths, chosen, seconds, least)
+            if depth:
+                best = (width, depth)
+        return (least + reading if best[1] else plain), best
 
     def _surviving(self, drafts: Drafts, width: int, depth: int, matched: int | None) -> NDArray[np.float64]:
         """The chances that draft tokens down to each level are accepted, float64 [depth]."""
-        buckets = self._buckets(drafts, drafts.sizes.widths.index(width), depth, matched)
-        return np.cumprod(drafts.acceptance.chances[buckets], dtype=np.float64)
-
-    @staticmethod
-    def _buckets(drafts: Drafts, place: int, depth: int, matched: int | None) -> NDArray[np.int64]:
-        """The bucket of each level, int64 [depth].
-
-        Args:
-            place: of the width, among the allowed ones.
-        """
-        if matched is None:
-            return np.full(depth, 0 if drafts.sizes.is_tree else place)
-        return np.searchsorted(MATCH_LENGTHS, np.arange(depth) + max(1, matched), side="right") - 1
+        if matched is not None:
+            return drafts.acceptance.surviving(matched, depth)
+        chance = drafts.acceptance.chances[0 if drafts.sizes.is_tree else drafts.sizes.widths.index(width)]
+        return np.cumprod(np.full(depth, chance))
 
     @property
     def _trust(self) -> float:
         """The factor from the draft's probabilities in a tree to the observed rates."""
         return float(self._now.acceptance.chances[0])
 
-    def _best_count(self, chances: NDArray[np.float64], spent: float) -> tuple[int, float]:
-        """The number of draft tokens that gives the most tokens per second, and the tokens that it gives."""
-        tokens = 1 + self._trust * np.cumsum(np.concatenate([[0.0], np.sort(chances)[::-1]]))
-        rates = tokens / [spent + self._target(1 + draft_tokens) for draft_tokens in range(len(tokens))]
-        best = int(rates.argmax())
-        return best, float(tokens[best])
+    def _best_count(self, chances: NDArray[np.float64], spent: float) -> tuple[float, int]:
+        """The number of draft tokens that gives the most tokens per second, and the seconds per token."""
+        tokens = (1 + self._trust * np.cumsum(np.sort(chances)[::-1])).tolist()
+        counts = range(1, 1 + len(tokens))
+        return fewest_seconds(counts, tokens, lambda count: spent + self._target(1 + count), spent + self._target(1))
 
 
 def _prior(sizes: Sizes, matches: bool) -> NDArray[np.float64]:

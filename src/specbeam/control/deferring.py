@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding.candidates import FORBIDDEN_SCORE, Mask, Scores
-from specbeam.decoding.drafter import Copies, DraftController
+from specbeam.control import Cost
+from specbeam.control.acceptance import Rounds
+from specbeam.control.controller import Controller
 from specbeam.tree import Nodes
-
-Cost = Callable[[int], float]
-"""The cost of a pass over a number of nodes, in seconds."""
 
 MIN_SAVING = 0.2
 """Defer beams if that is expected to save this share of the seconds to come."""
 MIN_DRAFTS_SAVING = 0.1
 """Draft below the best beam alone if that is expected to save this share of the seconds to come."""
-FURTHER_TOKENS = 64
-"""Hypotheses are expected to get this much longer at most. A draft that reads the prompt must pay by then."""
 LATER_PASS_COST = 1.5
 """A later pass over deferred beams costs this many passes over one node: it has more nodes, and more steps to take."""
 PRIOR_LOSS, PRIOR_TOKENS = 0.6, 6
@@ -44,6 +38,11 @@ SIZE_RATIO = 1.25
 """The costs of wide passes are asked for at sizes that differ by about this factor, and interpolated between them."""
 LOGISTIC = 1.7
 """A logistic function of this many standard deviations is nearly a normal distribution."""
+IMPOSSIBLE_SCORE = -1e9
+"""Counts as the score of hypotheses that are impossible, which score -inf."""
+
+Scores = NDArray[np.float32]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -68,30 +67,8 @@ class Deferred:
         return int(np.where(self.leading | ~self.leading.any(), self.scores, -np.inf).argmax())
 
 
-class Policy(Protocol):
-    """Decides when beams are deferred, and which of them are evaluated. The outcome does not depend on it."""
-
-    def pays(self, scores: Scores, length: int) -> bool:
-        """Whether to defer beams from here on.
-
-        Args:
-            scores: of all beams of a step, float32 [num_beams].
-            length: of the beams, in new tokens.
-        """
-
-    def choose(self, deferred: Deferred) -> Mask:
-        """The beams to evaluate in the next pass, at least one of them, bool [n]."""
-
-    def drafts_pay(self, deferred: Deferred, count: int) -> bool:
-        """Whether to draft below the best beam.
-
-        Args:
-            count: how many beams are evaluated.
-        """
-
-
 class LikelyNeeded:
-    """Defers the beams that are unlikely to beat the expected final score.
+    """Defers the beams that are unlikely to beat the expected final score. The outcome does not depend on it.
 
     A beam is needed if the last hypothesis that is returned loses more log-probability until its end than the beam is
     below it now. Texts differ in this loss by orders of magnitude, so its logarithm is assumed to be normal, around
@@ -103,9 +80,9 @@ class LikelyNeeded:
         cost: of a pass.
         plain_cost: of a pass over all beams, without lazy steps.
         num_returned: how many hypotheses are returned. At least this number of beams is needed.
-        drafts: controls the drafts that go below the best beam. Then each pass of a hypothesis that goes on alone can
-            take several steps.
-        copies: draft tokens that save passes over deferred beams that are needed after all.
+        drafts: the controller of drafts that go below the best beam. Then each pass of a hypothesis that goes on alone
+            can take several steps.
+        later: the latest passes over deferred beams that were needed after all, if draft tokens save some of them.
     """
 
     def __init__(
@@ -114,9 +91,9 @@ class LikelyNeeded:
         num_beams: int,
         cost: Cost,
         plain_cost: Cost,
-        drafts: DraftController | None = None,
+        drafts: Controller | None = None,
         num_returned: int = 1,
-        copies: Copies | None = None,
+        later: Rounds | None = None,
     ) -> None:
         self._longest = longest
         self._num_beams = num_beams
@@ -127,10 +104,16 @@ class LikelyNeeded:
         while self._sizes[-1] < num_beams:
             self._sizes.append(min(num_beams, max(self._sizes[-1] + 1, int(SIZE_RATIO * self._sizes[-1]))))
         self._drafts = drafts
-        self._copies = copies
+        self._later_rounds = later
         self._best = {0: 0.0}  # the score of the best hypothesis, by its length, since RECENT_TOKENS ago
 
     def pays(self, scores: Scores, length: int) -> bool:
+        """Whether to defer beams from here on.
+
+        Args:
+            scores: of all beams of a step, float32 [num_beams].
+            length: of the beams, in new tokens.
+        """
         costs, chances = self._costs(), self._chances(scores, np.ones(len(scores), bool), 0, length)
         wanted = self._cheapest(chances, np.full(len(scores), length), costs)
         cost, plain_cost = costs[wanted.sum() - 1], self._plain_cost(self._num_beams)
@@ -139,6 +122,7 @@ class LikelyNeeded:
         return self._drafts_pay(chances[1:], length, min(cost, plain_cost))
 
     def drafts_pay(self, deferred: Deferred, count: int) -> bool:
+        """Whether to draft below the best beam, where this many beams are evaluated."""
         best = deferred.best
         length = int(deferred.lengths[best])
         chances = self._chances(deferred.scores, deferred.leading, best, length)
@@ -158,14 +142,14 @@ class LikelyNeeded:
             return False
         if self._drafts.reading_seconds and length < RECENT_TOKENS:  # paid at once, and more will soon be known
             return False
-        steps = max(1, min(self._longest - length, FURTHER_TOKENS))
         later = chances.max(initial=0.0) ** 2 * self._later(cost)
-        pay = self._drafts.seconds_per_step(steps) <= (1 - MIN_DRAFTS_SAVING) * cost - later
+        pay = self._drafts.seconds_per_step(self._longest - length) <= (1 - MIN_DRAFTS_SAVING) * cost - later
         if not pay:
             self._drafts.skip()
         return pay
 
     def choose(self, deferred: Deferred) -> Mask:
+        """The beams to evaluate in the next pass, at least one of them, bool [n]."""
         best = deferred.best
         chances = self._chances(deferred.scores, deferred.leading, best, int(deferred.lengths[best]))
         return self._cheapest(chances, deferred.lengths, self._costs())
@@ -196,7 +180,7 @@ class LikelyNeeded:
 
     def _later(self, cost: float) -> float:
         """The seconds of a later step, from the seconds of its pass without copies."""
-        return cost if self._copies is None else min(cost, self._copies.seconds_per_step(cost))
+        return cost if self._later_rounds is None else min(cost, self._later_rounds.seconds_per_step(cost))
 
     def _costs(self) -> NDArray[np.float64]:
         """Of passes over 1 node, 2 nodes, and so on up to all beams, float64 [num_beams]."""
@@ -211,7 +195,7 @@ class LikelyNeeded:
             best: its index.
             length: of the best beam, in new tokens.
         """
-        possible = np.maximum(scores.astype(np.float64), FORBIDDEN_SCORE)  # impossible beams score -inf
+        possible = np.maximum(scores.astype(np.float64), IMPOSSIBLE_SCORE)
         returned = np.sort(possible[leading])[::-1][: self._num_returned] if leading.any() else possible[[best]]
         gaps = np.maximum(returned[-1] - possible, 0.0)
         loss = self._loss_per_token(float(possible[best]), length) * max(1, self._longest - length)

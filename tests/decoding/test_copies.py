@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam import Options
+from specbeam.control.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.decoding.chains import Chains
+from specbeam.decoding.copies import Copies
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.copies import Copies
-from specbeam.drafting.sizes import MAX_ADAPTIVE_DEPTH
 from specbeam.tree import Tree
 
 PROMPT, EOS, VOCAB = [0, 1], 9, 10
@@ -64,9 +64,9 @@ def test_the_cost_of_later_steps_follows_what_copies_save(right):
     tree = Tree(PROMPT)
     best, tip = grown(tree, [2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6]), grown(tree, [3])
     copies = copies_below(tree)
-    assert copies.seconds_per_step(otherwise=1.0) == 1.0
+    assert copies.rounds.seconds_per_step(1.0) == 1.0
     for _ in range(8):
         nodes = copies.propose(np.array([tip]), best).nodes
         copies.learn(nodes if right else nodes[:0], steps=1 + len(nodes) if right else 1)
-    later = copies.seconds_per_step(otherwise=1.0)
+    later = copies.rounds.seconds_per_step(1.0)
     assert later < 0.4 if right else later == pytest.approx(1.0)

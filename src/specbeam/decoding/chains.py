@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding.drafter import DraftTokens
+from specbeam.control import DraftTokens
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
 from specbeam.tree import NO_NODES, Nodes, Tree

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.decoding.drafter import SKIPPED, DraftTokens
-from specbeam.drafting.controller import MATCH_PRIOR, PRIOR_WEIGHT, Acceptance, Controller
-from specbeam.drafting.sizes import Sizes
+from specbeam.control import SKIPPED, DraftTokens
+from specbeam.control.acceptance import PRIOR_WEIGHT, Acceptance
+from specbeam.control.controller import MATCH_PRIOR, Controller, fewest_seconds
+from specbeam.control.sizes import Sizes
 from specbeam.tree import Tree
 
 AUTO = (None, None, None)
@@ -44,7 +45,7 @@ def play(controller, kind, is_right, steps, target=memory_bound, draft=quarter, 
     """The cost of steps for which the draft token is right or not, in plain steps, and the length of each draft."""
     num_tips, at, cost, lengths = NUM_TIPS[kind], 0, 0.0, []
     while at < steps:
-        width, depth = controller.shape(num_tips, steps - at, matched if kind == "lookup" else None)
+        width, depth = controller.shape(num_tips, matched=matched if kind == "lookup" else None)  # reading is free
         chances, spent = np.empty(0), 0.0
         if kind == "tree" and depth:  # a draft that gives each token the same probability
             for depth in range(13):
@@ -114,6 +115,15 @@ def test_acceptance_rates_are_chances_and_decay_to_the_prior(rounds):
     assert acceptance.chances == pytest.approx([0.2, 0.5, 1.0], abs=1e-3)
     acceptance.learn(0, 1, 1)
     assert acceptance.chances[0] == pytest.approx((0.9 * PRIOR_WEIGHT * 0.2 + 1) / (0.9 * PRIOR_WEIGHT + 1), abs=1e-3)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.lists(st.floats(0.01, 1), min_size=8, max_size=8))
+def test_the_depth_with_the_fewest_seconds_per_step_is_found(chances, more):
+    steps, seconds = (1 + np.cumsum(np.cumprod(chances))).tolist(), np.cumsum(more)
+    costs = [seconds[depth] / steps[depth - 1] for depth in range(1, len(steps))]
+    found, depth = fewest_seconds(range(1, len(steps)), steps, lambda depth: seconds[depth], seconds[0])
+    assert found == min([seconds[0], *costs])
+    assert found == (costs[depth - 1] if depth else seconds[0])
 
 
 def test_the_longer_the_match_the_deeper_the_chain():

@@ -1,0 +1,39 @@
+"""What a request evaluates in its next pass: how many draft tokens, and which beams.
+
+All of it follows from acceptance rates and from the costs of passes. It changes how fast a result comes, and no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.tree import NO_NODES, Nodes
+
+Cost = Callable[[int], float]
+"""The cost of a pass over a number of nodes, in seconds."""
+
+
+@dataclass(frozen=True)
+class DraftTokens:
+    """Nodes drafted below the tips of one round.
+
+    Attributes:
+        nodes: int64 [n], parents before children.
+        chances: the drafter's estimate of the probability that each is accepted, float64 [n].
+        width: the width that they were chosen with: draft tokens per level, or chains per beam.
+        skipped: there are none, because drafting would not have paid. The backend may go ahead.
+        seconds: expected for the draft model's passes.
+    """
+
+    nodes: Nodes = field(default_factory=lambda: NO_NODES)
+    chances: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    width: int = 1
+    skipped: bool = False
+    seconds: float = 0.0
+
+
+SKIPPED = DraftTokens(skipped=True)
