@@ -87,5 +87,5 @@ class Rounds:
         self.steps *= SKIP_DECAY
 
     def seconds_per_step(self, expected: float) -> float:
-        """The seconds per step of the latest rounds, beginning with those that are expected."""
+        """The seconds per step of the latest rounds, which begin with the seconds that are expected."""
         return (self.seconds + PRIOR_WEIGHT * expected) / (self.steps + PRIOR_WEIGHT)
