@@ -33,8 +33,7 @@ from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
-from specbeam.engine.setup import Setup
-from specbeam.engine.strategies import MakeStrategy, make_search
+from specbeam.engine.setup import MakeStrategy, Setup, make_search
 
 MAX_TOKENS = 48
 """Of a translation."""

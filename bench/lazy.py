@@ -55,8 +55,7 @@ from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
-from specbeam.engine.setup import Setup
-from specbeam.engine.strategies import make_copies, make_search
+from specbeam.engine.setup import Setup, make_copies, make_search
 from specbeam.tree import Tree
 
 REPEATED = "Repeat this text three times. The early bird catches the worm, but the second mouse gets the cheese.\n" * 4

@@ -20,7 +20,7 @@ from machine import describe
 from prompts import Ask, add_prompt_options, kinds
 
 import specbeam
-from specbeam.engine.drafters import Draft
+from specbeam.engine.drafts import Draft
 
 
 def main() -> None:

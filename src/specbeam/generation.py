@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 from specbeam.engine import Engine, Request
-from specbeam.engine.drafters import Draft
-from specbeam.engine.strategies import MakeStrategy
+from specbeam.engine.drafts import Draft
+from specbeam.engine.setup import MakeStrategy
 from specbeam.errors import SpecbeamError, located
 from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel

@@ -31,7 +31,7 @@ from specbeam.decoding.record import Record
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
 from specbeam.engine import CostTable
-from specbeam.engine.strategies import make_search
+from specbeam.engine.setup import make_search
 from specbeam.tree import Tree
 from tests.conftest import examples, random_model
 from tests.decoding.test_record import Replayed

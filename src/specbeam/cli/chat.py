@@ -156,7 +156,7 @@ class Chat:
 
     def check_draft(self) -> None:
         """Raise SpecbeamError for options of drafts that have no effect with this draft, or without one."""
-        from specbeam.engine.drafters import check_draft
+        from specbeam.engine.drafts import check_draft
 
         self.options.check_drafting(self.draft is not None)
         check_draft(self.lm, self.draft, self.options)

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 from specbeam.cache.budget import Budget
 from specbeam.engine.costs import Costs, pass_times
-from specbeam.engine.drafters import Draft, check_draft, load_draft
+from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
 from specbeam.engine.own_strategy import load_strategy
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
-from specbeam.engine.strategies import MakeStrategy
+from specbeam.engine.setup import MakeStrategy
 from specbeam.errors import SpecbeamError
 from specbeam.fork_guard import fork_guard
 from specbeam.interrupts import HeldInterrupts

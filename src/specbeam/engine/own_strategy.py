@@ -10,8 +10,7 @@ import numpy as np
 from specbeam import plugins
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
-from specbeam.engine.setup import Setup
-from specbeam.engine.strategies import MakeStrategy
+from specbeam.engine.setup import MakeStrategy, Setup
 from specbeam.errors import SpecbeamError, shown
 from specbeam.plugins import PluginError
 

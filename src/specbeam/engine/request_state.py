@@ -17,15 +17,14 @@ from specbeam.cache.budget import Budget
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.engine.costs import Costs, SharedCost
-from specbeam.engine.drafters import Draft, make_drafter
+from specbeam.engine.drafts import Draft
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
 from specbeam.engine.inputs import inputs_of
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.own_strategy import OwnStrategy
 from specbeam.engine.request import Request, Wakeups
-from specbeam.engine.setup import make_setup
-from specbeam.engine.strategies import MakeStrategy, make_strategy
+from specbeam.engine.setup import MakeStrategy, make_drafter, make_setup, make_strategy
 from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel

@@ -1,20 +1,46 @@
-"""The objects that the strategy and the drafter of one request share, made from its options."""
+"""What a request's options make: its strategy, its drafter, and the objects that both share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
+from specbeam.control import Cost
+from specbeam.control.controller import Controller
+from specbeam.control.deferring import LikelyNeeded
+from specbeam.control.sizes import Sizes
+from specbeam.decoding import Strategy
+from specbeam.decoding.beam import BeamSearch
+from specbeam.decoding.beam_search import beam_search
+from specbeam.decoding.chains import Chains
 from specbeam.decoding.checkpoint_processors import processors_of_checkpoint
+from specbeam.decoding.copies import Copies
+from specbeam.decoding.diverse_beam import DiverseBeamSearch
+from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.greedy import greedy
+from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.processors import Processors, check_token_ids
 from specbeam.decoding.record import Record
+from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.selector import Selector, some_seed, warpers_of
+from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
+from specbeam.drafting.lookup import Lookup, SuffixAutomaton
+from specbeam.drafting.model import ModelDrafter
+from specbeam.drafting.own import FunctionDrafter, OwnDrafter, Propose
+from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import Costs, SharedCost
+from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import room, too_long
 from specbeam.tree import Tree
+
+MIN_LAZY_BEAMS = 16
+"""Without drafts, fewer beams are all evaluated: passes over few nodes cost nearly as much."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +66,10 @@ class Setup:
     cost: SharedCost
     goes_ahead: bool
     plain_cost: SharedCost
+
+
+MakeStrategy = Callable[[Setup, Drafter | None], Strategy]
+"""Makes the strategy of a request. The drafter is None without one."""
 
 
 def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs: Costs, writes: bool = True) -> Setup:
@@ -86,3 +116,143 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         goes_ahead=goes_ahead,
         plain_cost=SharedCost(costs(backend, goes_ahead)),
     )
+
+
+def make_drafter(
+    setup: Setup,
+    lm: LanguageModel,
+    draft: Draft,
+    prompt_length: int,
+    draft_cost: Cost | None,
+    room: int,
+) -> Drafter:
+    """The drafter of one request.
+
+    Args:
+        draft: has passed :func:`check_draft`.
+        prompt_length: in tokens.
+        draft_cost: of the draft model's passes for this request; None for lookups.
+        room: the most draft tokens whose logits fit into memory.
+
+    Raises:
+        SpecbeamError: the draft has another vocabulary, which text cannot bridge.
+    """
+    shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
+    is_model, is_own = isinstance(draft, LanguageModel), callable(draft)
+    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_own)
+    sizes = [
+        Sizes(
+            num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
+            draft_width=setup.options.draft_size("draft_width"),
+            draft_budget=setup.options.draft_size("draft_budget"),
+            num_tips=num_tips,
+            chains=not shares_tokenizer,
+            one_width=looks_up,
+            room=room,
+        )
+        for num_tips in sorted({setup.options.num_beams} | ({1} if may_be_lazy(setup) else set()))
+    ]
+    unread = prompt_length if is_model else 0
+    controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=looks_up)
+    if isinstance(draft, LanguageModel) and shares_tokenizer:
+        return _make_model_drafter(setup, lm, draft, controller)
+    chains = Chains(setup.tree, setup.selector.process, setup.stop, controller.max_draft_tokens)
+    if isinstance(draft, LanguageModel):
+        return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
+    if isinstance(draft, type):
+        return OwnDrafter(setup.tree, chains, controller, lm, draft)
+    if callable(draft):
+        return FunctionDrafter(setup.tree, chains, controller, lm, cast(Propose, draft))
+    earlier = draft if isinstance(draft, SuffixAutomaton) else None
+    return Lookup(setup.tree, chains, controller, latest=draft == "ngram", earlier=earlier)
+
+
+def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, controller: Controller) -> ModelDrafter:
+    options, selector = setup.options, setup.selector
+    if selector.seed is not None:  # draft tokens are drawn from a distribution of their own
+        temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
+        top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
+        warpers = warpers_of(replace(options, temperature=temperature, top_k=top_k))
+        selector = Selector(selector.process, warpers, selector.seed)
+    added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
+    return ModelDrafter(
+        setup.tree,
+        selector,
+        setup.stop,
+        lm.backend.vocab_size,
+        draft.backend.context_length,
+        [token_id for token_id, token in added.items() if token.special],
+        controller,
+    )
+
+
+def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
+    """The strategy that the options ask for: greedy search, sampling or beam search, speculative with a drafter."""
+    options, tree, selector, stop, record = setup.options, setup.tree, setup.selector, setup.stop, setup.record
+    if options.num_beams > 1:
+        pays = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.tree is setup.tree
+        if not (pays and may_be_lazy(setup)):
+            return beam_search(make_search(setup), record, drafter)
+        search = make_search(setup, LazyBeamSearch)
+        longest, drafts = stop.max_length - tree.prompt_length, None if drafter is None else drafter.controller
+        copies = make_copies(setup, drafter)
+        later = None if copies is None else copies.rounds
+        policy = LikelyNeeded(
+            longest, options.num_beams, setup.cost, setup.plain_cost, drafts, options.num_return_sequences, later
+        )
+        return beam_search(search, record, drafter, policy, copies)
+    if drafter is not None:
+        return speculative(tree, selector, stop, record, drafter)
+    if options.num_return_sequences > 1:
+        return sample_several(tree, selector, stop, record, options.num_return_sequences)
+    return greedy(tree, selector, stop, record)
+
+
+def make_copies(setup: Setup, drafter: Drafter | None) -> Copies | None:
+    """What drafts below beams that come back. Only requests with a drafter have room for draft tokens."""
+    if drafter is None:
+        return None
+    chains = Chains(setup.tree, setup.selector.process, setup.stop, drafter.controller.max_draft_tokens)
+    return Copies(setup.tree, chains, setup.cost)
+
+
+def may_be_lazy(setup: Setup) -> bool:
+    """Whether beams of a search may be left out: no score rises, nothing is drawn, and nothing counts all beams.
+
+    Sizes of drafts that were asked for are sizes below all beams.
+    """
+    options, process = setup.options, setup.selector.process
+    fixed = any(options.draft_size(name) is not None for name in ("num_draft_tokens", "draft_width", "draft_budget"))
+    calls = options.prefix_allowed_tokens_fn is not None or bool(process.functions)
+    counts = options.early_stopping is True  # finished hypotheses
+    return (
+        options.bound_rule
+        and options.num_beams > 1
+        and options.num_beam_groups == 1
+        and not (options.samples or process.raises or calls or counts or fixed)
+    )
+
+
+def make_search(setup: Setup, kind: Callable[..., BeamSearch] = BeamSearch) -> BeamSearch | DiverseBeamSearch:
+    """The search by beams that the options ask for.
+
+    Args:
+        kind: makes a :class:`BeamSearch` of its arguments.
+    """
+    options = setup.options
+    search = partial(
+        kind,
+        setup.tree,
+        setup.selector,
+        setup.stop,
+        num_return_sequences=options.num_return_sequences,
+        length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
+        early_stopping=False if options.early_stopping is None else options.early_stopping,
+        distinct=options.is_distinct,
+    )
+    groups = options.num_beam_groups
+    if groups == 1:
+        bounded = options.bound_rule and not options.samples and not setup.selector.process.raises
+        return search(options.num_beams, bounded=bounded)
+    size = options.num_beams // groups
+    return DiverseBeamSearch([search(size, bounded=False) for _ in range(groups)], options.diversity_penalty)

@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from specbeam.engine import Engine
-from specbeam.engine.drafters import check_draft
+from specbeam.engine.drafts import check_draft
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.option_names import LOOKUPS

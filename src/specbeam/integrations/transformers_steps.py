@@ -26,7 +26,7 @@ from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.stopping import Stopping
 from specbeam.engine import Setup
-from specbeam.engine.strategies import make_search, make_strategy
+from specbeam.engine.setup import make_search, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import Row
 from specbeam.integrations.transformers_prompts import KeysAndValues

@@ -14,8 +14,7 @@ from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.token_scores import PromptScores, score_prompt
 from specbeam.engine import Request
-from specbeam.engine.setup import Setup
-from specbeam.engine.strategies import MakeStrategy, make_strategy
+from specbeam.engine.setup import MakeStrategy, Setup, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.prompt_length import PromptTooLong

@@ -12,7 +12,7 @@ from specbeam.backends.devices import free_memory
 from specbeam.cache.pool import MAX_FREE_SHARE
 from specbeam.control_tokens import ControlTokens
 from specbeam.engine import Engine
-from specbeam.engine.drafters import Draft
+from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, Placement, weights_of
 from specbeam.option_names import LOOKUPS, NO_DRAFT

@@ -1,25 +1,14 @@
-"""The drafter that a request's ``draft`` asks for, and the checks that it can draft for the model."""
+"""What a caller may give as ``draft``, and the checks that it can draft for the model."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from specbeam import plugins
-from specbeam.control import Cost
-from specbeam.control.controller import Controller
-from specbeam.control.sizes import Sizes
-from specbeam.decoding.chains import Chains
-from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.selector import Selector, warpers_of
-from specbeam.drafting.lookup import Lookup, SuffixAutomaton
-from specbeam.drafting.model import ModelDrafter
-from specbeam.drafting.own import FunctionDrafter, MakeDrafter, OwnDrafter, Propose
-from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.engine.setup import Setup
-from specbeam.engine.strategies import may_be_lazy
+from specbeam.drafting.lookup import SuffixAutomaton
+from specbeam.drafting.own import MakeDrafter, Propose
 from specbeam.errors import SpecbeamError, shown
 from specbeam.model import LanguageModel
 from specbeam.option_names import LOOKUPS
@@ -28,74 +17,6 @@ from specbeam.options import Options
 Draft = LanguageModel | SuffixAutomaton | str | os.PathLike[str] | Propose | MakeDrafter
 """A draft model or its source, "ngram", "suffix", an automaton over earlier texts, or a drafter of the caller's own: a
 function, a class, or the text that names one."""
-
-
-def make_drafter(
-    setup: Setup,
-    lm: LanguageModel,
-    draft: Draft,
-    prompt_length: int,
-    draft_cost: Cost | None,
-    room: int,
-) -> Drafter:
-    """The drafter of one request.
-
-    Args:
-        draft: has passed :func:`check_draft`.
-        prompt_length: in tokens.
-        draft_cost: of the draft model's passes for this request; None for lookups.
-        room: the most draft tokens whose logits fit into memory.
-
-    Raises:
-        SpecbeamError: the draft has another vocabulary, which text cannot bridge.
-    """
-    shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    is_model, is_own = isinstance(draft, LanguageModel), callable(draft)
-    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_own)
-    sizes = [
-        Sizes(
-            num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
-            draft_width=setup.options.draft_size("draft_width"),
-            draft_budget=setup.options.draft_size("draft_budget"),
-            num_tips=num_tips,
-            chains=not shares_tokenizer,
-            one_width=looks_up,
-            room=room,
-        )
-        for num_tips in sorted({setup.options.num_beams} | ({1} if may_be_lazy(setup) else set()))
-    ]
-    unread = prompt_length if is_model else 0
-    controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=looks_up)
-    if isinstance(draft, LanguageModel) and shares_tokenizer:
-        return _make_model_drafter(setup, lm, draft, controller)
-    chains = Chains(setup.tree, setup.selector.process, setup.stop, controller.max_draft_tokens)
-    if isinstance(draft, LanguageModel):
-        return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
-    if isinstance(draft, type):
-        return OwnDrafter(setup.tree, chains, controller, lm, draft)
-    if callable(draft):
-        return FunctionDrafter(setup.tree, chains, controller, lm, cast(Propose, draft))
-    earlier = draft if isinstance(draft, SuffixAutomaton) else None
-    return Lookup(setup.tree, chains, controller, latest=draft == "ngram", earlier=earlier)
-
-
-def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, controller: Controller) -> ModelDrafter:
-    options, selector = setup.options, setup.selector
-    if selector.seed is not None:  # draft tokens are drawn from a distribution of their own
-        temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
-        top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
-        warpers = warpers_of(replace(options, temperature=temperature, top_k=top_k))
-        selector = Selector(selector.process, warpers, selector.seed)
-    added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
-    return ModelDrafter(
-        setup.tree,
-        selector,
-        setup.stop,
-        lm.backend.vocab_size,
-        draft.backend.context_length,
-        [token_id for token_id, token in added.items() if token.special],
-        controller,
-    )
 
 
 def load_draft(lm: LanguageModel, draft: Any) -> Any:
