@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from specbeam import reference as reference
     from specbeam import scoring as scoring
     from specbeam.callers import tensors as tensors
+    from specbeam.constraints import Grammar as Grammar
+    from specbeam.constraints import JsonSchema as JsonSchema
+    from specbeam.constraints import Regex as Regex
     from specbeam.constraints import TokenTrie as TokenTrie
     from specbeam.drafting.lookup import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
@@ -65,6 +68,9 @@ _HOMES = {
     "SpecbeamError": "errors",
     "Stats": "results",
     "TokenTrie": "constraints",
+    "Grammar": "constraints",
+    "JsonSchema": "constraints",
+    "Regex": "constraints",
     "Tokenizer": "tokenizer",
     "generate": "generation",
     "load": "model",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.constraints import Constraint
+from specbeam.constraints.grammar import Description
 from specbeam.options import Options
 
 AllowedTokens = Callable[[int, Any], Collection[int] | NDArray[np.integer] | Any]
@@ -58,7 +59,7 @@ class OptionKeywords(TypedDict, total=False):
     top_logprobs: int | None
     share_prefix: bool
     trace: bool
-    constraint: Constraint | None
+    constraint: Constraint | Description | None
     prefix_allowed_tokens_fn: AllowedTokens | None
     logits_processor: LogitsProcessor | list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None
 

@@ -152,7 +152,8 @@ class Options:
         share_prefix: share the KV cache of the prompt's first tokens with other requests of the engine. No result
             changes, only the time of the prefill.
         trace: record in the result the drafted, accepted and chosen tokens of each round.
-        constraint: the sequences that may be generated: a :class:`specbeam.TokenTrie` or another
+        constraint: the sequences that may be generated: a :class:`specbeam.JsonSchema`, :class:`specbeam.Regex` or
+            :class:`specbeam.Grammar`, a :class:`specbeam.TokenTrie`, or another
             :class:`specbeam.constraints.Constraint`.
         prefix_allowed_tokens_fn: as in transformers, called with 0 and the token ids so far, prompt included (int64
             array [length]). It returns the ids of the tokens that may follow.
@@ -375,10 +376,12 @@ class Options:
 
     def _check_constraints(self) -> None:
         if (constraint := self.constraint) is not None:
-            from specbeam.constraints import Constraint  # it imports NumPy, which the command line's help does not need
+            # They import NumPy, which the command line's help does not need.
+            from specbeam.constraints import Constraint
+            from specbeam.constraints.grammar import Description
 
-            is_one = isinstance(constraint, Constraint) and not isinstance(constraint, type)
-            self._check("constraint", is_one, "a TokenTrie or another Constraint")
+            is_one = isinstance(constraint, Constraint | Description) and not isinstance(constraint, type)
+            self._check("constraint", is_one, "a JsonSchema, Regex, Grammar, TokenTrie or another Constraint")
         allowed = self.prefix_allowed_tokens_fn
         self._check("prefix_allowed_tokens_fn", allowed is None or callable(allowed), "a function")
         given = self.logits_processor

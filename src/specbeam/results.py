@@ -37,6 +37,7 @@ class Sequence:
             length ** length_penalty. A beam search that was cancelled has no ranking: its score is ``log_prob``.
         finish_reason: "stop" (an end-of-sequence token or a stop string), "length" (max_new_tokens, or the context
             is full), "cancelled", or "timeout".
+        is_complete: whether the text satisfies the request's constraint, whatever ended it. None without one.
         top_logprobs: with ``top_logprobs=k``, one dictionary per new token: the log-probabilities of the k likeliest
             tokens at its position, by token id, the likeliest first. The new token need not be among them. A dictionary
             is empty where a strategy of the caller added a token without the model's logits. Otherwise None.
@@ -49,10 +50,13 @@ class Sequence:
     score: float
     finish_reason: str
     top_logprobs: TopLogProbs | None = None
+    is_complete: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The object for one sequence in ``specbeam generate --json``: ``log_probs`` only beside ``top_logprobs``."""
-        asked = {} if self.top_logprobs is None else {"log_probs": self.log_probs, "top_logprobs": self.top_logprobs}
+        asked: dict[str, Any] = {} if self.is_complete is None else {"is_complete": self.is_complete}
+        if self.top_logprobs is not None:
+            asked |= {"log_probs": self.log_probs, "top_logprobs": self.top_logprobs}
         return {
             "text": self.text,
             "token_ids": self.token_ids,

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam import chat_templates, plugins
@@ -126,6 +127,10 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None
     add("--eos-token-id", type=int, action="append", metavar="ID", help="a token that ends the text (repeatable)")
     about = r"end before this text (repeatable); \n is a new line"
     add("--stop-strings", type=typed_text, action="append", metavar="TEXT", help=about)
+    add = partial(options.add_mutually_exclusive_group().add_argument, dest="constraint")
+    add("--json-schema", type=json_schema, metavar="FILE", help="write JSON that is valid by the JSON Schema in a file")
+    add("--regex", type=regex, metavar="PATTERN", help="write a text that matches a regular expression as a whole")
+    add("--grammar", type=grammar, metavar="FILE", help="write a text of a grammar: a file in Lark or GBNF")
 
 
 def add_sampling_to(group: Any) -> None:
@@ -203,6 +208,35 @@ token_ids.__name__ = "list of token ids"
 
 def early_stopping(value: str) -> bool | str:
     return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def json_schema(path: str) -> Any:
+    return described("JsonSchema", content_of(path))
+
+
+def regex(pattern: str) -> Any:
+    return described("Regex", pattern)
+
+
+def grammar(path: str) -> Any:
+    return described("Grammar", content_of(path))
+
+
+def content_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
+
+
+def described(kind: str, text: str) -> Any:
+    """A description of a constraint. Its packages are imported only for that."""
+    from specbeam import constraints
+
+    try:
+        return getattr(constraints, kind)(text)
+    except SpecbeamError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def some_of(names: Collection[str], kind: str, text: str) -> list[str]:

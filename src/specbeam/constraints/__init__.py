@@ -1,4 +1,4 @@
-"""Constraints: automata over tokens that say which sequences may be generated."""
+"""Constraints: automata over tokens that say which sequences may be generated, and descriptions that make them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.constraints.grammar import Grammar as Grammar
+from specbeam.constraints.grammar import JsonSchema as JsonSchema
+from specbeam.constraints.grammar import Regex as Regex
 from specbeam.constraints.trie import TokenTrie as TokenTrie
 
 State = Any

@@ -12,6 +12,9 @@ from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
 from specbeam.tree import Nodes, Tree
 
+MIN_STATES_TO_FORGET = 8
+"""A grammar's state takes 10 to 100 kB."""
+
 
 class ConstraintMask:
     """The tokens that a constraint allows at the nodes of one request's tree."""
@@ -20,7 +23,8 @@ class ConstraintMask:
         self.constraint = constraint
         self.vocab_size = vocab_size
         self._ends = packed([*eos_token_ids], vocab_size)
-        self._states: NodeStates[State | None] = NodeStates(lambda _: constraint.start, self._advance)
+        start = constraint.start  # where the request is submitted: a grammar may be compiled for it
+        self._states: NodeStates[State | None] = NodeStates(lambda _: start, self._advance, MIN_STATES_TO_FORGET)
 
     def __call__(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint8]:
         """Which tokens may follow nodes, int64 [n], as packed bits, uint8 [n, ceil(vocab_size / 8)].
@@ -34,6 +38,11 @@ class ConstraintMask:
         """Whether each of some tokens may follow a node, by token id."""
         mask = self._mask(self._states.at(tree, node))
         return {token: bool(mask[token // 8] >> token % 8 & 1) for token in tokens}
+
+    def complete(self, tree: Tree, node: int) -> bool:
+        """Whether the sequence down to a node may end there. The node is no end token."""
+        state = self._states.at(tree, node)
+        return state is not None and self.constraint.complete(state)
 
     def _advance(self, state: State | None, token: int) -> State | None:
         return None if state is None else self.constraint.advance(state, token)

@@ -10,7 +10,7 @@ from specbeam.tree import Nodes, Tree
 S = TypeVar("S")
 
 MIN_STATES_TO_FORGET = 64
-"""Keep at least this many states before the first is dropped."""
+"""Small states are kept up to this number before the first is dropped."""
 
 
 class NodeStates(Generic[S]):
@@ -19,13 +19,16 @@ class NodeStates(Generic[S]):
     Args:
         start: makes the state of the prompt of its token ids, int64 [n].
         push: makes the state after one more token. It changes no state, since sequences may branch.
+        least: keep at least this many states before the first is dropped.
     """
 
-    def __init__(self, start: Callable[[Nodes], S], push: Callable[[S, int], S]) -> None:
+    def __init__(
+        self, start: Callable[[Nodes], S], push: Callable[[S, int], S], least: int = MIN_STATES_TO_FORGET
+    ) -> None:
         self._start = start
         self._push = push
         self._states: dict[int, S] = {}
-        self._max_states = MIN_STATES_TO_FORGET
+        self._least = self._max_states = least
 
     def at(self, tree: Tree, node: int) -> S:
         """The state of the sequence down to a live node. Calls must be about one tree."""
@@ -51,4 +54,4 @@ class NodeStates(Generic[S]):
             if node in self._states:
                 needed[node] = self._states[node]
         self._states = needed
-        self._max_states = max(MIN_STATES_TO_FORGET, 2 * len(needed))
+        self._max_states = max(self._least, 2 * len(needed))

@@ -156,7 +156,25 @@ class Output:
         if text is None:
             text = self._setup.stop.new_text.of(self._setup.stop.begin(tree), token_ids)
         log_prob = float(tree.scores(hypothesis.node))
-        return Sequence(text, token_ids, log_probs, log_prob, hypothesis.score, hypothesis.finish_reason, top_logprobs)
+        return Sequence(
+            text,
+            token_ids,
+            log_probs,
+            log_prob,
+            hypothesis.score,
+            hypothesis.finish_reason,
+            top_logprobs,
+            self._is_complete(hypothesis),
+        )
+
+    def _is_complete(self, hypothesis: Hypothesis) -> bool | None:
+        """Whether a sequence satisfies the constraint. A stop string takes away from its text."""
+        tree, node = self._setup.tree, hypothesis.node
+        if (constraint := self._setup.selector.process.constraint) is None:
+            return None
+        if int(tree.tokens(node)) in self._setup.stop.eos_token_ids:
+            return True
+        return hypothesis.finish_reason != "stop" and constraint.complete(tree, node)
 
     def _tokens(self, nodes: Nodes) -> tuple[list[int], list[float], TopLogProbs | None]:
         """Token ids and log-probabilities of nodes on one path, and of the alternatives if these were asked for."""

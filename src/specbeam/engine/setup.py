@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+from specbeam.constraints.grammar import Description
 from specbeam.control import Cost
 from specbeam.control.controller import Controller
 from specbeam.control.deferring import LikelyNeeded
@@ -94,6 +95,8 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
     if options.constraint is not None and not eos:
         raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
+    if isinstance(options.constraint, Description):
+        options = replace(options, constraint=options.constraint.compile(lm))
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
     of_checkpoint = processors_of_checkpoint(
         lm.generation_defaults, options, eos, prompt_ids, len(begin), max_length, backend.vocab_size
