@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,31 @@ def test_json_is_the_result_and_nothing_else(run, model):
     names = {"text", "token_ids", "log_prob", "score", "finish_reason", "log_probs", "top_logprobs"}
     assert [one.keys() for one in got["sequences"]] == [names, names]
     assert "<bos>user: hi\nassistant: " in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "pattern"),
+    [
+        (
+            "--json-schema",
+            '{"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}',
+            '{"a":(1|23).*',
+        ),
+        ("--grammar", 'start: "x" /[0-9]{2}/', "x[0-9]{2}"),
+        ("--grammar", 'root ::= "x" [0-9] [0-9]', "x[0-9]{2}"),
+        ("--regex", "[ab]{3}", "[ab]{3}"),
+    ],
+)
+def test_a_text_satisfies_its_constraint(run, tmp_path, flag, content, pattern):
+    file = tmp_path / "constraint"
+    file.write_text(content)
+    given = content if flag == "--regex" else str(file)
+    for more in ((), ("--num-beams", "3", "--draft", "ngram")):
+        status, out, _ = run("hi", "--json", "--max-new-tokens", "40", flag, given, *more)
+        (sequence,) = json.loads(out)["sequences"]
+        assert status == 0
+        assert re.fullmatch(pattern, sequence["text"])
+        assert sequence["is_complete"] or flag == "--json-schema"  # other keys may go on
 
 
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])

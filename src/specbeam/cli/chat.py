@@ -60,6 +60,7 @@ SPEAKERS = {"user": "User", "assistant": "Assistant"}
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
+        allow_abbrev=False,
         help="talk with a model",
         description=f"Talk with a model. An answer has at most {MAX_NEW_TOKENS} tokens unless you say otherwise. "
         "/help lists the commands of a conversation. Without a terminal, each line of standard input is a message. "

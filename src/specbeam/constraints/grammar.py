@@ -34,8 +34,8 @@ SCHEMAS = (
 SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 SCHEMAS_IN_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 """The keywords of JSON Schema whose values are schemas, dictionaries of schemas and lists of schemas."""
-NO_TEXT = ("NoExtension", "NoExtensionBias")
-"""Why llguidance stops where nothing can follow."""
+NO_TEXT = "NoExtension"
+"""The error of a parser that nothing can follow begins so."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -67,11 +67,11 @@ class Description:
         if problems:
             raise self._refused(problems[0])
 
-    def _refused(self, problem: str) -> SpecbeamError:
-        problem = " ".join(problem.split())
+    def _refused(self, problem: str, what: str = "cannot be enforced") -> SpecbeamError:
+        problem = " ".join(problem.removesuffix("<non-verbose/>").split())
         if len(problem) > MAX_MESSAGE_CHARACTERS:
             problem = f"{problem[:MAX_MESSAGE_CHARACTERS]}..."
-        return SpecbeamError(f"the {self.kind} cannot be enforced: {problem}")
+        return SpecbeamError(f"the {self.kind} {what}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,10 @@ class JsonSchema(Description):
             raise SpecbeamError(f"the JSON schema is no JSON: {error}") from error
         if len(text) > MAX_SCHEMA_BYTES:
             raise self._refused(f"it has {len(text):,} characters, and {MAX_SCHEMA_BYTES:,} are allowed")
-        if not isinstance(schema, dict | bool):
-            raise SpecbeamError(f"schema={shown(given)} is no JSON schema: give an object")
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise SpecbeamError(f"schema={shown(given)} is no JSON schema that allows anything: give an object")
         try:
             return self._enforceable(schema, "#")
         except RecursionError:
@@ -251,11 +253,7 @@ class GrammarConstraint:
         self._description = description
         self._tokenizer = _tokenizer_of(lm)
         self._ends = np.array(sorted(lm.eos_token_ids), dtype=np.int64)
-        state = self.start
-        state.matcher.compute_bitmask()
-        if state.matcher.stop_reason() in NO_TEXT and not self.complete(state):
-            raise SpecbeamError(f"no text satisfies the {description.kind}: change it")
-        self._check(state.matcher)
+        _ = self.start  # what cannot be satisfied is refused here
 
     def __repr__(self) -> str:
         return f"GrammarConstraint({self._description!r})"
@@ -265,7 +263,9 @@ class GrammarConstraint:
         """A state of its own for each request. Copies share a lexer, and a limit that one of them reaches ends all."""
         matcher = _llguidance().LLMatcher(self._tokenizer, self._description.text, log_level=0, limits=_limits())
         self._check(matcher)
-        return _State(matcher)
+        state = _State(matcher)
+        self.mask(state, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
+        return state
 
     def advance(self, state: _State, token: int) -> _State | None:
         mask = self.mask(state, self._tokenizer.vocab_size)
@@ -289,9 +289,11 @@ class GrammarConstraint:
         return bool(state.matcher.is_accepting())
 
     def _check(self, matcher: Any) -> None:
-        """Refuse to go on with a parser in error: it has reached a limit."""
+        """Refuse to go on with a parser in error."""
         if matcher.is_error():
-            raise self._description._refused(matcher.get_error())
+            if matcher.get_error().startswith(NO_TEXT):
+                raise SpecbeamError(f"no text satisfies the {self._description.kind}: change it")
+            raise self._description._refused(matcher.get_error(), "has reached a limit of its parser")
 
 
 def _check_text(description: Description, text: Any) -> None:

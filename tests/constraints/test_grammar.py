@@ -1,0 +1,271 @@
+"""Grammars: against languages that are listed, the validator jsonschema, and what must be refused."""
+
+import gzip
+import itertools
+import json
+import pickle
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+import specbeam
+from specbeam import Engine, Grammar, JsonSchema, Regex, SpecbeamError, TokenTrie
+from specbeam.constraints import grammar
+from tests.conftest import run_alone
+
+SCHEMAS = Path(__file__).parents[3] / "shared/data/json_schemas.jsonl.gz"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Alan", "Al"]}, "old": {"type": "boolean"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+PEOPLE = [{"name": name} | old for name in ("Ada", "Alan", "Al") for old in ({}, {"old": True}, {"old": False})]
+
+
+def compact(value):
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def words(pattern, alphabet, longest):
+    """The words of a regular language up to a length, by Python's own engine."""
+    texts = ("".join(letters) for n in range(1, longest + 1) for letters in itertools.product(alphabet, repeat=n))
+    return [text for text in texts if re.fullmatch(pattern, text)]
+
+
+SUM = "start: NUM (OP NUM)? \nNUM: /[12]{1,2}/\nOP: /[+-]/"
+SUM_IN_GBNF = 'root ::= num (op num)?\nnum ::= [12] [12]?\nop ::= "+" | "-"'
+FINITE = {
+    "an expression": (Regex("a(b|cc)?d{1,2}|(bc){1,2}"), words("a(b|cc)?d{1,2}|(bc){1,2}", "abcd", 5)),
+    "Lark": (Grammar(SUM), words("[12]{1,2}([+-][12]{1,2})?", "12+-", 5)),
+    "GBNF": (Grammar(SUM_IN_GBNF), words("[12]{1,2}([+-][12]{1,2})?", "12+-", 5)),
+    "a schema": (JsonSchema(PERSON), [*map(compact, PEOPLE)]),
+}
+METHODS = [{}, {"num_beams": 4, "num_return_sequences": 4}, {"do_sample": True, "seed": 3}]
+METHODS += [{"num_beams": 16, "num_return_sequences": 16}, {"num_beams": 3, "do_sample": True, "seed": 5}]
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "suffix", "model"])
+@pytest.mark.parametrize("name", FINITE)
+def test_a_finite_language_gives_what_a_list_of_its_words_gives(tiny, name, draft):
+    description, listed = FINITE[name]
+    _, lm = tiny("llama")
+    if draft == "model":
+        draft = tiny("llama", seed=3)[1]
+    for method in METHODS:
+        options = {"max_new_tokens": 40, **method}
+        expected = run_alone(lm, "a b c", options | {"constraint": TokenTrie(listed, lm)}, draft)
+        found = run_alone(lm, "a b c", options | {"constraint": description}, draft)
+        assert found.sequences == expected.sequences
+        assert all(one.is_complete for one in found.sequences)
+
+
+def test_requests_with_one_description_go_together(tiny):
+    _, lm = tiny("llama")
+    description, listed = FINITE["a schema"]
+    engine = Engine(lm, max_requests=20)
+    both = {"description": description, "compiled": description.compile(lm)}
+    requests = [
+        engine.submit("a b c", {"constraint": one, "temperature": 2.0, "seed": seed, "max_new_tokens": 40})
+        for one in both.values()
+        for seed in range(10)
+    ]
+    engine.run()
+    texts = [request.result().text for request in requests]
+    assert texts[:10] == texts[10:]
+    assert {*texts} <= {*listed}
+    assert len({*texts}) > 3
+
+
+@pytest.mark.parametrize("whitespace", [False, True])
+def test_a_text_that_is_cut_is_not_complete(tiny, whitespace):
+    _, lm = tiny("llama")
+    schema = JsonSchema(PERSON, whitespace=whitespace)
+    cut = run_alone(lm, "a", {"constraint": schema, "max_new_tokens": 9}).sequences[0]
+    assert (cut.finish_reason, cut.is_complete, len(cut.text)) == ("length", False, 9)
+    if not whitespace:
+        stopped = run_alone(lm, "a", {"constraint": schema, "stop_strings": ['"name'], "max_new_tokens": 40})
+        assert (stopped.text, stopped.finish_reason, stopped.sequences[0].is_complete) == ("{", "stop", False)
+    whole = run_alone(lm, "a", {"constraint": Regex("[ab]{4}"), "max_new_tokens": 4}).sequences[0]
+    assert (whole.finish_reason, whole.is_complete) == ("length", True)
+    assert run_alone(lm, "a", {"max_new_tokens": 4}).sequences[0].is_complete is None
+    assert whole.to_dict()["is_complete"] is True
+
+
+def walked(lm, constraint, text):
+    """Whether the mask allows each token of a text, and the text may end after the last one."""
+    state = constraint.start
+    for token in lm.tokenizer.encode(text, add_special_tokens=False):
+        mask = constraint.mask(state, 259)
+        allowed = bool(mask[token // 8] >> token % 8 & 1)
+        state = constraint.advance(state, token)
+        assert allowed == (state is not None)
+        if not allowed:
+            return False
+    return constraint.complete(state)
+
+
+@pytest.mark.skipif(not SCHEMAS.is_file(), reason="needs the schemas of ../shared")
+def test_schemas_of_applications_let_no_invalid_instance_through(tiny):
+    """50 of 1,000 schemas, with their instances: keys in the schema's order, by tokens of one byte."""
+    _, lm = tiny("llama")
+    with gzip.open(SCHEMAS) as file:
+        cases = [*map(json.loads, file)]
+    taken, valid, allowed = 0, 0, 0
+    for case in random.Random(0).sample(cases, 50):
+        try:
+            constraint = JsonSchema(case["schema"]).compile(lm)
+        except SpecbeamError:
+            continue
+        taken += 1
+        for test in case["tests"]:
+            found = walked(lm, constraint, compact(test["data"]))
+            if not test["valid"]:
+                assert not found, (case["name"], test["data"])
+            valid += test["valid"]
+            allowed += test["valid"] and found
+    assert taken >= 40
+    assert allowed > 0.5 * valid  # others have their keys in another order
+
+
+def test_a_state_does_not_depend_on_its_siblings(tiny):
+    _, lm = tiny("llama")
+    constraint, draw = JsonSchema({"type": ["object", "array", "string"]}).compile(lm), random.Random(1)
+    states, paths = [constraint.start], [[]]
+    for _ in range(150):  # a tree of sequences
+        at = draw.randrange(len(states))
+        bits = np.unpackbits(constraint.mask(states[at], 259), count=259, bitorder="little")
+        if not bits.any():
+            continue
+        token = draw.choice(np.flatnonzero(bits).tolist())
+        states.append(constraint.advance(states[at], token))
+        paths.append([*paths[at], token])
+    for state, path in zip(states, paths, strict=True):
+        fresh = constraint.start
+        for token in path:
+            fresh = constraint.advance(fresh, token)
+        np.testing.assert_array_equal(constraint.mask(state, 259), constraint.mask(fresh, 259))
+        assert constraint.complete(state) == constraint.complete(fresh)
+
+
+class Person:
+    """As pydantic's models are asked."""
+
+    @staticmethod
+    def model_json_schema():
+        return PERSON
+
+
+def test_a_description_is_plain_data():
+    same = [JsonSchema(PERSON), JsonSchema(json.dumps(PERSON)), JsonSchema(Person)]
+    assert same[0] == same[1] == same[2]
+    for description in (same[0], Regex("a+"), Grammar(SUM), JsonSchema(True)):
+        assert pickle.loads(pickle.dumps(description)) == description
+    with pytest.raises(SpecbeamError, match="constraint="):
+        specbeam.Options(constraint=JsonSchema)
+
+
+def test_annotations_are_left_out_and_everything_else_is_enforced(tiny):
+    _, lm = tiny("llama")
+    schema = {"type": "array", "items": {"type": "string", "format": "binary"}, "uniqueItems": False, "maxItems": 1}
+    constraint = JsonSchema({**schema, "description": "x", "default": [], "title": "t"}).compile(lm)
+    assert walked(lm, constraint, '["a"]')
+    assert not walked(lm, constraint, '["a","b"]')
+    for name, valid in {"date": '"2024-02-29"', "uuid": '"123e4567-e89b-12d3-a456-426614174000"'}.items():
+        constraint = JsonSchema({"type": "string", "format": name}).compile(lm)
+        assert walked(lm, constraint, valid)
+        assert not walked(lm, constraint, '"2024"')
+    strings = JsonSchema({"type": "string"}).compile(lm)
+    assert walked(lm, strings, r'"\n\"\\"')
+    assert not walked(lm, strings, r'"\u0061"')  # it would be a second form of a key
+    assert walked(lm, JsonSchema({"type": "object"}, whitespace=True).compile(lm), '{ "a" : 1 }')
+    assert not walked(lm, JsonSchema({"type": "object"}).compile(lm), '{ "a" : 1 }')
+    assert walked(lm, Regex(r"\d\w\s").compile(lm), "1a ")
+    assert not walked(lm, Regex(r"\d").compile(lm), "\N{ARABIC-INDIC DIGIT ONE}")
+
+
+def deep(levels):
+    return {"type": "array", "items": deep(levels - 1)} if levels else {}
+
+
+REFUSED = [
+    *((JsonSchema, schema) for schema in ("{", "3", [1], False, {"type": "strange"}, {"enum": []}, {"pattern": "("})),
+    *((JsonSchema, {keyword: {"type": "string"}}) for keyword in ("not", "if", "contains", "propertyNames")),
+    (JsonSchema, {"type": "array", "uniqueItems": True}),
+    (JsonSchema, {"oneOf": [{"type": "number"}, {"type": "integer"}]}),
+    (JsonSchema, {"$ref": "https://example.org/other.json"}),
+    (JsonSchema, {"$ref": "#/$defs/none"}),
+    (JsonSchema, {"type": "string", "pattern": "(?=a)b"}),
+    (JsonSchema, {"properties": {"a": {"x-guidance": {"lenient": True}}}}),
+    (JsonSchema, {"type": "object", "required": ["a"], "minProperties": 3}),
+    (JsonSchema, {"anyOf": [{"enum": ["a\u0001"]}]}),
+    (JsonSchema, {"const": {"a\u0001": 1}}),
+    (JsonSchema, {"properties": {"a\n": {}}}),
+    (JsonSchema, {"type": "integer", "multipleOf": 999983}),
+    (JsonSchema, {"type": "number", "maximum": float("nan")}),
+    (JsonSchema, {"description": "x" * 10**6}),
+    (JsonSchema, deep(400)),
+    *((Regex, pattern) for pattern in ("(", "(?=a)", "(?<!a)b", r"(a)\1", 3, "a" * 70_000)),
+    *((Grammar, source) for source in ("", "{", '{"grammars": []}', "start: none", "a: /b/", "x ::= (", 3, None)),
+    (Grammar, 'start: %json { "x-guidance": {} }'),
+    (Grammar, f"start: /a/\n{'// x' * 20_000}"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given"), REFUSED)
+def test_what_cannot_be_enforced_is_refused_before_there_is_a_model(kind, given):
+    with pytest.raises(SpecbeamError) as refused:
+        kind(given)
+    assert len(str(refused.value)) < 800
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("description", [JsonSchema({"$ref": "#"}), Grammar("start: start /a/")])
+def test_what_no_text_satisfies_is_refused_before_it_is_queued(lm, description):
+    engine = Engine(lm)
+    with pytest.raises(SpecbeamError, match="no text satisfies"):
+        engine.submit("a", {"constraint": description})
+    assert not engine.step()
+
+
+def test_a_limit_that_is_reached_ends_that_request_alone(lm, monkeypatch):
+    llguidance = grammar._llguidance()
+    limits = llguidance.LLParserLimits(max_items_in_row=40, step_max_items=200, verbose_errors=False)
+    ambiguous = "start: a\na: /b/ | a a | a a a"
+    expected = run_alone(lm, "a b", {"constraint": Regex("[ab]{8}")}).sequences
+    monkeypatch.setattr(grammar, "_limits", lambda: limits)
+    engine = Engine(lm)
+    failing = engine.submit("a b", {"constraint": Grammar(ambiguous), "min_new_tokens": 60, "max_new_tokens": 100})
+    other = engine.submit("a b", {"constraint": Regex("[ab]{8}")})
+    engine.run()
+    with pytest.raises(SpecbeamError, match=r"the grammar has reached a limit of its parser: [Pp]arser [Ee]rror"):
+        failing.result()
+    assert other.result().sequences == expected
+
+
+def test_without_the_package_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(SpecbeamError, match=r"pip install 'specbeam\[structured\]'"):
+        Regex("a")
+
+
+def test_a_real_models_json_is_valid(tiny):
+    lm = specbeam.load("smollm2-135m-instruct")
+    prompt = "Write a JSON object about the city of Paris."
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "capital": {"type": "boolean"}},
+        "required": ["city", "capital"],
+        "additionalProperties": False,
+    }
+    for method in METHODS[:3]:
+        options = {"constraint": JsonSchema(schema), "max_new_tokens": 60, **method}
+        plain, drafted = (specbeam.generate(lm, prompt, options, draft=draft) for draft in (None, "ngram"))
+        assert plain.sequences == drafted.sequences
+        for one in plain.sequences:
+            assert one.is_complete
+            jsonschema.validate(json.loads(one.text), schema)
