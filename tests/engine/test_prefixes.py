@@ -114,7 +114,7 @@ def converse(lm, drafts, turns, tokens):
 
 DIVIDED = {"kind": KINDS[-1], "who": 0, "said": [100, 101, 106, 117], "forgotten": 0, "ends": None, "passes": 0}
 """The draft prefills 18 nodes in two passes. The second has two nodes, and only one of them was asked about."""
-AFTER_BEAMS = [DIVIDED | {"kind": (LONG | {"num_beams": n}, None), "said": PROMPT} for n in (8, 1)]
+AFTER_BEAMS = [DIVIDED | {"kind": (LONG | {"num_beams": n}, None), "said": PROMPT} for n in (7, 1)]
 """Beams lie between the slots of the prefix of the second turn. These are free."""
 
 

@@ -46,10 +46,13 @@ class Acceptance:
         return np.minimum(self._rates, 1.0)
 
     def surviving(self, matched: ArrayLike, depth: int) -> NDArray[np.float64]:
-        """The chances that tokens copied after matches of these lengths, [n], are accepted down to each level.
+        """The chances that tokens copied after matches of these lengths are accepted down to each level.
+
+        Args:
+            matched: in tokens, one or [n]. An accepted token makes the match longer. 0 counts as 1.
 
         Returns:
-            float64 [n, depth]. An accepted token makes the match longer.
+            float64 [depth] or [n, depth].
         """
         return np.cumprod(self.chances[match_bucket(np.add.outer(np.maximum(matched, 1), np.arange(depth)))], axis=-1)
 
@@ -87,5 +90,5 @@ class Rounds:
         self.steps *= SKIP_DECAY
 
     def seconds_per_step(self, expected: float) -> float:
-        """The seconds per step of the latest rounds, which begin with the seconds that are expected."""
+        """The seconds per step of the latest rounds, which begin at the expected ones."""
         return (self.seconds + PRIOR_WEIGHT * expected) / (self.steps + PRIOR_WEIGHT)

@@ -13,8 +13,6 @@ from specbeam.control.acceptance import Rounds
 from specbeam.control.controller import Controller
 from specbeam.tree import Nodes
 
-MIN_SAVING = 0.2
-"""Defer beams if that is expected to save this share of the seconds to come."""
 MIN_DRAFTS_SAVING = 0.1
 """Draft below the best beam alone if that is expected to save this share of the seconds to come."""
 LATER_PASS_COST = 1.5
@@ -34,8 +32,6 @@ LOSS_DEVIATION = 1.1
 """The standard deviation of the logarithm of the loss."""
 MIN_LOSS = 0.05
 """Add this to a loss before its logarithm is taken: it can be 0."""
-SIZE_RATIO = 1.25
-"""The costs of wide passes are asked for at sizes that differ by about this factor, and interpolated between them."""
 LOGISTIC = 1.7
 """A logistic function of this many standard deviations is nearly a normal distribution."""
 IMPOSSIBLE_SCORE = -1e9
@@ -100,9 +96,6 @@ class LikelyNeeded:
         self._num_returned = num_returned
         self._cost = cost
         self._plain_cost = plain_cost
-        self._sizes = [1]  # of passes, ascending
-        while self._sizes[-1] < num_beams:
-            self._sizes.append(min(num_beams, max(self._sizes[-1] + 1, int(SIZE_RATIO * self._sizes[-1]))))
         self._drafts = drafts
         self._later_rounds = later
         self._best = {0: 0.0}  # the score of the best hypothesis, by its length, since RECENT_TOKENS ago
@@ -116,10 +109,8 @@ class LikelyNeeded:
         """
         costs, chances = self._costs(), self._chances(scores, np.ones(len(scores), bool), 0, length)
         wanted = self._cheapest(chances, np.full(len(scores), length), costs)
-        cost, plain_cost = costs[wanted.sum() - 1], self._plain_cost(self._num_beams)
-        if cost <= (1 - MIN_SAVING) * plain_cost:
-            return True
-        return self._drafts_pay(chances[1:], length, min(cost, plain_cost))
+        plain_cost = self._plain_cost(self._num_beams)
+        return bool(costs[wanted.sum() - 1] < plain_cost) or self._drafts_pay(chances[1:], length, plain_cost)
 
     def drafts_pay(self, deferred: Deferred, count: int) -> bool:
         """Whether to draft below the best beam, where this many beams are evaluated."""
@@ -184,8 +175,7 @@ class LikelyNeeded:
 
     def _costs(self) -> NDArray[np.float64]:
         """Of passes over 1 node, 2 nodes, and so on up to all beams, float64 [num_beams]."""
-        known = np.interp(np.arange(1, self._num_beams + 1), self._sizes, [self._cost(size) for size in self._sizes])
-        return np.maximum.accumulate(known)
+        return np.maximum.accumulate([self._cost(nodes) for nodes in range(1, self._num_beams + 1)])
 
     def _chances(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
         """The chances that beams with these scores, float32 [n], are needed. The best one surely is.

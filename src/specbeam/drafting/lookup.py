@@ -36,8 +36,6 @@ State = tuple[int, int]
 """A state of an automaton, and the length of the sequence's suffix that it matches, in tokens."""
 Context = TypeVar("Context")
 """Where a chain stands: the places after it in a text, the latest first, or the state of an automaton."""
-
-
 Continue = Callable[[int, int], list[list[int]]]
 """Gives what may follow a sequence, for a width and a depth: chains of token ids, the likeliest first."""
 
