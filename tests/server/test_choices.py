@@ -74,9 +74,13 @@ def test_answers_of_several_prompts_have_their_numbers(served):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, 'structured_outputs needs a choice: give {"choice": [texts]}'),
-        ({"json": {"type": "object"}}, "structured_outputs.json is not supported: remove it"),
-        ({"regex": "a+"}, "structured_outputs.regex is not supported: remove it"),
+        ({}, "structured_outputs needs one of choice, json, json_object, regex and grammar: give "),
+        ({"choice": ["a"], "regex": "a+"}, "structured_outputs needs one of choice, "),
+        ({"json_object": False}, "structured_outputs needs one of choice, "),
+        ({"json": {"not": {}}}, "the JSON schema cannot be enforced: Unimplemented keys"),
+        ({"regex": "(?=a)"}, "the regular expression cannot be enforced: "),
+        ({"grammar": "{"}, "the grammar cannot be enforced: it begins with {"),
+        ({"whitespace_pattern": "a"}, "structured_outputs.whitespace_pattern is not supported: remove it"),
         ({"choice": []}, "structured_outputs.choice: List should have at least 1 item"),
         ({"choice": ["a", ""]}, "structured_outputs.choice[1]: String should have at least 1 character"),
         ({"choice": "a"}, "structured_outputs.choice: Input should be a valid list"),

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
+import pydantic
 import pytest
 
 import specbeam
@@ -96,3 +98,16 @@ def test_the_page_for_langchain(real, smollm2, capsys):
     text = specbeam.generate(smollm2, MESSAGES, max_new_tokens=64).text
     assert capsys.readouterr().out == text + "\n"
     assert "".join(part.content for part in variables["chat"].stream("Name three colours.")) == text
+    structured = variables["chat"].with_structured_output(City, method="json_schema")
+    assert isinstance(structured.invoke("Write JSON about Paris, with the keys name and capital."), City)
+
+
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    capital: bool
+
+
+def test_the_page_for_structured_answers(real, capsys):
+    variables = {"client": openai.OpenAI(base_url=f"http://127.0.0.1:{real.port}/v1", api_key="none")}
+    exec(of_page(real, "# pip install pydantic"), variables)
+    assert re.fullmatch(r"name='.*' capital=(True|False)\n", capsys.readouterr().out)

@@ -26,7 +26,7 @@ WRONG = [
     (ALL, {"stop_token_ids": [[999]], "frequency_penalty": [3], "repetition_penalty": [0], "length_penalty": [1]}),
     (ALL, {"draft": ["unknown"], "num_draft_tokens": [3], "store": [True], "guided_json": [{}]}),
     (TWO, {"max_tokens": [-1]}),
-    (CHATS, {"modalities": [FUNCTION], "reasoning_effort": [FUNCTION], "response_format": [{"type": "json_object"}]}),
+    (CHATS, {"modalities": [FUNCTION], "reasoning_effort": [FUNCTION]}),
     (RESPONSES, {"max_output_tokens": [-1], "reasoning": ["auto", {"effort": "low"}], "truncation": ["auto"]}),
     (RESPONSES, {"background": [True], "return_token_ids": [True], "n": [2]}),
     (ROUNDS, {"n": [2], "best_of": [2], "prompt": [["a", "b"]], "stream": [False], "echo": [True], "num_beams": [99]}),

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -253,19 +254,17 @@ class GrammarConstraint:
         self._description = description
         self._tokenizer = _tokenizer_of(lm)
         self._ends = np.array(sorted(lm.eos_token_ids), dtype=np.int64)
-        _ = self.start  # what cannot be satisfied is refused here
+        matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=_limits())
+        self._check(matcher)
+        self.start = _State(matcher)
+        self.mask(self.start, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
+
+    def compile(self, lm: Any) -> GrammarConstraint:
+        """The same with a parser of its own: copies share a lexer, and a limit that one of them reaches ends all."""
+        return self._description.compile(lm)
 
     def __repr__(self) -> str:
         return f"GrammarConstraint({self._description!r})"
-
-    @property
-    def start(self) -> _State:
-        """A state of its own for each request. Copies share a lexer, and a limit that one of them reaches ends all."""
-        matcher = _llguidance().LLMatcher(self._tokenizer, self._description.text, log_level=0, limits=_limits())
-        self._check(matcher)
-        state = _State(matcher)
-        self.mask(state, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
-        return state
 
     def advance(self, state: _State, token: int) -> _State | None:
         mask = self.mask(state, self._tokenizer.vocab_size)
@@ -329,6 +328,12 @@ def _llguidance() -> Any:
 def _limits() -> Any:
     """llguidance's own limits, and errors without the parser's state."""
     return _llguidance().LLParserLimits(verbose_errors=False)
+
+
+def prepare(lm: Any) -> None:
+    """Make what grammars for a model need, if llguidance is installed and can read its tokenizer."""
+    if find_spec("llguidance") is not None and hasattr(lm.tokenizer, "backend_tokenizer"):
+        _tokenizer_of(lm)
 
 
 _tokenizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the model's

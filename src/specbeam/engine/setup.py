@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from specbeam.constraints.grammar import Description
+from specbeam.constraints.grammar import Description, GrammarConstraint
 from specbeam.control import Cost
 from specbeam.control.controller import Controller
 from specbeam.control.deferring import LikelyNeeded
@@ -95,7 +95,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
     if options.constraint is not None and not eos:
         raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
-    if isinstance(options.constraint, Description):
+    if isinstance(options.constraint, Description | GrammarConstraint):  # each request has a parser of its own
         options = replace(options, constraint=options.constraint.compile(lm))
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
     of_checkpoint = processors_of_checkpoint(

@@ -132,6 +132,8 @@ class Answer(ABC):
     def ending(self, part: Part) -> dict[str, Any]:
         """The values of a choice that say how it ended."""
         made: dict[str, Any] = {"finish_reason": None if part.end is None else FINISH_REASONS[part.end.finish_reason]}
+        if part.end is not None and part.end.is_complete is not None:
+            made["is_complete"] = part.end.is_complete
         if part.end is not None and self.call.plan.searches:
             made["score"] = part.end.score
         return made

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specbeam import chat_templates
-from specbeam.constraints import TokenTrie
 from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.token_scores import PromptScores, score_prompt
@@ -77,8 +76,9 @@ class Call:
 
     @property
     def is_quick(self) -> bool:
-        """Whether a short prompt is submitted at once: one request to the engine, and no template to wait for."""
-        return len(self.prompts) * self.plan.draws == 1 and (self.raw or chat_templates.render.is_ready)
+        """Whether a short prompt is submitted at once: one request to the engine, and nothing to wait for."""
+        is_one = len(self.prompts) * self.plan.draws == 1 and self.plan.make_constraint is None
+        return is_one and (self.raw or chat_templates.render.is_ready)
 
     def submit(self) -> None:
         """Submit the requests. Tokenizers and chat templates take long for long prompts.
@@ -102,14 +102,14 @@ class Call:
                 self.cancel()
 
     def _options(self) -> Options:
-        """The options of the plan, with the constraint that its choices stand for."""
+        """The options of the plan, with its constraint."""
         plan = self.plan
-        if not plan.choices:
+        if plan.make_constraint is None:
             return plan.options
         try:
-            return replace(plan.options, constraint=TokenTrie(plan.choices, self.model.lm))
+            return replace(plan.options, constraint=plan.make_constraint(self.model.lm))
         except SpecbeamError as error:
-            raise refusal_of(error, plan.names, "structured_outputs") from error
+            raise refusal_of(error, plan.names, plan.names["constraint"]) from error
 
     def _encode(self, prompt: Any) -> list[int]:
         backend, limit = self.model.lm.backend, self.limits.max_prompt_tokens

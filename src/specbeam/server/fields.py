@@ -6,7 +6,7 @@ A field that cannot be honoured is refused by its name.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticKnownError
@@ -14,6 +14,7 @@ from pydantic_core import PydanticKnownError
 from specbeam.errors import SpecbeamError
 from specbeam.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
+from specbeam.server.formats import Make, ResponseFormat, StructuredOutputs, make_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, with_neutral_fields
@@ -21,7 +22,6 @@ from specbeam.server.neutral import Fields, with_neutral_fields
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
 MAX_STOP_STRINGS = 64
-MAX_CHOICES = 1000
 
 
 def whole(value: Any) -> Any:
@@ -57,14 +57,6 @@ class StreamOptions(Fields):
     """How a stream ends."""
 
     include_usage: bool | None = Field(None, description="Send a last frame with the usage.")
-
-
-class StructuredOutputs(Fields):
-    """The texts that an answer may be. vLLM's other kinds, such as "json", are refused."""
-
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)] | None = (
-        None
-    )
 
 
 @with_neutral_fields
@@ -118,7 +110,10 @@ class Decoding(OpenAIDecoding):
     draft_temperature: float | None = None
     draft_top_k: CountOrZero | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower ones start first.")
-    structured_outputs: StructuredOutputs | None = Field(None, description='As in vLLM: {"choice": [texts]}.')
+    response_format: ResponseFormat | None = Field(None, description="The answer is JSON, or valid by a JSON Schema.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="As in vLLM, one of choice (a list of texts), json, json_object, regex and grammar."
+    )
     return_token_ids: bool | None = Field(None, description="Add token_ids and prompt_token_ids.")
     trace: bool | None = Field(None, description="Add each round: drafted, accepted and chosen tokens.")
 
@@ -126,6 +121,29 @@ class Decoding(OpenAIDecoding):
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    format_field: ClassVar[str] = "response_format"
+    """The field of OpenAI's that has the form of the answer."""
+
+    @property
+    def format(self) -> Any:
+        """The form that an answer must have; None for any."""
+        return self.response_format
+
+    def make_constraint(self) -> tuple[Make | None, str]:
+        """How to make the constraint that the fields ask for, if they do, and the field that asks for it.
+
+        Raises:
+            Refusal: two fields ask for one.
+        """
+        make = make_of(self.format)
+        if self.structured_outputs is None:
+            return make, self.format_field
+        if make is not None:
+            raise Refusal(
+                f"{self.format_field} and structured_outputs both give the form: leave one out", "structured_outputs"
+            )
+        return self.structured_outputs.make(), "structured_outputs"
 
     def check(self) -> None:
         """Refuse fields that contradict each other."""
@@ -154,9 +172,10 @@ class Decoding(OpenAIDecoding):
         asked: int | None = getattr(self, field)
         max_tokens = default if asked is None else asked
         n = self.n or 1
-        choices = self.structured_outputs and tuple(dict.fromkeys(self.structured_outputs.choice or ()))
-        if choices == ():
-            raise Refusal('structured_outputs needs a choice: give {"choice": [texts]}', "structured_outputs")
+        make_constraint, constrained_by = self.make_constraint()
+        choices = () if self.structured_outputs is None else self.structured_outputs.choices
+        if make_constraint is not None and self.ignore_eos:
+            raise Refusal(f"ignore_eos contradicts {constrained_by}, which says where a text ends", "ignore_eos")
         beams = self.num_beams or ((self.best_of or n) if self.use_beam_search else 1)
         searches = bool(self.use_beam_search) or beams > 1
         width = beams if searches else self.best_of or n
@@ -186,7 +205,7 @@ class Decoding(OpenAIDecoding):
             "max_new_tokens": field,
             "num_return_sequences": "n",
             "eos_token_id": "stop_token_ids",
-            "constraint": "structured_outputs",
+            "constraint": constrained_by,
         }
         try:
             options = Options.of(model.sampling.fill(values, searches=searches))
@@ -207,7 +226,7 @@ class Decoding(OpenAIDecoding):
             priority=self.priority or 0,
             names=names,
             asked=asked,
-            choices=choices or (),
+            make_constraint=make_constraint,
         )
 
 
@@ -228,7 +247,7 @@ class Plan:
         draft, priority: as for :meth:`specbeam.Engine.submit`.
         names: fields of the request by the options that they set.
         asked: the new tokens that the request asks for; None if it does not say how many.
-        choices: the allowed texts; empty if all are.
+        make_constraint: makes the constraint for the model; None without one.
     """
 
     options: Options
@@ -239,4 +258,4 @@ class Plan:
     priority: int
     names: dict[str, str]
     asked: int | None
-    choices: tuple[str, ...]
+    make_constraint: Make | None

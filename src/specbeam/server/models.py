@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from specbeam.backends.devices import free_memory
 from specbeam.cache.pool import MAX_FREE_SHARE
+from specbeam.constraints.grammar import prepare
 from specbeam.control_tokens import ControlTokens
 from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft
@@ -142,6 +143,7 @@ class ServedModel:
             max_pass_seconds=limits.max_pass_seconds,
         )
         self.texts = TokenTexts(lm)
+        prepare(lm)  # it takes up to 1.5 s, and holds the interpreter's lock
         self.created = int(time.time())
         self.drafts = drafts
         self._default_draft = default_draft

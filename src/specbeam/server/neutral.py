@@ -19,19 +19,6 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class TextFormat(Fields):
-    """The only form of answers: text."""
-
-    type: Literal["text"]
-
-
-class TextConfig(Fields):
-    """The form of the answer."""
-
-    format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
-
-
 class Reasoning(Fields):
     """How much the model reasons. Here it does not."""
 
@@ -57,7 +44,6 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "StreamOptions": {"include_obfuscation": Literal[False]},
     "Message": {"annotations": Empty, "refusal": None, "audio": None, "tool_calls": Empty, "function_call": None},
     "ChatRequest": {
-        "response_format": TextFormat,
         "modalities": Annotated[list[Literal["text"]], Field(max_length=1)],
         **TOOLS,
         "reasoning_effort": Literal["none"],
@@ -77,7 +63,6 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("encrypted_content", "status"), str),
     },
     "ResponseRequest": {
-        "text": TextConfig,
         "truncation": Literal["disabled"],
         "background": Literal[False],
         "return_token_ids": Literal[False],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
@@ -16,6 +16,7 @@ from specbeam.server.call import Call
 from specbeam.server.chat import ROLES
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Count, Decoding, TopLogprobs, Whole, content_of
+from specbeam.server.formats import FlatFormat
 from specbeam.server.json import to_json
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -60,6 +61,13 @@ InputItem = Annotated[
 ]
 
 
+class TextConfig(Fields):
+    """The form of the answer."""
+
+    format: FlatFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
 @with_neutral_fields
 class ResponseRequest(Decoding):
     """A request for the next message of a conversation."""
@@ -70,6 +78,13 @@ class ResponseRequest(Decoding):
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: TopLogprobs | None = None
     n: Annotated[Whole, Field(ge=1, le=1)] | None = Field(None, description="This endpoint gives one text.")
+    text: TextConfig | None = None
+    response_format: None = None  # it is in text.format
+    format_field: ClassVar[str] = "text"
+
+    @property
+    def format(self) -> Any:
+        return None if self.text is None else self.text.format
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The request to the engine."""
@@ -107,6 +122,8 @@ class Answer:
         self._id, self._message_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._events = 0
+        given = fields.format
+        self._format = {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
@@ -126,6 +143,7 @@ class Answer:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + new,
             },
+            **({} if text.is_complete is None else {"is_complete": text.is_complete}),
             **costs(self._call, results),
         )
 
@@ -148,7 +166,7 @@ class Answer:
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if options.temperature is None and options.samples else options.temperature or 0.0,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format},
             "tool_choice": "none",
             "tools": [],
             "top_logprobs": fields.top_logprobs or 0,
