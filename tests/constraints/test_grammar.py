@@ -64,6 +64,29 @@ def test_a_finite_language_gives_what_a_list_of_its_words_gives(tiny, name, draf
         assert all(one.is_complete for one in found.sequences)
 
 
+@pytest.mark.parametrize("draft", [None, "ngram", "model", "another vocabulary"])
+@pytest.mark.parametrize("method", [*METHODS, {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}])
+def test_forced_tokens_are_drafts_and_change_no_bit(tiny, monkeypatch, method, draft):
+    _, lm = tiny("llama")
+    if draft == "model":
+        draft = tiny("llama", seed=3)[1]
+    elif draft is not None and " " in draft:
+        draft = tiny("llama", seed=3, vocab_size=257, eos_token_id=256)[1]
+    schema = {
+        "type": "object",
+        "properties": {"a long name": {"type": "boolean"}, "another name": {"enum": ["one", "two"]}},
+        "required": ["a long name", "another name"],
+        "additionalProperties": False,
+    }
+    options = {"max_new_tokens": 60, "constraint": JsonSchema(schema), **method}
+    found = run_alone(lm, "a b c", options, draft)
+    monkeypatch.setattr("specbeam.engine.setup.with_forced_tokens", lambda _, drafter: drafter)
+    plain = run_alone(lm, "a b c", options, draft)
+    assert found.sequences == plain.sequences
+    if draft is None and method.get("num_beams", 1) < 8:  # more beams are lazy, without forced tokens
+        assert found.stats.target_passes < 0.5 * plain.stats.target_passes
+
+
 def test_requests_with_one_description_go_together(tiny):
     _, lm = tiny("llama")
     description, listed = FINITE["a schema"]

@@ -27,6 +27,7 @@ class DraftTokens:
         width: the width that they were chosen with: draft tokens per level, or chains per beam.
         skipped: there are none, because drafting would not have paid. The backend may go ahead.
         seconds: expected for the draft model's passes.
+        certain: each will be accepted, whatever the model says, so nothing is learned from them.
     """
 
     nodes: Nodes = field(default_factory=lambda: NO_NODES)
@@ -34,6 +35,7 @@ class DraftTokens:
     width: int = 1
     skipped: bool = False
     seconds: float = 0.0
+    certain: bool = False
 
 
 SKIPPED = DraftTokens(skipped=True)

@@ -195,6 +195,9 @@ class Controller:
             steps: the tips or the beams after each step of the round, int64 [b] each.
         """
         now, sizes = self._now, self._now.sizes
+        if draft_tokens.certain:
+            self._unread += len(steps) * sizes.num_tips
+            return None
         if draft_tokens.skipped:
             return self.skip(sizes.num_tips)
         self._unread = 0

@@ -39,6 +39,19 @@ class ConstraintMask:
         mask = self._mask(self._states.at(tree, node))
         return {token: bool(mask[token // 8] >> token % 8 & 1) for token in tokens}
 
+    def forced(self, tree: Tree, node: int, most: int) -> list[int]:
+        """The tokens that follow a node because no other is allowed, up to a choice or an end, at most this many."""
+        state, tokens = self._states.at(tree, node), list[int]()
+        while state is not None and len(tokens) < most:
+            mask = self._mask(state)
+            places = mask.nonzero()[0].tolist()
+            bits = int(mask[places[0]]) if len(places) == 1 else 0
+            if bits.bit_count() != 1 or bits & int(self._ends[places[0]]):
+                break
+            tokens.append(8 * places[0] + bits.bit_length() - 1)
+            state = self.constraint.advance(state, tokens[-1])
+        return tokens
+
     def complete(self, tree: Tree, node: int) -> bool:
         """Whether the sequence down to a node may end there. The node is no end token."""
         state = self._states.at(tree, node)

@@ -16,6 +16,7 @@ from specbeam.backends.contract import Segment
 from specbeam.cache.budget import Budget
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
+from specbeam.drafting.forced import MAX_FORCED_TOKENS
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
@@ -86,6 +87,8 @@ class RequestState:
             room = max(0, budget.max_rows - num_texts)  # for draft tokens
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
             draft_tokens = self._drafter.controller.max_draft_tokens
+        if setup.options.constraint is not None:
+            draft_tokens = max(draft_tokens, MAX_FORCED_TOKENS)
         rows = num_texts + draft_tokens
         self._target = ModelState(budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source)
         self._states = [self._target]

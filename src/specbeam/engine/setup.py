@@ -28,6 +28,7 @@ from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.selector import Selector, some_seed, warpers_of
 from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
+from specbeam.drafting.forced import MAX_FORCED_TOKENS, ForcedTokens
 from specbeam.drafting.lookup import Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.own import FunctionDrafter, OwnDrafter, Propose
@@ -195,7 +196,7 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     if options.num_beams > 1:
         pays = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.tree is setup.tree
         if not (pays and may_be_lazy(setup)):
-            return beam_search(make_search(setup), record, drafter)
+            return beam_search(make_search(setup), record, with_forced_tokens(setup, drafter))
         search = make_search(setup, LazyBeamSearch)
         longest, drafts = stop.max_length - tree.prompt_length, None if drafter is None else drafter.controller
         copies = make_copies(setup, drafter)
@@ -204,11 +205,25 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
             longest, options.num_beams, setup.cost, setup.plain_cost, drafts, options.num_return_sequences, later
         )
         return beam_search(search, record, drafter, policy, copies)
-    if drafter is not None:
-        return speculative(tree, selector, stop, record, drafter)
     if options.num_return_sequences > 1:
         return sample_several(tree, selector, stop, record, options.num_return_sequences)
+    if (drafter := with_forced_tokens(setup, drafter)) is not None:
+        return speculative(tree, selector, stop, record, drafter)
     return greedy(tree, selector, stop, record)
+
+
+def with_forced_tokens(setup: Setup, drafter: Drafter | None) -> Drafter | None:
+    """The drafter of a request, which first proposes the tokens that its constraint forces, if it has one."""
+    process = setup.selector.process
+    if process.constraint is None:
+        return drafter
+    if drafter is None:
+        sizes = Sizes(None, None, None, num_tips=setup.options.num_beams, chains=True)
+        controller = Controller([sizes], setup.cost, setup.plain_cost)
+    else:
+        controller = drafter.controller
+    chains = Chains(setup.tree, process, setup.stop, MAX_FORCED_TOKENS)
+    return ForcedTokens(chains, process.constraint, controller, drafter)
 
 
 def make_copies(setup: Setup, drafter: Drafter | None) -> Copies | None:
