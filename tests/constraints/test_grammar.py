@@ -211,6 +211,52 @@ def test_annotations_are_left_out_and_everything_else_is_enforced(tiny):
     assert not walked(lm, Regex(r"\d").compile(lm), "\N{ARABIC-INDIC DIGIT ONE}")
 
 
+EXCLUDED = {
+    '[^"]': '"',
+    r"[^\\]": "\\",
+    '[^<>"]': '"',
+    r"[^\\/]": "\\",
+    r'[^-"]': '"',
+    r'[^"\n]': '"',
+    r'[^\w"]': '"',
+    r'(a|[^"])': '"',
+}
+
+
+@pytest.mark.parametrize("pattern", EXCLUDED)
+def test_a_set_of_characters_keeps_out_what_it_excludes(tiny, pattern):
+    """llguidance alone lets quotes and backslashes through, as their escapes."""
+    _, lm = tiny("llama")
+    texts = {
+        text: re.fullmatch(pattern, text, re.ASCII) is not None
+        for text in ("!", "-", "\\", '"', "/", "a", "\n", "ä", "]")
+    }
+    assert texts[EXCLUDED[pattern]] is False
+    values = JsonSchema({"type": "string", "pattern": f"^{pattern}$"}).compile(lm)
+    keys = JsonSchema({"patternProperties": {f"^{pattern}$": {}}, "type": "object", "additionalProperties": False})
+    keys = keys.compile(lm)
+    for text, matches in texts.items():
+        assert walked(lm, values, compact(text)) == matches
+        assert walked(lm, keys, compact({text: 1})) == matches
+
+
+@pytest.mark.parametrize(
+    "source", ['start: A B\nA: /a+/\nB: "ab"', 'start: A B\nA: /a*/\nB: "a"', 'start: S S "a"\nS: / +/']
+)
+def test_terminals_that_eat_each_other_do_not_hang(tiny, source):
+    _, lm = tiny("llama")
+    result = run_alone(lm, "a b c", {"constraint": Grammar(source), "max_new_tokens": 20}).sequences[0]
+    assert (result.finish_reason, result.is_complete) == ("length", False)
+
+
+def test_texts_of_control_tokens_are_texts(lm):
+    for description in (JsonSchema({"const": "<eos>x"}), Regex("<eos>x"), Grammar('start: "<eos>x"')):
+        result = run_alone(lm, "a b c", {"constraint": description, "max_new_tokens": 20}).sequences[0]
+        assert result.text.strip('"') == "<eos>x"
+        assert result.is_complete
+        assert len(result.token_ids) > 6
+
+
 def deep(levels):
     return {"type": "array", "items": deep(levels - 1)} if levels else {}
 
@@ -227,14 +273,33 @@ REFUSED = [
     (JsonSchema, {"type": "object", "required": ["a"], "minProperties": 3}),
     (JsonSchema, {"anyOf": [{"enum": ["a\u0001"]}]}),
     (JsonSchema, {"const": {"a\u0001": 1}}),
-    (JsonSchema, {"properties": {"a\n": {}}}),
+    (JsonSchema, {"properties": {"a\u0001": {}}}),
+    (JsonSchema, {"$ref": "#/x/y", "x": {"y": {"type": "object", "minProperties": 3}}}),
+    (JsonSchema, {"$ref": "#/x", "x": {"multipleOf": 999983}}),
+    (JsonSchema, {"allOf": [{"multipleOf": 1999}, {"multipleOf": 1997}]}),
+    (JsonSchema, {"multipleOf": 9999.9999}),
+    (JsonSchema, {"type": "object", "required": ["a", "a"], "minProperties": 3}),
+    (JsonSchema, {"prefixItems": [{"type": "string"}], "items": [{"type": "integer"}]}),
+    (JsonSchema, {"allOf": [{"$id": "https://example.org/x", "$ref": "other.json"}]}),
+    *((JsonSchema, f'{{"const": {number}}}') for number in ("9007199254740993", "1e400", "NaN", "1" + "0" * 30)),
+    (JsonSchema, {"items": {"enum": [[{"a": 2**60}]]}}),
+    (JsonSchema, {"minimum": -(2**63)}),
+    *((JsonSchema, {name: "\ud800"}) for name in ("const", "title", "pattern")),
+    *(
+        (JsonSchema, {"pattern": one})
+        for one in (r"[\x00-\x1f]", r"\P{P}", r"\p{Cc}", "[[:cntrl:]]", r"[^a]|\u0000", "\0")
+    ),
+    *((JsonSchema, {"pattern": one}) for one in ("[^]a]", "(?x) a", "[a&&b]")),
+    (JsonSchema, {"patternProperties": {r"\P{P}": {}}}),
     (JsonSchema, {"type": "integer", "multipleOf": 999983}),
     (JsonSchema, {"type": "number", "maximum": float("nan")}),
     (JsonSchema, {"description": "x" * 10**6}),
     (JsonSchema, deep(400)),
-    *((Regex, pattern) for pattern in ("(", "(?=a)", "(?<!a)b", r"(a)\1", 3, "a" * 70_000)),
+    *((Regex, pattern) for pattern in ("(", "(?=a)", "(?<!a)b", r"(a)\1", 3, "a" * 70_000, "\ud800", "(?x)a # b")),
     *((Grammar, source) for source in ("", "{", '{"grammars": []}', "start: none", "a: /b/", "x ::= (", 3, None)),
-    (Grammar, 'start: %json { "x-guidance": {} }'),
+    (Grammar, 'start: %json { "type": "object" }'),
+    (Grammar, '%llguidance { "no_forcing": false }\nstart: "a"'),
+    (Grammar, "\ud800"),
     (Grammar, f"start: /a/\n{'// x' * 20_000}"),
 ]
 

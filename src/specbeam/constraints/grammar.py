@@ -7,8 +7,6 @@ be enforced. The automaton that it makes for a model serves any number of reques
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -19,25 +17,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.constraints.json_schema import NotEnforceable, check_flags, enforceable
 from specbeam.errors import SpecbeamError, shown
 
 MAX_SCHEMA_BYTES, MAX_GRAMMAR_BYTES = 10**6, 64 * 1024
 """Nothing can interrupt the compilation of a larger one."""
-MAX_MULTIPLE_OF = 10_000
-"""``multipleOf`` becomes an automaton with about as many states: 999983 takes 14 s and 370 MB."""
 MAX_MESSAGE_CHARACTERS = 600
-FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
-"""The values of ``format`` that are enforced. Any other is an annotation, and is left out."""
-SCHEMAS = (
-    *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
-    *("unevaluatedItems", "unevaluatedProperties"),
-)
-SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-SCHEMAS_IN_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-"""The keywords of JSON Schema whose values are schemas, dictionaries of schemas and lists of schemas."""
+HALF_A_PAIR = "it has half a surrogate pair, which no text can have"
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
+"""Otherwise a terminal that may go on before another one is forced to, for ever: /a+/ before "ab"."""
+PRIVATE = "\ue000"
+"""A character without a meaning."""
 NO_TEXT = "NoExtension"
 """The error of a parser that nothing can follow begins so."""
-CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Description:
@@ -64,7 +56,11 @@ class Description:
 
     def _check(self) -> None:
         """Refuse a grammar that llguidance does not take, or takes with a warning: then it would not be enforced."""
-        _, problems = _llguidance().LLMatcher.validate_grammar_with_warnings(self.text, limits=_limits())
+        try:
+            text = self.text
+        except ValueError as error:
+            raise self._refused(str(error)) from error
+        _, problems = _llguidance().LLMatcher.validate_grammar_with_warnings(text, limits=_limits())
         if problems:
             raise self._refused(problems[0])
 
@@ -79,7 +75,8 @@ class Description:
 class JsonSchema(Description):
     """Allows JSON that is valid by a JSON Schema.
 
-    Keys come in the schema's order. Strings have no ``\\u`` escapes, so that each key has one form.
+    Keys come in the schema's order. A ``format`` holds for the form: a date may be the 29th of February in any year.
+    Strings have no ``\\u`` escapes, so that each key has one form.
 
     Args:
         schema: a dictionary, its JSON text, or a pydantic model. ``{}`` and ``True`` allow any JSON.
@@ -128,46 +125,14 @@ class JsonSchema(Description):
         if not isinstance(schema, dict):
             raise SpecbeamError(f"schema={shown(given)} is no JSON schema that allows anything: give an object")
         try:
-            return self._enforceable(schema, "#")
+            json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
+            return enforceable(schema)
+        except UnicodeEncodeError:
+            raise self._refused(HALF_A_PAIR) from None
+        except (NotEnforceable, ValueError) as error:
+            raise self._refused(str(error)) from error
         except RecursionError:
             raise self._refused("it is nested too deeply") from None
-
-    def _enforceable(self, schema: Any, place: str) -> Any:
-        if not isinstance(schema, dict):
-            return schema
-        kept = dict(schema)
-        if "x-guidance" in kept:
-            raise self._refused(f"{place} has x-guidance, which may switch enforcement off")
-        if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
-            del kept["format"]
-        if kept.get("uniqueItems") is False:
-            del kept["uniqueItems"]
-        multiple = kept.get("multipleOf")
-        if isinstance(multiple, int | float) and multiple > MAX_MULTIPLE_OF:
-            raise self._refused(f"{place} has multipleOf {multiple}, and {MAX_MULTIPLE_OF:,} is the most")
-        required = kept["required"] if isinstance(kept.get("required"), list) else []
-        least = kept.get("minProperties")
-        if isinstance(least, int | float) and least > len(required) + 1:
-            raise self._refused(
-                f"{place} has minProperties {least} and {len(required)} required keys: a repeated key would count"
-            )
-        for name in ("const", "enum", "pattern"):
-            if any(CONTROL.search(text) for text in _texts(kept.get(name))):
-                raise self._refused(f"{place}/{name} has a control character, which takes an escape with u")
-        for name in SCHEMAS:
-            if isinstance(kept.get(name), dict):
-                kept[name] = self._enforceable(kept[name], f"{place}/{name}")
-        for name in SCHEMAS_IN_LISTS:
-            if isinstance(kept.get(name), list):
-                kept[name] = [self._enforceable(one, f"{place}/{name}/{n}") for n, one in enumerate(kept[name])]
-        for name in SCHEMAS_BY_NAME:
-            if isinstance(kept.get(name), dict):
-                if any(CONTROL.search(key) for key in kept[name]):
-                    raise self._refused(
-                        f"{place}/{name} has a key with a control character, which takes an escape with u"
-                    )
-                kept[name] = {key: self._enforceable(one, f"{place}/{name}/{key}") for key, one in kept[name].items()}
-        return kept
 
 
 @dataclass(frozen=True)
@@ -185,6 +150,11 @@ class Regex(Description):
 
     def __post_init__(self) -> None:
         _check_text(self, self.pattern)
+        try:
+            for at in range(len(self.pattern)):
+                check_flags(self.pattern, at, "it")
+        except NotEnforceable as error:
+            raise self._refused(str(error)) from error
         self._check()
 
     @cached_property
@@ -197,6 +167,8 @@ class Regex(Description):
 @dataclass(frozen=True)
 class Grammar(Description):
     """Allows the texts of a context-free grammar: in the syntax of Lark as llguidance reads it, or in llama.cpp's GBNF.
+
+    Terminals take as much as they can, as in Lark: ``/ */`` before ``" a"`` leaves nothing for it.
 
     Args:
         source: a grammar with ``::=`` is GBNF. Texts begin with the rule ``start`` of Lark, or ``root`` of GBNF.
@@ -212,8 +184,9 @@ class Grammar(Description):
         _check_text(self, self.source)
         if self.source.lstrip().startswith("{"):  # llguidance's own format, which may have token limits
             raise self._refused("it begins with {: give Lark or GBNF, or a JsonSchema")
-        if "x-guidance" in self.source:
-            raise self._refused("it has x-guidance, which may switch enforcement off")
+        for directive in ("%json", "%llguidance"):
+            if directive in self.source:
+                raise self._refused(f"it has {directive}, which is not checked")
         self._check()
 
     @cached_property
@@ -226,7 +199,7 @@ class Grammar(Description):
                 lark = any_to_lark(lark)
             except Exception as error:  # the converter's own
                 raise self._refused(str(error)) from error
-        made: str = _llguidance().LLMatcher.grammar_from_lark(lark)
+        made: str = _llguidance().LLMatcher.grammar_from_lark(NO_FORCING + lark)
         return made
 
 
@@ -298,21 +271,12 @@ class GrammarConstraint:
 def _check_text(description: Description, text: Any) -> None:
     if not isinstance(text, str):
         raise SpecbeamError(f"a {description.kind} is a text, and no {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise description._refused(HALF_A_PAIR) from None
     if len(text) > MAX_GRAMMAR_BYTES:
         raise description._refused(f"it has {len(text):,} characters, and {MAX_GRAMMAR_BYTES:,} are allowed")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield key
-            yield from _texts(one)
 
 
 def _llguidance() -> Any:
@@ -328,6 +292,24 @@ def _llguidance() -> Any:
 def _limits() -> Any:
     """llguidance's own limits, and errors without the parser's state."""
     return _llguidance().LLParserLimits(verbose_errors=False)
+
+
+def without_special_texts(tokenizer: str) -> str:
+    """A tokenizer.json whose special tokens have names that no text has.
+
+    So "<|im_end|>" in a schema is a text of ordinary tokens, and no control token.
+    """
+    described = json.loads(tokenizer)
+    vocab = described["model"].get("vocab", {})
+    for token in described["added_tokens"]:
+        if token["special"]:
+            number, text = token["id"], token["content"]
+            token["content"] = f"{PRIVATE}{number}"
+            if isinstance(vocab, dict) and vocab.get(text) == number:
+                vocab[token["content"]] = vocab.pop(text)
+            elif isinstance(vocab, list) and number < len(vocab):
+                vocab[number][0] = token["content"]
+    return json.dumps(described)
 
 
 def prepare(lm: Any) -> None:
@@ -349,6 +331,6 @@ def _tokenizer_of(lm: Any) -> Any:
     with _tokenizers_lock:
         if tokenizer not in _tokenizers:
             ends = sorted(lm.eos_token_ids) or [lm.backend.vocab_size - 1]
-            text = tokenizer.backend_tokenizer.to_str()
+            text = without_special_texts(tokenizer.backend_tokenizer.to_str())
             _tokenizers[tokenizer] = _llguidance().LLTokenizer(text, n_vocab=lm.backend.vocab_size, eos_token=ends)
         return _tokenizers[tokenizer]

@@ -44,11 +44,13 @@ class ConstraintMask:
         state, tokens = self._states.at(tree, node), list[int]()
         while state is not None and len(tokens) < most:
             mask = self._mask(state)
-            places = mask.nonzero()[0].tolist()
-            bits = int(mask[places[0]]) if len(places) == 1 else 0
-            if bits.bit_count() != 1 or bits & int(self._ends[places[0]]):
+            if np.count_nonzero(mask) != 1:
                 break
-            tokens.append(8 * places[0] + bits.bit_length() - 1)
+            place = int(mask.argmax())
+            bits = int(mask[place])
+            if bits.bit_count() != 1 or bits & int(self._ends[place]):
+                break
+            tokens.append(8 * place + bits.bit_length() - 1)
             state = self.constraint.advance(state, tokens[-1])
         return tokens
 
