@@ -2,7 +2,7 @@
 
     python bench/structured.py MODEL SCHEMAS.jsonl.gz [--schemas 30] [--seed 0] [--tokens 96] [--json FILE]
 
-SCHEMAS has a name and a schema in each line. Schemas are drawn by the seed, and those that are refused are passed over.
+SCHEMAS has a name and a schema in each line. The seed puts them in an order, and the first ones that are taken count.
 The share of the constraint is the time of its masks and states over the request's. "Alone" is the same request without
 the drafts of forced tokens, which the program turns off, and "free" the same prompt without a constraint, with as many
 tokens. All take turns on each schema. Figures are medians over the schemas, with the worst and the best.

@@ -41,7 +41,7 @@ from specbeam.options import Options
 from specbeam.prompts import room, too_long
 from specbeam.tree import Tree
 
-MIN_LAZY_BEAMS = 8
+MIN_LAZY_BEAMS = 16
 """Without drafts, fewer beams are all evaluated: passes over few nodes cost nearly as much."""
 
 
