@@ -208,6 +208,7 @@ def test_annotations_are_left_out_and_everything_else_is_enforced(tiny):
     assert walked(lm, JsonSchema({"type": "object"}, whitespace=True).compile(lm), '{ "a" : 1 }')
     assert not walked(lm, JsonSchema({"type": "object"}).compile(lm), '{ "a" : 1 }')
     assert walked(lm, Regex(r"\d\w\s").compile(lm), "1a ")
+    assert walked(lm, Regex(r'/"\(?x\)\\(?i:a)').compile(lm), '/"(x)\\A')
     assert not walked(lm, Regex(r"\d").compile(lm), "\N{ARABIC-INDIC DIGIT ONE}")
 
 

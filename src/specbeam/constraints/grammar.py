@@ -151,8 +151,7 @@ class Regex(Description):
     def __post_init__(self) -> None:
         _check_text(self, self.pattern)
         try:
-            for at in range(len(self.pattern)):
-                check_flags(self.pattern, at, "it")
+            check_flags(self.pattern, "it")
         except NotEnforceable as error:
             raise self._refused(str(error)) from error
         self._check()
@@ -318,7 +317,7 @@ def prepare(lm: Any) -> None:
         _tokenizer_of(lm)
 
 
-_tokenizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the model's
+_tokenizers: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # by the model's, its size and end tokens
 _tokenizers_lock = Lock()
 
 
@@ -328,9 +327,10 @@ def _tokenizer_of(lm: Any) -> Any:
     if tokenizer is None or not hasattr(tokenizer, "backend_tokenizer"):
         problem = "has no tokenizer" if tokenizer is None else "has a tokenizer that llguidance cannot read"
         raise SpecbeamError(f"{lm.source} {problem}: a grammar is about texts")
+    size, ends = lm.backend.vocab_size, lm.eos_token_ids
     with _tokenizers_lock:
-        if tokenizer not in _tokenizers:
-            ends = sorted(lm.eos_token_ids) or [lm.backend.vocab_size - 1]
+        made = _tokenizers.setdefault(tokenizer, {})
+        if (size, ends) not in made:
             text = without_special_texts(tokenizer.backend_tokenizer.to_str())
-            _tokenizers[tokenizer] = _llguidance().LLTokenizer(text, n_vocab=lm.backend.vocab_size, eos_token=ends)
-        return _tokenizers[tokenizer]
+            made[size, ends] = _llguidance().LLTokenizer(text, n_vocab=size, eos_token=sorted(ends) or [size - 1])
+        return made[size, ends]

@@ -36,7 +36,8 @@ CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 """Characters that strings can only have as an escape with u, which could also be a second form of a key."""
 NUL = re.compile(r"\\(?:x00|x\{0+\}|u0{4}|u\{0+\}|U0{8}|0)")
 OPEN_CLASS = re.compile(r"\\P|\\p(?!\{?[LMNPSZ])")
-FLAGS = re.compile(r"\(\?([a-zA-Z-]+)[:)]")
+FLAGS = re.compile(r"\\.|\(\?([a-zA-Z-]+)[:)]", re.DOTALL)
+"""Escapes, so that they are passed over, and groups with flags."""
 ALLOWED_FLAGS = frozenset("ims")
 
 
@@ -126,6 +127,7 @@ def closed(pattern: str, place: str) -> str:
     Raises:
         NotEnforceable: the expression has a set that cannot be repaired so.
     """
+    check_flags(pattern, place)
     made: list[str] = []
     at, kind = 0, ""  # of the set that it is in: "[", "[^" or none
     while at < len(pattern):
@@ -151,7 +153,6 @@ def closed(pattern: str, place: str) -> str:
                 made.append("\\-")
                 at += 1
         else:
-            check_flags(pattern, at, place)
             made.append(two[0])
             at += 1
     if "\0" in pattern:
@@ -159,12 +160,12 @@ def closed(pattern: str, place: str) -> str:
     return "".join(made)
 
 
-def check_flags(pattern: str, at: int, place: str) -> None:
+def check_flags(pattern: str, place: str) -> None:
     """Refuse flags of a regular expression that make another language of it.
 
     Raises:
-        NotEnforceable: there are such flags at a position.
+        NotEnforceable: there are such flags.
     """
-    found = FLAGS.match(pattern, at)
-    if found is not None and not ALLOWED_FLAGS.issuperset(found[1]):
-        raise NotEnforceable(f"{place} has the flags {found[1]}: only i, m and s are allowed")
+    for found in FLAGS.finditer(pattern):
+        if found[1] is not None and not ALLOWED_FLAGS.issuperset(found[1]):
+            raise NotEnforceable(f"{place} has the flags {found[1]}: only i, m and s are allowed")
