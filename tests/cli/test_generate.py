@@ -63,6 +63,12 @@ def test_a_text_satisfies_its_constraint(run, tmp_path, flag, content, pattern):
         assert sequence["is_complete"] or flag == "--json-schema"  # other keys may go on
 
 
+def test_a_text_that_is_cut_before_it_satisfies_its_constraint_is_called_so(run):
+    says = "[the text is cut before it satisfies its constraint: raise --max-new-tokens, or bound its parts]"
+    assert says in run("hi", "--max-new-tokens", "5", "--regex", "[ab]{6}")[2]
+    assert says not in run("hi", "--max-new-tokens", "6", "--regex", "[ab]{6}")[2]
+
+
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
 def test_text_goes_to_standard_output_and_statistics_to_standard_error(run, model, stream):
     status, out, err = run("hi", "--max_new_tokens", "9", stream)

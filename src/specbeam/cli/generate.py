@@ -340,4 +340,7 @@ def summary(result: Result) -> str:
     if stats.peak_memory is not None:
         parts.append(f"{stats.peak_memory / 1e9:.2f} GB")
     parts += [stats.precision, result.finish_reason]
-    return f"[{', '.join(parts)}]" + (f"\n[{stats.draft_note}]" if stats.draft_note else "")
+    notes = [stats.draft_note] if stats.draft_note else []
+    if result.sequences[0].is_complete is False:
+        notes.append("the text is cut before it satisfies its constraint: raise --max-new-tokens, or bound its parts")
+    return "\n".join(f"[{part}]" for part in (", ".join(parts), *notes))
