@@ -1,5 +1,7 @@
 """The code for GPUs, on a CUDA device that is not there: where tensors lie, their dtypes, and when the host waits."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -86,7 +88,11 @@ CASES = {
     "beams": ({"num_beams": 4}, [OUT_OF_ORDER, 1, 1]),
     "groups of beams": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, [OUT_OF_ORDER, 1, 1]),
     "penalties": ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "logit_bias": {9: 2.0}}, [1] * 3),
-    "a constraint": ({"constraint": specbeam.TokenTrie([[8, 9, 10, 11], [8, 9, 12, 13]])}, [1] * 3),
+    "a constraint": (
+        {"constraint": specbeam.TokenTrie([[*one] for one in product((8, 9), (9, 12), (10, 13))])},
+        [1] * 3,
+    ),
+    "forced tokens": ({"constraint": specbeam.TokenTrie([[8, 9, 10, 11]])}, [1]),
     "a function of the caller": ({"logits_processor": [forbid_even]}, [4] * 3),
     "alternatives": ({"top_logprobs": 3}, [1] * 3),
     "lookups": ({"draft": "ngram"}, [1] * 3),
