@@ -4,6 +4,7 @@ import pytest
 
 import specbeam
 from specbeam import Engine, Options
+from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.engine.costs import CostTable, nominal_cost, pass_times
 from specbeam.engine.output import Output
 from specbeam.engine.request_state import RequestState
@@ -206,6 +207,33 @@ def test_a_request_that_looks_at_its_tokens_does_not_stop_others(request, monkey
         assert plain.result().stats.target_passes == single.stats.target_passes
         assert plain.result().stats.nodes_evaluated == single.stats.nodes_evaluated
         assert plain.result().stats.time_to_first_token < plain.result().stats.seconds
+
+
+@pytest.mark.parametrize("beside", [None, {"repetition_penalty": 1.1}])
+def test_a_strategy_may_go_ahead_below_one_of_two_branches(lm, beside):
+    def branching(ahead):
+        def strategy(setup, drafter):
+            tree, selector = setup.tree, setup.selector
+            found = yield Evaluate([tree.tip], selector(tree, [tree.tip], top=2))
+            node, other = tree.add([tree.tip] * 2, found.tokens[0], found.log_probs[0]).tolist()
+            while len(tree.new_tokens(node)) < 20:
+                found = yield Evaluate([node], selector(tree, [node]), ahead=ahead)
+                for row in range(len(found.tokens)):
+                    (node,) = tree.add([node], found.tokens[row, :1], found.log_probs[row, :1]).tolist()
+                tree.keep([node, other])
+            return [Hypothesis(node, 0.0, "length")]
+
+        return strategy
+
+    def tokens(ahead):
+        engine = Engine(lm)
+        request = engine.submit([97, 98, 99], LONG, strategy=branching(ahead))
+        if beside is not None:
+            engine.submit([1, 2, 3], LONG | beside)
+        engine.run()
+        return request.result().token_ids[:20]
+
+    assert tokens(5) == tokens(0)
 
 
 @pytest.mark.parametrize("passes", range(1, 12))

@@ -279,8 +279,9 @@ class RequestState:
         held, tree = self._held, self._setup.tree
         if min(self.step.ahead, MAX_HELD) <= len(held) or self.step.beams is not None:
             return False
-        token, first = int(selection.tokens[0, 0]), nodes[-1] < tree.prompt_length  # people wait for that
-        if first or token in self.step.ends or not selection.scores[0, 0] > MASKED:
+        if not held and (nodes[-1] < tree.prompt_length or nodes[-1] != tree.prefix[-1]):
+            return False  # people wait for the first token, and another branch has no place in the tree yet
+        if int(selection.tokens[0, 0]) in self.step.ends or not selection.scores[0, 0] > MASKED:
             return False
         selection.sources = ()  # no logits outlive their pass
         held.append(selection)

@@ -201,8 +201,9 @@ class Scheduler:
             request = self._queue.at(place)
             if request is None:
                 break
-            if request.done:  # ended early
+            if request.done:  # ended early, or when it was preempted
                 self._queue.remove(request)
+                self._unfinished.pop(request, None)
             elif self._fits(request, needed, rows):
                 needed += request.next_bytes + request.source_bytes
                 rows.append(request.max_rows)
