@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from specbeam import reference as reference
     from specbeam import scoring as scoring
     from specbeam.callers import tensors as tensors
+    from specbeam.constraints import Choice as Choice
     from specbeam.constraints import Grammar as Grammar
     from specbeam.constraints import JsonSchema as JsonSchema
     from specbeam.constraints import Regex as Regex
@@ -68,6 +69,7 @@ _HOMES = {
     "SpecbeamError": "errors",
     "Stats": "results",
     "TokenTrie": "constraints",
+    "Choice": "constraints",
     "Grammar": "constraints",
     "JsonSchema": "constraints",
     "Regex": "constraints",

@@ -152,8 +152,8 @@ class Options:
         share_prefix: share the KV cache of the prompt's first tokens with other requests of the engine. No result
             changes, only the time of the prefill.
         trace: record in the result the drafted, accepted and chosen tokens of each round.
-        constraint: the sequences that may be generated: a :class:`specbeam.JsonSchema`, :class:`specbeam.Regex` or
-            :class:`specbeam.Grammar`, a :class:`specbeam.TokenTrie`, or another
+        constraint: the sequences that may be generated: a :class:`specbeam.JsonSchema`, :class:`specbeam.Regex`,
+            :class:`specbeam.Grammar` or :class:`specbeam.Choice`, a :class:`specbeam.TokenTrie`, or another
             :class:`specbeam.constraints.Constraint`.
         prefix_allowed_tokens_fn: as in transformers, called with 0 and the token ids so far, prompt included (int64
             array [length]). It returns the ids of the tokens that may follow.
@@ -381,7 +381,7 @@ class Options:
             from specbeam.constraints.grammar import Description
 
             is_one = isinstance(constraint, Constraint | Description) and not isinstance(constraint, type)
-            self._check("constraint", is_one, "a JsonSchema, Regex, Grammar, TokenTrie or another Constraint")
+            self._check("constraint", is_one, "a JsonSchema, Regex, Grammar, Choice, TokenTrie or another Constraint")
         allowed = self.prefix_allowed_tokens_fn
         self._check("prefix_allowed_tokens_fn", allowed is None or callable(allowed), "a function")
         given = self.logits_processor

@@ -49,12 +49,13 @@ def test_json_is_the_result_and_nothing_else(run, model):
         ("--grammar", 'start: "x" /[0-9]{2}/', "x[0-9]{2}"),
         ("--grammar", 'root ::= "x" [0-9] [0-9]', "x[0-9]{2}"),
         ("--regex", "[ab]{3}", "[ab]{3}"),
+        ("--choice", "red", "red"),
     ],
 )
 def test_a_text_satisfies_its_constraint(run, tmp_path, flag, content, pattern):
     file = tmp_path / "constraint"
     file.write_text(content)
-    given = content if flag == "--regex" else str(file)
+    given = content if flag in ("--regex", "--choice") else str(file)
     for more in ((), ("--num-beams", "3", "--draft", "ngram")):
         status, out, _ = run("hi", "--json", "--max-new-tokens", "40", flag, given, *more)
         (sequence,) = json.loads(out)["sequences"]

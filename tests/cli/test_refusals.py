@@ -61,6 +61,8 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
             ("generate", "hi", "--json-schema", "not-there.json"),
             "argument --json-schema: not-there.json cannot be read",
         ),
+        (("generate", "hi", "--choice", ""), "argument --choice: texts=('',) is not allowed"),
+        (("generate", "hi", "--choice", "a", "--regex", "a"), "argument --regex: not allowed with argument --choice"),
         (("generate", "hi", "--grammar", "."), "argument --grammar: . cannot be read"),
         (("chat", "--regex", "a", "--json-schema", __file__), "the JSON schema is no JSON"),
         (("batch", "in.jsonl", "out.jsonl", "--regex", "a", "--grammar", __file__), "argument --grammar: "),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import specbeam
-from specbeam import Engine, Grammar, JsonSchema, Regex, SpecbeamError, TokenTrie
+from specbeam import Choice, Engine, Grammar, JsonSchema, Regex, SpecbeamError, TokenTrie
 from specbeam.constraints import grammar
 from tests.conftest import run_alone
 
@@ -44,6 +44,7 @@ FINITE = {
     "Lark": (Grammar(SUM), words("[12]{1,2}([+-][12]{1,2})?", "12+-", 5)),
     "GBNF": (Grammar(SUM_IN_GBNF), words("[12]{1,2}([+-][12]{1,2})?", "12+-", 5)),
     "a schema": (JsonSchema(PERSON), [*map(compact, PEOPLE)]),
+    "a choice": (Choice(["red", "green", "red"]), ["red", "green"]),
 }
 METHODS = [{}, {"num_beams": 4, "num_return_sequences": 4}, {"do_sample": True, "seed": 3}]
 METHODS += [{"num_beams": 16, "num_return_sequences": 16}, {"num_beams": 3, "do_sample": True, "seed": 5}]
@@ -186,7 +187,7 @@ class Person:
 def test_a_description_is_plain_data():
     same = [JsonSchema(PERSON), JsonSchema(json.dumps(PERSON)), JsonSchema(Person)]
     assert same[0] == same[1] == same[2]
-    for description in (same[0], Regex("a+"), Grammar(SUM), JsonSchema(True)):
+    for description in (same[0], Choice(["a"]), Regex("a+"), Grammar(SUM), JsonSchema(True)):
         assert pickle.loads(pickle.dumps(description)) == description
     with pytest.raises(SpecbeamError, match="constraint="):
         specbeam.Options(constraint=JsonSchema)
@@ -301,6 +302,7 @@ REFUSED = [
     (Grammar, 'start: %json { "type": "object" }'),
     (Grammar, '%llguidance { "no_forcing": false }\nstart: "a"'),
     (Grammar, "\ud800"),
+    *((Choice, texts) for texts in ([], [""], ["a", 3], "")),
     (Grammar, f"start: /a/\n{'// x' * 20_000}"),
 ]
 

@@ -130,6 +130,7 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None
     add = partial(options.add_mutually_exclusive_group().add_argument, dest="constraint")
     add("--json-schema", type=json_schema, metavar="FILE", help="write JSON that is valid by the JSON Schema in a file")
     add("--regex", type=regex, metavar="PATTERN", help="write a text that matches a regular expression as a whole")
+    add("--choice", action=Choices, metavar="TEXT", help="write one of these texts (repeatable)")
     add("--grammar", type=grammar, metavar="FILE", help="write a text of a grammar: a file in Lark or GBNF")
 
 
@@ -197,6 +198,19 @@ class Biases(argparse.Action):
     def __call__(self, parser: Any, given: argparse.Namespace, pair: Any, option: str | None = None) -> None:
         token, value = pair
         setattr(given, self.dest, (getattr(given, self.dest) or {}) | {token: value})
+
+
+class Choices(argparse.Action):
+    """Collects texts in a description of a constraint."""
+
+    def __call__(self, parser: Any, given: argparse.Namespace, text: Any, option: str | None = None) -> None:
+        from specbeam.constraints import Choice
+
+        before = getattr(given, self.dest)
+        try:
+            setattr(given, self.dest, Choice((*(() if before is None else before.texts), text)))
+        except SpecbeamError as error:
+            parser.error(f"argument {option}: {error}")
 
 
 def token_ids(text: str) -> list[int]:

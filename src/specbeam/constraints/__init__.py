@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.constraints.grammar import Choice as Choice
 from specbeam.constraints.grammar import Grammar as Grammar
 from specbeam.constraints.grammar import JsonSchema as JsonSchema
 from specbeam.constraints.grammar import Regex as Regex

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.constraints.json_schema import NotEnforceable, check_flags, enforceable
+from specbeam.constraints.trie import TokenTrie
 from specbeam.errors import SpecbeamError, shown
 
 MAX_SCHEMA_BYTES, MAX_GRAMMAR_BYTES = 10**6, 64 * 1024
@@ -46,7 +47,7 @@ class Description:
     def text(self) -> str:
         raise NotImplementedError
 
-    def compile(self, lm: Any) -> GrammarConstraint:
+    def compile(self, lm: Any) -> Any:
         """The constraint for a model that :func:`specbeam.load` returned.
 
         Raises:
@@ -202,6 +203,32 @@ class Grammar(Description):
         return made
 
 
+@dataclass(frozen=True)
+class Choice(Description):
+    """Allows some texts: a :class:`TokenTrie` of them for each model.
+
+    Args:
+        texts: at least one.
+
+    Raises:
+        SpecbeamError: there is none, or one is empty or no text.
+    """
+
+    kind = "choice"
+    texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        given = (self.texts,) if isinstance(self.texts, str) else tuple(self.texts)
+        if not given or not all(isinstance(text, str) and text for text in given):
+            raise SpecbeamError(
+                f"texts={shown(self.texts)} is not allowed: give texts to choose from, none of them empty"
+            )
+        object.__setattr__(self, "texts", given)
+
+    def compile(self, lm: Any) -> TokenTrie:
+        return TokenTrie(self.texts, lm)
+
+
 class _State:
     """The parser after some tokens, and the tokens that may follow. Neither changes: the next state has a copy."""
 
@@ -233,7 +260,7 @@ class GrammarConstraint:
 
     def compile(self, lm: Any) -> GrammarConstraint:
         """The same with a parser of its own: copies share a lexer, and a limit that one of them reaches ends all."""
-        return self._description.compile(lm)
+        return GrammarConstraint(self._description, lm)
 
     def __repr__(self) -> str:
         return f"GrammarConstraint({self._description!r})"

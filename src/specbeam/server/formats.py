@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specbeam.constraints import Constraint, Grammar, JsonSchema, Regex, TokenTrie
+from specbeam.constraints import Choice, Constraint, Grammar, JsonSchema, Regex
 from specbeam.constraints.grammar import Description
 from specbeam.server.errors import Refusal
 from specbeam.server.neutral import Fields
@@ -85,9 +85,9 @@ class StructuredOutputs(Fields):
                 '{"choice": [texts]}, for example',
                 "structured_outputs",
             )
-        if self.choice:
-            return lambda lm: TokenTrie(self.choices, lm)
         described: Callable[[], Description] = partial(JsonSchema, ANY_OBJECT if self.json_object else self.json_)
+        if self.choice is not None:
+            described = partial(Choice, self.choices)
         if self.regex is not None:
             described = partial(Regex, self.regex)
         if self.grammar is not None:
