@@ -125,6 +125,19 @@ def test_each_row_has_what_generate_gives_in_the_order_of_the_input(run, model, 
     assert [path.name for path in sorted(tmp_path.iterdir())] == sorted([source, into])
 
 
+@pytest.mark.parametrize("into", ["out.jsonl", "out.parquet"])
+def test_rows_say_whether_they_satisfy_a_constraint(run, tmp_path, into):
+    write(tmp_path / "in.jsonl", numbered(["hi", "hello"]))
+    several = ("--num-beams", 3, "--num-return-sequences", 2) if into == "out.parquet" else ()
+    assert run("in.jsonl", into, "--regex", "[ab]{4}|c{9}", "--max-new-tokens", 5, *several) == (0, "")
+    rows = read(tmp_path / into)
+    assert [name for name in rows[0] if name in NEW or name == "is_complete"].index("is_complete") == 2
+    for row in rows:
+        assert row["is_complete"] == bool(re.fullmatch("[ab]{4}", row["text"]))
+        for one in row.get("sequences", []):
+            assert one["is_complete"] == bool(re.fullmatch("[ab]{4}", one["text"]))
+
+
 def test_options_drafts_and_messages(run, model, tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     write(tmp_path / "in.jsonl", [{"messages": messages, "n": [1]}, {"messages": [104, 105], "extra": {"a": None}}])

@@ -43,18 +43,25 @@ if TYPE_CHECKING:
     from specbeam.results import Result
     from specbeam.scoring import Text
 
+OF_EACH: dict[str, Type] = {
+    "text": "string",
+    "token_ids": ["int64"],
+    "log_prob": "float64",
+    "score": "float64",
+    "finish_reason": "string",
+    "is_complete": "bool",
+}
 COLUMN_TYPES: dict[str, Type] = {
     "text": "string",
     "token_ids": ["int64"],
-    "sequences": [
-        {"text": "string", "token_ids": ["int64"], "log_prob": "float64", "score": "float64", "finish_reason": "string"}
-    ],
+    "sequences": [OF_EACH],
     "finish_reason": "string",
+    "is_complete": "bool",
     "new_tokens": "int64",
     "seconds": "float64",
     "error": "string",
 }
-"""The columns of generated texts: token_ids with --tokens, sequences if there are several."""
+"""The columns of texts: token_ids with --tokens, sequences if there are several, is_complete under a constraint."""
 USUAL_COLUMNS = ("prompt", "messages", "text")
 MAX_NEW_TOKENS = 256
 
@@ -152,7 +159,10 @@ def task_of(
     if labels is not None:
         return Task(reads, item, label_types(labels), facts, work, counted="label")
     left_out = {"token_ids": not given.tokens, "sequences": options.num_return_sequences == 1}
+    left_out["is_complete"] = options.constraint is None
     columns = {name: kind for name, kind in COLUMN_TYPES.items() if not left_out.get(name)}
+    if "sequences" in columns and left_out["is_complete"]:
+        columns["sequences"] = [{name: kind for name, kind in OF_EACH.items() if name != "is_complete"}]
     return Task(reads, item, columns, facts, work, counted="finish_reason", tokens="new_tokens")
 
 
@@ -211,6 +221,7 @@ def answer(number: int, result: Result, tokens: bool) -> Answer:
         "token_ids": result.token_ids if tokens else None,
         "sequences": [s.to_dict() for s in result.sequences] if several else None,
         "finish_reason": result.finish_reason,
+        "is_complete": result.sequences[0].is_complete,
         "new_tokens": result.stats.new_tokens,
         "seconds": round(result.stats.seconds, 6),
         "error": None,

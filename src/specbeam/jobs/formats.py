@@ -34,7 +34,7 @@ Row = dict[str, Any]
 Write = Callable[[Iterable[Row]], None]
 """Writes all rows of a file, given the cells of the added columns, row by row."""
 Type = str | list["Type"] | dict[str, "Type"]
-"""The type of a cell: "string", "int64" or "float64"; in a list, a list of that; a dictionary for objects."""
+"""The type of a cell: "string", "int64", "float64" or "bool"; in a list, a list of that; a dictionary for objects."""
 
 ROWS_PER_TABLE = 128
 """Rows that are read or written at a time where they are columns. One row may be many megabytes."""
