@@ -1,4 +1,4 @@
-"""What of a JSON Schema is enforced: what llguidance reads otherwise than the standard is refused or repaired.
+"""The part of JSON Schema that is enforced. What llguidance reads otherwise than the standard is refused or repaired.
 
 Each rule has a case in ``tests/constraints/test_grammar.py``.
 """
