@@ -1,4 +1,4 @@
-"""Drafts under load: new tokens per second of all live requests together, with a draft and without.
+"""Requests under load: new tokens per second of all live ones together, with a draft and without.
 
     python bench/load.py MODEL [--draft DRAFT] [--live 1 8 16] [--tokens 64] [--prompts 10] [--seed 0] [--repeats 10]
         [--json FILE]
@@ -6,7 +6,8 @@
 MODEL and DRAFT are .gguf files or folders. The methods take turns in each repeat, which has the next prompts of a draw.
 Seconds are the processor's, so that other programs hardly count: give it one thread (SPECBEAM_THREADS=1,
 OMP_NUM_THREADS=1). A ratio is the median, over the repeats, of the ratio to plain greedy search, with the worst and the
-best.
+best. "one more" has a further greedy request beside them, and "one that looks" a further one with a repetition penalty,
+which looks at each of its tokens. Its own tokens do not count.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from prompts import Ask, add_prompt_options, kinds
 import specbeam
 from specbeam.engine.drafts import Draft
 
+ONE_MORE: dict[str, dict[str, float]] = {"one more": {}, "one that looks": {"repetition_penalty": 1.1}}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,7 +39,7 @@ def main() -> None:
     print(describe())
     figures = Figures.of_this_run()
     lm = specbeam.load(given.model)
-    methods: dict[str, Draft | None] = {"plain": None, "ngram": "ngram", "suffix": "suffix"}
+    methods: dict[str, Draft | None] = {"plain": None, **dict.fromkeys(ONE_MORE), "ngram": "ngram", "suffix": "suffix"}
     if given.draft is not None:
         methods[f"draft {given.draft.stem}"] = specbeam.load(given.draft)
     print(f"{given.model.stem}, {given.tokens} new tokens per request\n")
@@ -48,7 +51,8 @@ def main() -> None:
             for name, draft in methods.items():
                 start = max(repeat, 0) * live
                 now = [asks[(start + i) % len(asks)] for i in range(live)]
-                speed = tokens_per_second(lm, now, given.tokens, draft)
+                more = [ONE_MORE[name]] if name in ONE_MORE else []
+                speed = tokens_per_second(lm, now, given.tokens, draft, more)
                 if repeat >= 0:  # the first repeat warms up
                     speeds[name].append(speed)
         for name, samples in speeds.items():
@@ -61,11 +65,19 @@ def main() -> None:
     figures.write(given.json)
 
 
-def tokens_per_second(lm: specbeam.LanguageModel, asks: list[Ask], tokens: int, draft: Draft | None) -> float:
-    """All requests begin together and make equally many tokens. Prefill does not count."""
-    engine = specbeam.Engine(lm, max_requests=len(asks))
+def tokens_per_second(
+    lm: specbeam.LanguageModel, asks: list[Ask], tokens: int, draft: Draft | None, beside: list[dict[str, float]]
+) -> float:
+    """All requests begin together and make equally many tokens. Prefill does not count.
+
+    Args:
+        beside: options of further requests.
+    """
+    engine = specbeam.Engine(lm, max_requests=len(asks) + len(beside))
     options = {"max_new_tokens": tokens, "eos_token_id": []}
     requests = [engine.submit(ask.text, options, draft=draft, raw=ask.raw) for ask in asks]
+    for more in beside:
+        engine.submit(asks[0].text, options | more, raw=asks[0].raw)
     while not all(request.pieces for request in requests):
         engine.step()
     before = sum(len(piece.token_ids) for request in requests for piece in request.pieces)  # a step may make several

@@ -66,6 +66,7 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
         (("generate", "hi", "--grammar", "."), "argument --grammar: . cannot be read"),
         (("chat", "--regex", "a", "--json-schema", __file__), "the JSON schema is no JSON"),
         (("batch", "in.jsonl", "out.jsonl", "--regex", "a", "--grammar", __file__), "argument --grammar: "),
+        (("batch", "in.jsonl", "out.jsonl", "--regex", "a", "--choices", "a,b"), "a constraint is for generated texts"),
         (("generate", "-why"), "unknown option -why: put -- before a text that begins with a dash"),
         (("generate", "hi", "there"), "unexpected arguments: there"),
         (("generate", "hi", "--backend", "gpu"), "'gpu' is not allowed: give auto, cpu, torch or transformers"),

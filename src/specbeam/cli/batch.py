@@ -126,7 +126,7 @@ def labels_of(given: argparse.Namespace) -> list[str] | None:
     usual = {"max_new_tokens": MAX_NEW_TOKENS, "tokens": False}
     for option in (*OPTION_NAMES, "tokens", "draft", "draft_corpus", "strategy"):
         if getattr(given, option, None) != usual.get(option):
-            flag = f"--{option.replace('_', '-')}"
+            flag = "a constraint" if option == "constraint" else f"--{option.replace('_', '-')}"
             raise SpecbeamError(f"{flag} is for generated texts, and {name} chooses labels: leave one out")
     from specbeam.labels import check_labels
 

@@ -7,6 +7,7 @@ be enforced. The automaton that it makes for a model serves any number of reques
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -33,26 +34,33 @@ NO_TEXT = "NoExtension"
 """The error of a parser that nothing can follow begins so."""
 
 
-class Description:
-    """What a grammar allows, as plain data.
+class Description(ABC):
+    """What may be written, as plain data.
 
     Attributes:
-        kind: the name of the option on the command line.
-        text: the grammar as llguidance reads it.
+        kind: its name in messages.
     """
 
     kind: str
 
-    @cached_property
-    def text(self) -> str:
-        raise NotImplementedError
-
+    @abstractmethod
     def compile(self, lm: Any) -> Any:
         """The constraint for a model that :func:`specbeam.load` returned.
 
         Raises:
-            SpecbeamError: the model has no tokenizer, or no text of its tokens satisfies the grammar.
+            SpecbeamError: the model has no tokenizer, or no text of its tokens satisfies the description.
         """
+
+
+class Parsed(Description):
+    """A description that llguidance parses."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The grammar as llguidance reads it."""
+
+    def compile(self, lm: Any) -> GrammarConstraint:
         return GrammarConstraint(self, lm)
 
     def _check(self) -> None:
@@ -73,7 +81,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class JsonSchema(Description):
+class JsonSchema(Parsed):
     """Allows JSON that is valid by a JSON Schema.
 
     Keys come in the schema's order. A ``format`` holds for the form: a date may be the 29th of February in any year.
@@ -137,7 +145,7 @@ class JsonSchema(Description):
 
 
 @dataclass(frozen=True)
-class Regex(Description):
+class Regex(Parsed):
     """Allows texts that match a regular expression as a whole, in the syntax of Rust's ``regex``, without lookaround.
 
     ``\\d``, ``\\w`` and ``\\s`` stand for characters of ASCII.
@@ -165,7 +173,7 @@ class Regex(Description):
 
 
 @dataclass(frozen=True)
-class Grammar(Description):
+class Grammar(Parsed):
     """Allows the texts of a context-free grammar: in the syntax of Lark as llguidance reads it, or in llama.cpp's GBNF.
 
     Terminals take as much as they can, as in Lark: ``/ */`` before ``" a"`` leaves nothing for it.
@@ -249,7 +257,7 @@ class GrammarConstraint:
         SpecbeamError: the model has no tokenizer, or no text satisfies the description.
     """
 
-    def __init__(self, description: Description, lm: Any) -> None:
+    def __init__(self, description: Parsed, lm: Any) -> None:
         self._description = description
         self._tokenizer = _tokenizer_of(lm)
         self._ends = np.array(sorted(lm.eos_token_ids), dtype=np.int64)
@@ -294,7 +302,7 @@ class GrammarConstraint:
             raise self._description._refused(matcher.get_error(), "has reached a limit of its parser")
 
 
-def _check_text(description: Description, text: Any) -> None:
+def _check_text(description: Parsed, text: Any) -> None:
     if not isinstance(text, str):
         raise SpecbeamError(f"a {description.kind} is a text, and no {type(text).__name__}")
     try:
