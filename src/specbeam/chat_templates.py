@@ -204,7 +204,7 @@ def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
     template, (messages,) = task["chat_template"], task["conversations"]
     if not isinstance(template, str):
         return task
-    of_conversation = ("chat_template", "conversations", "add_generation_prompt", "continue_final_message")
+    of_conversation = ("chat_template", "conversations", "add_generation_prompt", "continue_final_message", "tools")
     variables = json.dumps({name: value for name, value in task.items() if name not in of_conversation})
     return task | {"conversations": [[_readable(message, template, variables) for message in messages]]}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -55,7 +55,7 @@ class ControlTokens:
         Raises:
             SpecbeamError: no character is left that could stand in.
         """
-        texts = [value for message in messages for value in message.values() if isinstance(value, str)]
+        texts = [*_texts([*messages])]
         if not any(first in text for text in texts for first in self._firsts):
             return None
         used = {*"".join(self._control)}.union(*texts)
@@ -67,17 +67,28 @@ class ControlTokens:
 
     def _hide(self, message: Message, stand_ins: Mapping[str, str]) -> Message:
         names = self._special if message.get("role") == "assistant" else self._control
+        return {
+            # What is nested, such as the arguments of a call, is no text as the model wrote it.
+            key: self._hidden(value, names if isinstance(value, str) else self._control, stand_ins)
+            for key, value in message.items()
+        }
 
-        def hide(text: str) -> str:
-            # Once more after each change, since tokens may overlap.
-            while starts := [start for name, start, _ in self._find(text) if name in names]:
-                characters = [*text]
-                for start in starts:
-                    characters[start] = stand_ins[characters[start]]
-                text = "".join(characters)
-            return text
-
-        return {key: hide(value) if isinstance(value, str) else value for key, value in message.items()}
+    def _hidden(self, value: Any, names: Collection[str], stand_ins: Mapping[str, str]) -> Any:
+        """A value with stand-ins in all its texts."""
+        if isinstance(value, dict):
+            pairs = ([self._hidden(one, names, stand_ins) for one in pair] for pair in value.items())
+            return dict(pairs)
+        if isinstance(value, list):
+            return [self._hidden(one, names, stand_ins) for one in value]
+        if not isinstance(value, str) or not any(first in value for first in self._firsts):
+            return value
+        # Once more after each change, since tokens may overlap.
+        while starts := [start for name, start, _ in self._find(value) if name in names]:
+            characters = [*value]
+            for start in starts:
+                characters[start] = stand_ins[characters[start]]
+            value = "".join(characters)
+        return value
 
     def _find(self, text: str) -> Iterator[tuple[str, int, int]]:
         """The added tokens in a text as tokenizers find them: their names, begins and ends."""
@@ -136,6 +147,15 @@ class ControlTokens:
         reader = copy.copy(self._theirs)
         reader._tokenizer = ours
         return reader, ids
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 def _unreadable(what: str) -> SpecbeamError:

@@ -54,6 +54,7 @@ class Rendering:
         continue_final_message: the last message is continued, and not closed. None: if it is the assistant's and
             ``add_generation_prompt`` is None, too.
         chat_template_kwargs: further variables of the template.
+        tools: the variable by which the template gets tools, with them.
 
     Raises:
         SpecbeamError: the last message cannot be continued and followed by a new one.
@@ -62,6 +63,7 @@ class Rendering:
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Mapping[str, str | float] = field(default_factory=dict)
+    tools: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
@@ -222,10 +224,10 @@ def _encode_text(
         raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
     templated = not raw and bool(lm.tokenizer.chat_template)
     tokenizer, hidden = lm.tokenizer, None
-    given = [*messages, dict(rendering.chat_template_kwargs)]
+    given = [*messages, dict(rendering.chat_template_kwargs), dict(rendering.tools)]
     if control_tokens is not None and templated and (hidden := control_tokens.hide(given)) is not None:
-        (*messages, variables), stand_ins = hidden
-        text = render(lm.tokenizer, messages, replace(rendering, chat_template_kwargs=variables))
+        (*messages, variables, tools), stand_ins = hidden
+        text = render(lm.tokenizer, messages, replace(rendering, chat_template_kwargs=variables, tools=tools))
         tokenizer, text = control_tokens.tokenizer, control_tokens.show(text, stand_ins)
     else:
         joined = "\n\n".join(message["content"] for message in messages)
@@ -309,7 +311,8 @@ def render(tokenizer: Any, messages: list[Message], rendering: Rendering = DEFAU
     if begun:
         messages = [*earlier, last | {"content": last["content"] + PLACE_OF_ANSWER}]
     adds = not begun if adds is None else adds
-    text = apply_chat_template(tokenizer, messages, **rendering.chat_template_kwargs, add_generation_prompt=adds)
+    variables = {**rendering.chat_template_kwargs, **rendering.tools}
+    text = apply_chat_template(tokenizer, messages, **variables, add_generation_prompt=adds)
     if begun:
         text, found, _ = text.rpartition(PLACE_OF_ANSWER)
         if not found or not text.endswith(last["content"].lstrip()):
@@ -320,7 +323,7 @@ def render(tokenizer: Any, messages: list[Message], rendering: Rendering = DEFAU
     return text
 
 
-def apply_chat_template(tokenizer: Any, messages: list[Message], /, **how: str | float) -> str:
+def apply_chat_template(tokenizer: Any, messages: list[Message], /, **how: Any) -> str:
     """The text of ``tokenizer.apply_chat_template``, rendered with limits (:mod:`specbeam.chat_templates`).
 
     Args:
@@ -331,7 +334,8 @@ def apply_chat_template(tokenizer: Any, messages: list[Message], /, **how: str |
     """
     with refusing("the model's chat template refuses these messages"):
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        return chat_templates.render(tokenizer.get_chat_template(), given, **tokenizer.special_tokens_map, **how)
+        template = tokenizer.get_chat_template(tools=how.get("tools"))
+        return chat_templates.render(template, given, **tokenizer.special_tokens_map, **how)
 
 
 def token_ids(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:

@@ -25,7 +25,7 @@ def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str
     Raises:
         Exception: whatever the template's mistakes lead to.
     """
-    conversation = [_with_reasoning(message) for message in messages]
+    conversation = [_with_arguments(_with_reasoning(message)) for message in messages]
     return _compiled(template).render(messages=conversation, **{"tools": None, "documents": None} | {**variables})
 
 
@@ -34,6 +34,21 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call. A template that writes them without ``tojson`` writes JSON, too."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    functions = [call["function"] | {"arguments": Arguments(call["function"]["arguments"])} for call in calls]
+    return message | {"tool_calls": [call | {"function": own} for call, own in zip(calls, functions, strict=True)]}
 
 
 @lru_cache

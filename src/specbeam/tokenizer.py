@@ -253,23 +253,25 @@ class Tokenizer:
 
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         given = [dict(message) for message in messages]
-        text = chat_templates.render(self.get_chat_template(), given, **self.special_tokens_map, **variables, **how)
+        template = self.get_chat_template(tools=variables.get("tools"))
+        text = chat_templates.render(template, given, **self.special_tokens_map, **variables, **how)
         if not tokenize:
             return text
         made = self(text, add_special_tokens=False)
         return made if return_dict else made.input_ids
 
-    def get_chat_template(self) -> str:
-        """The source of the chat template; of several the one that is named ``default``.
+    def get_chat_template(self, *, tools: Any = None) -> str:
+        """The source of the chat template; of several the one that is named ``default``, or beside tools ``tool_use``.
 
         Raises:
             ValueError: there is none.
         """
         template = self.chat_template
         if isinstance(template, dict):
-            if "default" not in template:
+            name = "tool_use" if tools and "tool_use" in template else "default"
+            if name not in template:
                 raise ValueError(f"it has the chat templates {sorted(template)}, and none is named default")
-            template = template["default"]
+            template = template[name]
         if template is None:
             raise ValueError("it has no chat template")
         return template

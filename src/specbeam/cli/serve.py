@@ -109,6 +109,7 @@ def add_to(commands: Any) -> None:
     add("--max-prompt-tokens", help="tokens of a prompt (default: the model's context)")
     add("--max-prompts", help=f"prompts in one request (default {Limits.max_prompts})")
     add("--max-beams", help=f"beams or texts for one prompt (default {Limits.max_beams})")
+    add("--max-tool-calls", help=f"tool calls in one answer (default {Limits.max_tool_calls})")
     add(
         "--max-cache-tokens",
         help="tokens in the KV cache of each model (default: enough for --max-requests)",

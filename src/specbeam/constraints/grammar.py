@@ -105,18 +105,28 @@ class JsonSchema(Parsed):
 
     @cached_property
     def text(self) -> str:
+        return json.dumps({"grammars": [self.rule("json")]})
+
+    def rule(self, name: str, separators: tuple[str, str] = (",", ":"), whitespace: bool | None = None) -> Any:
+        """The schema as one of llguidance's grammars, which others may name.
+
+        Args:
+            separators: between items, and after keys.
+            whitespace: of another style than the schema's own.
+        """
         options = {
-            "item_separator": ",",
-            "key_separator": ":",
+            "item_separator": separators[0],
+            "key_separator": separators[1],
             "whitespace_pattern": None,
-            "whitespace_flexible": self.whitespace,
+            "whitespace_flexible": self.whitespace if whitespace is None else whitespace,
             "coerce_one_of": False,
             "lenient": False,
             "json_allowed_escapes": 'bfnrt"\\',  # no u: a key could be written in another form
             "json_allow_general_unicode_escapes": False,
         }
-        made: str = _llguidance().LLMatcher.grammar_from_json_schema(self.schema, overrides=options)
-        return made
+        made = _llguidance().LLMatcher.grammar_from_json_schema(self.schema, overrides=options)
+        (rule,) = json.loads(made)["grammars"]
+        return {**rule, "name": name}
 
     def _read(self, given: Any) -> Any:
         """The schema as plain data, without annotations that llguidance does not know."""
@@ -334,15 +344,20 @@ def without_special_texts(tokenizer: str) -> str:
     So "<|im_end|>" in a schema is a text of ordinary tokens, and no control token.
     """
     described = json.loads(tokenizer)
-    vocab = described["model"].get("vocab", {})
+    model = described["model"]
+    vocab, renamed = model.get("vocab", {}), set[str]()
     for token in described["added_tokens"]:
         if token["special"]:
             number, text = token["id"], token["content"]
             token["content"] = f"{PRIVATE}{number}"
             if isinstance(vocab, dict) and vocab.get(text) == number:
                 vocab[token["content"]] = vocab.pop(text)
+                renamed.add(text)
             elif isinstance(vocab, list) and number < len(vocab):
                 vocab[number][0] = token["content"]
+    if renamed and model.get("merges"):  # a special token may have been an ordinary one
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if renamed.isdisjoint((*pair, "".join(pair)))]
     return json.dumps(described)
 
 

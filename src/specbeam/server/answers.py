@@ -121,13 +121,21 @@ class Answer(ABC):
 
         The end of a text is a part of its own, as from OpenAI and llama.cpp: clients drop text beside a finish reason.
         """
-        shows_tokens = piece.token_ids and (piece.top_logprobs is not None or self.fields.return_token_ids)
-        if piece.text or shows_tokens:
-            yield self.choice(index, Part.of(piece))
+        yield from self.changes(index, Part.of(piece))
         for place, text in enumerate([] if piece.result is None else piece.result.sequences):
             if place:
-                yield self.choice(index + place, Part.of(text))
+                yield from self.changes(index + place, Part.of(text))
+            yield from self.changes(index + place, Part(end=text))
             yield self.choice(index + place, Part(end=text))
+
+    def changes(self, index: int, part: Part) -> Iterator[dict[str, Any]]:
+        """The choices of frames that show a part of a text. The end of the text has a frame of its own."""
+        if part.text or self.shows_tokens(part):
+            yield self.choice(index, part)
+
+    def shows_tokens(self, part: Part) -> bool:
+        """Whether the tokens of a part are shown beside its text."""
+        return bool(part.token_ids) and (part.top_logprobs is not None or bool(self.fields.return_token_ids))
 
     def ending(self, part: Part) -> dict[str, Any]:
         """The values of a choice that say how it ended."""

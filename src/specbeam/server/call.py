@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbeam import chat_templates
 from specbeam.decoding import Hypothesis, Strategy
@@ -23,6 +23,9 @@ from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
+
+if TYPE_CHECKING:
+    from specbeam.server.tools import ToolUse
 
 T = TypeVar("T")
 TOO_LONG = "context_length_exceeded"
@@ -41,6 +44,7 @@ class Call:
         rendering: how it is applied.
         prompt_top: also score the prompts, with this many likeliest tokens at each place.
         writes: whether there are new tokens.
+        tools: how the answers' tool calls are enforced and read; None without tools.
         requests: of all prompts, in their order.
         prompt_scores: for each request, if they were asked for.
 
@@ -58,6 +62,7 @@ class Call:
     rendering: Rendering = DEFAULT_RENDERING
     prompt_top: int | None = None
     writes: bool = True
+    tools: ToolUse | None = None
 
     def __post_init__(self) -> None:
         number, limit = len(self.prompts), self.limits.max_prompts
@@ -77,7 +82,7 @@ class Call:
     @property
     def is_quick(self) -> bool:
         """Whether a short prompt is submitted at once: one request to the engine, and nothing to wait for."""
-        is_one = len(self.prompts) * self.plan.draws == 1 and self.plan.make_constraint is None
+        is_one = len(self.prompts) * self.plan.draws == 1 and self.plan.describe is None
         return is_one and (self.raw or chat_templates.render.is_ready)
 
     def submit(self) -> None:
@@ -87,9 +92,10 @@ class Call:
             Refusal: a prompt is too long or of a wrong kind, or the queue is full.
         """
         try:
-            options = self._options()
+            options = None
             for prompt in self.prompts:
                 ids = self._encode(prompt)
+                options = options or self._options(ids)
                 for number in range(self.plan.draws):
                     if self._is_cancelled:
                         return
@@ -101,13 +107,13 @@ class Call:
             if self._is_cancelled:  # also meanwhile
                 self.cancel()
 
-    def _options(self) -> Options:
+    def _options(self, ids: list[int]) -> Options:
         """The options of the plan, with its constraint."""
-        plan = self.plan
-        if plan.make_constraint is None:
+        plan, lm = self.plan, self.model.lm
+        if plan.describe is None:
             return plan.options
         try:
-            return replace(plan.options, constraint=plan.make_constraint(self.model.lm))
+            return replace(plan.options, constraint=plan.describe(lm, ids).compile(lm))
         except SpecbeamError as error:
             raise refusal_of(error, plan.names, plan.names["constraint"]) from error
 

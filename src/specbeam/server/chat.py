@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -12,11 +14,22 @@ from specbeam.prompts import Rendering
 from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Count, Decoding, TopLogprobs, content_of
+from specbeam.server.fields import Count, TopLogprobs, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, with_neutral_fields
 from specbeam.server.tokens import Part, chat_log_probs
+from specbeam.server.tools import (
+    MAX_TOOLS,
+    FunctionTool,
+    NamedTool,
+    ReadCall,
+    Reading,
+    ToolCall,
+    ToolFields,
+    conversation,
+)
+from specbeam.tools.reader import Said
 
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role, and the name that chat templates know."""
@@ -38,6 +51,8 @@ class Message(Fields):
     role: str
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
     name: Annotated[str, Field(pattern=NAME)] | None = Field(None, description="For the chat template: message.name.")
+    tool_calls: list[ToolCall] | None = Field(None, description="The calls in an answer of the assistant.")
+    tool_call_id: str | None = Field(None, description="The call that a message of the role tool answers.")
 
     _content_of = field_validator("content")(content_of)
 
@@ -46,7 +61,10 @@ class Message(Fields):
         """The message as chat templates read it."""
         content = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
         message = {"role": ROLES.get(self.role, self.role), "content": content}
-        return message if self.name is None else message | {"name": self.name}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template for call in self.tool_calls]
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {name: value for name, value in more.items() if value is not None}
 
 
 class TemplateFields(Fields):
@@ -79,12 +97,14 @@ class TemplateFields(Fields):
 
 
 @with_neutral_fields
-class ChatRequest(TemplateFields, Decoding):
+class ChatRequest(TemplateFields, ToolFields):
     """A request for the next message of a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1)] = Field(
         description="A message of the assistant at the end is continued, unless continue_final_message is false."
     )
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None
@@ -100,8 +120,12 @@ class ChatRequest(TemplateFields, Decoding):
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         top = (self.top_logprobs or 0) if self.logprobs else None
         plan = self.plan(model, limits, name, limits.max_tokens, top)
-        messages = [message.for_template for message in self.messages]
-        return Call(model, [messages], plan, limits, field="messages", rendering=self.rendering(model))
+        tools = self.tool_use(model, limits.max_tool_calls)
+        given = [message.for_template for message in self.messages]
+        messages, variables = conversation(model, given, tools, "messages")
+        rendering = replace(self.rendering(model), tools=variables)
+        plan = plan if tools is None else tools.plan(plan)
+        return Call(model, [messages], plan, limits, field="messages", rendering=rendering, tools=tools)
 
     def answer(self, call: Call) -> ChatCompletion:
         return ChatCompletion(call, self)
@@ -115,12 +139,23 @@ class ChatCompletion(Answer):
     prefix = "chatcmpl"
     fields: ChatRequest
 
+    def __init__(self, call: Call, fields: ChatRequest) -> None:
+        super().__init__(call, fields)
+        self._readings: dict[int, Reading] = {}  # by choice
+
     def choice(self, index: int, part: Part) -> dict[str, Any]:
+        reading = self._reading(index)
         if self.fields.stream:
             said: dict[str, Any] = {"delta": {"content": part.text} if part.end is None else {}}
-        else:
+        elif reading is None:
             said = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+        else:
+            reading.push(part)
+            calls = {"tool_calls": [*map(_call, reading.calls)]} if reading.calls else {}
+            said = {"message": {"role": "assistant", "content": reading.content, "refusal": None, **calls}}
         made = {"index": index, **said, "logprobs": None, **self.ending(part)}
+        if reading is not None and reading.calls and made["finish_reason"] == "stop":
+            made["finish_reason"] = "tool_calls"
         if self.fields.logprobs and (part.token_ids or not self.fields.stream):
             entries = chat_log_probs(self.call.model.texts, part)
             made["logprobs"] = {"content": entries, "refusal": None}
@@ -128,9 +163,45 @@ class ChatCompletion(Answer):
             made["token_ids"] = part.token_ids
         return made
 
+    def changes(self, index: int, part: Part) -> Iterator[dict[str, Any]]:
+        if (reading := self._reading(index)) is None:
+            yield from super().changes(index, part)
+            return
+        deltas = [delta for said in reading.push(part) for delta in _deltas(said, reading.calls)]
+        if not deltas and self.shows_tokens(part):
+            deltas = [{"content": ""}]
+        for delta in deltas:
+            yield self.choice(index, replace(part, text="", end=None)) | {"delta": delta}
+            part = Part()  # its tokens go with its first change
+
+    def _reading(self, index: int) -> Reading | None:
+        """What reads the tool calls of a choice; None without tools."""
+        if self.call.tools is None:
+            return None
+        if index not in self._readings:
+            self._readings[index] = Reading(self.call.tools, self.call)
+        return self._readings[index]
+
     def beginning(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def details(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.call.requests[0].prompt_ids} if self.fields.return_token_ids else {}
+        made = {} if self.call.tools is None else self.call.tools.details
+        return made | ({"prompt_token_ids": self.call.requests[0].prompt_ids} if self.fields.return_token_ids else {})
+
+
+def _call(call: ReadCall) -> dict[str, Any]:
+    """A call in OpenAI's shape."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _deltas(said: Said, calls: Sequence[ReadCall]) -> Iterator[dict[str, Any]]:
+    """The changes of a message that something said makes. The name of a call comes before its arguments."""
+    if said.call is None:
+        yield {"content": said.content}
+        return
+    if said.name is not None:
+        yield {"tool_calls": [{"index": said.call, **_call(replace(calls[said.call], arguments=""))}]}
+    if said.arguments:
+        yield {"tool_calls": [{"index": said.call, "function": {"arguments": said.arguments}}]}

@@ -14,7 +14,7 @@ from pydantic_core import PydanticKnownError
 from specbeam.errors import SpecbeamError
 from specbeam.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
-from specbeam.server.formats import Make, ResponseFormat, StructuredOutputs, make_of
+from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, with_neutral_fields
@@ -130,20 +130,20 @@ class Decoding(OpenAIDecoding):
         """The form that an answer must have; None for any."""
         return self.response_format
 
-    def make_constraint(self) -> tuple[Make | None, str]:
-        """How to make the constraint that the fields ask for, if they do, and the field that asks for it.
+    def describe(self) -> tuple[Describe | None, str]:
+        """What describes the constraint that the fields ask for, if they do, and the field that asks for it.
 
         Raises:
             Refusal: two fields ask for one.
         """
-        make = make_of(self.format)
+        describe = describe_of(self.format)
         if self.structured_outputs is None:
-            return make, self.format_field
-        if make is not None:
+            return describe, self.format_field
+        if describe is not None:
             raise Refusal(
                 f"{self.format_field} and structured_outputs both give the form: leave one out", "structured_outputs"
             )
-        return self.structured_outputs.make(), "structured_outputs"
+        return self.structured_outputs.describe(), "structured_outputs"
 
     def check(self) -> None:
         """Refuse fields that contradict each other."""
@@ -172,9 +172,9 @@ class Decoding(OpenAIDecoding):
         asked: int | None = getattr(self, field)
         max_tokens = default if asked is None else asked
         n = self.n or 1
-        make_constraint, constrained_by = self.make_constraint()
+        describe, constrained_by = self.describe()
         choices = () if self.structured_outputs is None else self.structured_outputs.choices
-        if make_constraint is not None and self.ignore_eos:
+        if describe is not None and self.ignore_eos:
             raise Refusal(f"ignore_eos contradicts {constrained_by}, which says where a text ends", "ignore_eos")
         beams = self.num_beams or ((self.best_of or n) if self.use_beam_search else 1)
         searches = bool(self.use_beam_search) or beams > 1
@@ -226,7 +226,7 @@ class Decoding(OpenAIDecoding):
             priority=self.priority or 0,
             names=names,
             asked=asked,
-            make_constraint=make_constraint,
+            describe=describe,
         )
 
 
@@ -247,7 +247,7 @@ class Plan:
         draft, priority: as for :meth:`specbeam.Engine.submit`.
         names: fields of the request by the options that they set.
         asked: the new tokens that the request asks for; None if it does not say how many.
-        make_constraint: makes the constraint for the model; None without one.
+        describe: describes what the texts may be; None for any.
     """
 
     options: Options
@@ -258,4 +258,4 @@ class Plan:
     priority: int
     names: dict[str, str]
     asked: int | None
-    make_constraint: Make | None
+    describe: Describe | None

@@ -8,14 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specbeam.constraints import Choice, Constraint, Grammar, JsonSchema, Regex
+from specbeam.constraints import Choice, Grammar, JsonSchema, Regex
 from specbeam.constraints.grammar import Description
 from specbeam.server.errors import Refusal
 from specbeam.server.neutral import Fields
 
 MAX_CHOICES = 1000
-Make = Callable[[Any], Constraint]
-"""Makes a constraint for a model. It may take long, so it is not called in the event loop."""
+Describe = Callable[[Any, Any], Description]
+"""Describes what may follow a prompt, from the model and the prompt's token ids. It may take long, so it is not called
+in the event loop.
+"""
 ANY_OBJECT = {"type": "object"}
 Schema = dict[str, Any] | bool
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -75,7 +77,7 @@ class StructuredOutputs(Fields):
         """The texts that an answer may be, each once; empty if something else is asked for."""
         return tuple(dict.fromkeys(self.choice or ()))
 
-    def make(self) -> Make:
+    def describe(self) -> Describe:
         given = {
             name: value for name, value in self if value not in (None, False) or (name == "json_" and value is False)
         }
@@ -92,14 +94,14 @@ class StructuredOutputs(Fields):
             described = partial(Regex, self.regex)
         if self.grammar is not None:
             described = partial(Grammar, self.grammar)
-        return lambda lm: described().compile(lm)
+        return lambda *_: described()
 
 
-def make_of(given: Any) -> Make | None:
-    """How to make the constraint of a format; None for any text."""
+def describe_of(given: Any) -> Describe | None:
+    """What describes a format; None for any text."""
     if isinstance(given, ObjectFormat):
-        return lambda lm: JsonSchema(ANY_OBJECT).compile(lm)
+        return lambda *_: JsonSchema(ANY_OBJECT)
     schema = given.json_schema if isinstance(given, SchemaFormat) else given
     if not isinstance(schema, NamedSchema):
         return None
-    return lambda lm: JsonSchema({} if schema.schema_ is None else schema.schema_).compile(lm)
+    return lambda *_: JsonSchema({} if schema.schema_ is None else schema.schema_)

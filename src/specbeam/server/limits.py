@@ -21,6 +21,7 @@ class Limits:
         max_prompt_tokens: tokens of a prompt; None for as many as the model's context holds.
         max_tokens: new tokens of a text. A chat answer has at most this many if the request gives no limit.
         max_beams: beams, choices or samples of one prompt.
+        max_tool_calls: tool calls in one answer. Small models do not stop calling.
         max_requests: requests that share a pass. A request for several texts counts once for each text, and a beam
             search once.
         max_waiting: requests that wait beside them.
@@ -40,6 +41,7 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_tokens: int = 4096
     max_beams: int = 32
+    max_tool_calls: int = 16
     max_requests: int = 32
     max_waiting: int = 256
     max_cache_tokens: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from specbeam.sampling_defaults import sampling_defaults
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
+from specbeam.tools import ToolFormat, format_of
 
 MAX_WEIGHTS_SHARE = 0.8
 """Of the free memory. The rest is for caches and passes."""
@@ -183,6 +185,25 @@ class ServedModel:
         """
         if not self.lm.tokenizer.chat_template:
             raise Refusal(f"{self.name} has no chat template: use /v1/completions", "model", "no_chat_template")
+
+    def tool_format(self, field: str) -> ToolFormat:
+        """How the model writes tool calls.
+
+        Args:
+            field: of the request, that needs it.
+
+        Raises:
+            Refusal: its chat template has no tools, or a format that is not known.
+        """
+        with suppress(ValueError):
+            if (found := format_of(self.lm.tokenizer.get_chat_template(tools=True))) is not None:
+                return found
+        raise Refusal(
+            f"the chat template of {self.name} has no tool calls of a form that is known (Hermes, Mistral, Llama 3, "
+            f"Phi-4-mini): leave {field} out, or use another model",
+            field,
+            "no_tools",
+        )
 
 
 class Models:

@@ -28,11 +28,6 @@ class Reasoning(Fields):
 Empty = Annotated[list[Any], Field(max_length=0)]
 NO_EFFECT = "Accepted, and has no effect."
 GIVEN_BACK = "Accepted in answers that are given back."
-TOOLS = {
-    "tools": Empty,
-    "tool_choice": Literal["none", "auto"],
-    "parallel_tool_calls": (bool, "Accepted: there are no tools."),
-}
 NEUTRAL: dict[str, dict[str, Any]] = {
     "OpenAIDecoding": {
         "safety_identifier": (str, NO_EFFECT),
@@ -42,10 +37,9 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "service_tier": Literal["auto", "default"],
     },
     "StreamOptions": {"include_obfuscation": Literal[False]},
-    "Message": {"annotations": Empty, "refusal": None, "audio": None, "tool_calls": Empty, "function_call": None},
+    "Message": {"annotations": Empty, "refusal": None, "audio": None, "function_call": None},
     "ChatRequest": {
         "modalities": Annotated[list[Literal["text"]], Field(max_length=1)],
-        **TOOLS,
         "reasoning_effort": Literal["none"],
         "verbosity": Literal["medium"],
         "audio": None,
@@ -56,6 +50,8 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "CompletionRequest": {"suffix": Literal[""]},
     "InputPart": {"annotations": Empty, "logprobs": (list[Any], GIVEN_BACK)},
     "InputMessage": {"type": Literal["message"], "id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), "phase": None},
+    "CallItem": {"id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), **dict.fromkeys(("namespace", "caller"))},
+    "ResultItem": {"id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), "caller": None},
     "ReasoningItem": {
         "id": str,
         "summary": list[Any],
@@ -66,7 +62,6 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "truncation": Literal["disabled"],
         "background": Literal[False],
         "return_token_ids": Literal[False],
-        **TOOLS,
         **dict.fromkeys(("access_programs", "background_options", "context_management", "conversation", "image")),
         **dict.fromkeys(("max_tool_calls", "moderation", "previous_response_id", "prompt", "prompt_cache_options")),
         "reasoning": Reasoning,

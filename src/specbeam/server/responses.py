@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from specbeam.prompts import Rendering
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.answers import FINISH_REASONS
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Count, Decoding, TopLogprobs, Whole, content_of
+from specbeam.server.fields import Count, TopLogprobs, Whole, content_of
 from specbeam.server.formats import FlatFormat
 from specbeam.server.json import to_json
 from specbeam.server.limits import Limits
@@ -24,6 +26,16 @@ from specbeam.server.neutral import Fields, with_neutral_fields
 from specbeam.server.statistics import costs, token_counts
 from specbeam.server.streams import frame
 from specbeam.server.tokens import Part, chat_log_probs
+from specbeam.server.tools import (
+    MAX_TOOLS,
+    CalledFunction,
+    FlatFunctionTool,
+    FlatNamedTool,
+    ReadCall,
+    Reading,
+    ToolFields,
+    conversation,
+)
 
 
 @with_neutral_fields
@@ -51,13 +63,43 @@ class ReasoningItem(Fields):
     type: Literal["reasoning"]
 
 
+@with_neutral_fields
+class CallItem(CalledFunction):
+    """A tool call of the assistant."""
+
+    type: Literal["function_call"]
+    call_id: str
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        return {"id": self.call_id, "type": "function", "function": self.for_template}
+
+
+@with_neutral_fields
+class ResultItem(Fields):
+    """What a tool call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[list[InputPart], Field(min_length=1)]
+
+
+ITEMS = {"reasoning": "ReasoningItem", "function_call": "CallItem", "function_call_output": "ResultItem"}
+"""The classes of items, by their types. Others are messages."""
+
+
 def _kind(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return "ReasoningItem" if kind == "reasoning" else "InputMessage"
+    return ITEMS.get(kind, "InputMessage") if isinstance(kind, str) else "InputMessage"
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("InputMessage")] | Annotated[ReasoningItem, Tag("ReasoningItem")], Discriminator(_kind)
+    Annotated[InputMessage, Tag("InputMessage")]
+    | Annotated[ReasoningItem, Tag("ReasoningItem")]
+    | Annotated[CallItem, Tag("CallItem")]
+    | Annotated[ResultItem, Tag("ResultItem")],
+    Discriminator(_kind),
 ]
 
 
@@ -69,11 +111,13 @@ class TextConfig(Fields):
 
 
 @with_neutral_fields
-class ResponseRequest(Decoding):
+class ResponseRequest(ToolFields):
     """A request for the next message of a conversation."""
 
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = Field(None, description="A system message to put first.")
+    tools: Annotated[list[FlatFunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     max_output_tokens: Count | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: TopLogprobs | None = None
@@ -95,18 +139,28 @@ class ResponseRequest(Decoding):
         plan = self.plan(model, limits, "max_output_tokens", limits.max_tokens, top)
         if plan.draws > 1:
             raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
-        return Call(model, [self._messages()], plan, limits, field="input")
+        tools = self.tool_use(model, limits.max_tool_calls)
+        messages, variables = conversation(model, self._messages(), tools, "input")
+        rendering = Rendering(tools=variables)
+        plan = plan if tools is None else tools.plan(plan)
+        return Call(model, [messages], plan, limits, field="input", rendering=rendering, tools=tools)
 
-    def _messages(self) -> list[dict[str, str]]:
-        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+    def _messages(self) -> list[dict[str, Any]]:
+        """The conversation as chat templates read it. The calls of one answer are one message."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        for message in self.input:
-            if isinstance(message, ReasoningItem):
-                continue
-            content = message.content or ""
-            text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-            messages.append({"role": ROLES.get(message.role, message.role), "content": text})
+        for item in self.input:
+            if isinstance(item, CallItem):
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(item.call)
+            elif isinstance(item, ResultItem):
+                messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+            elif isinstance(item, InputMessage):
+                messages.append({"role": ROLES.get(item.role, item.role), "content": _text(item.content or "")})
         return messages
 
     def answer(self, call: Call) -> Answer:
@@ -124,17 +178,28 @@ class Answer:
         self._events = 0
         given = fields.format
         self._format = {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
+        self._reading: Reading | None = None
+        self._has_message = False  # in the stream
+        self._ended = -1  # the last item of the stream that has ended
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
         text = results[0].sequences[0]
+        part = Part.of(text, end=text)
         is_whole = FINISH_REASONS[text.finish_reason] == "stop"
         status = "completed" if is_whole else "incomplete"
-        message = self._message(status, _output_text(text.text, self._log_probs(text)))
+        content, calls = part.text, list[ReadCall]()
+        if (reading := self._read()) is not None:
+            if not reading.is_finished:
+                reading.push(part)
+            content, calls = reading.content or "", reading.calls
+        output = [_call_item(call, status) for call in calls]
+        if content or not calls:
+            output.insert(0, self._message(status, _output_text(content, self._log_probs(text))))
         prompt, new, reused = token_counts(self._call, results)
         return self._response(
             status,
-            [message],
+            output,
             incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
             usage={
                 "input_tokens": prompt,
@@ -147,8 +212,15 @@ class Answer:
             **costs(self._call, results),
         )
 
+    def _read(self) -> Reading | None:
+        """What reads the tool calls; None without tools."""
+        if self._reading is None and self._call.tools is not None:
+            self._reading = Reading(self._call.tools, self._call)
+        return self._reading
+
     def _response(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
-        fields, options = self._fields, self._call.plan.options
+        fields, options, tools = self._fields, self._call.plan.options, self._call.tools
+        choice = fields.tool_choice
         return {
             "id": self._id,
             "object": "response",
@@ -162,18 +234,19 @@ class Answer:
             "metadata": fields.metadata or {},
             "model": self._call.model.name,
             "output": output,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": tools is not None and tools.most > 1,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if options.temperature is None and options.samples else options.temperature or 0.0,
             "text": {"format": self._format},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in fields.tools or []],
             "top_logprobs": fields.top_logprobs or 0,
             "top_p": 1.0 if options.top_p is None else options.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": fields.user,
+            **({} if tools is None else tools.details),
             **more,
         }
 
@@ -185,34 +258,79 @@ class Answer:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The events of the stream. Events of one iteration of the engine come together."""
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         begun = self._response("in_progress", [])
         yield (
             self._event("response.created", response=begun)
             + self._event("response.in_progress", response=begun)
-            + self._event("response.output_item.added", output_index=0, item=self._message("in_progress"))
-            + self._event("response.content_part.added", **place, part=_output_text("", []))
+            + (self._begin_message() if self._call.tools is None else b"")
         )
         result = None
         async for received in self._call.pieces():
             events = b""
             for _, piece in received:
-                log_probs = self._log_probs(piece)
-                if piece.text or log_probs:
-                    events += self._event("response.output_text.delta", **place, delta=piece.text, logprobs=log_probs)
                 result = piece.result or result
+                events += b"".join(self._changes(piece))
             if events:
                 yield events
         assert result is not None
         response = self.whole([result])
-        (message,) = response["output"]
-        (part,) = message["content"]
-        yield (
-            self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
-            + self._event("response.content_part.done", **place, part=part)
-            + self._event("response.output_item.done", output_index=0, item=message)
-            + self._event(f"response.{response['status']}", response=response)
-        )
+        if response["output"][-1]["type"] == "message" and not self._has_message:  # an answer without a text
+            yield self._begin_message()
+        yield self._end_item(response["output"][-1]) + self._event(f"response.{response['status']}", response=response)
+
+    def _changes(self, piece: Piece) -> Iterator[bytes]:
+        """The events that a piece makes."""
+        log_probs = self._log_probs(piece)
+        if (reading := self._read()) is None:
+            if piece.text or log_probs:
+                yield self._more_text(piece.text, log_probs)
+            return
+        for said in reading.push(Part.of(piece, end=None if piece.result is None else piece.result.sequences[0])):
+            if said.call is None:
+                if not self._has_message:
+                    yield self._begin_message()
+                yield self._more_text(said.content, log_probs)
+                log_probs = []
+                continue
+            call, place = reading.calls[said.call], {"output_index": said.call + self._has_message}
+            if said.name is not None:
+                if said.call:
+                    yield self._end_item(_call_item(reading.calls[said.call - 1], "completed"))
+                elif self._has_message:
+                    yield self._end_item(self._message("completed", _output_text(reading.content or "", [])))
+                item = _call_item(replace(call, arguments=""), "in_progress")
+                yield self._event("response.output_item.added", **place, item=item)
+            if said.arguments:
+                kind = "response.function_call_arguments.delta"
+                yield self._event(kind, item_id=_item_id(call), **place, delta=said.arguments)
+
+    def _begin_message(self) -> bytes:
+        self._has_message = True
+        return self._event(
+            "response.output_item.added", output_index=0, item=self._message("in_progress")
+        ) + self._event("response.content_part.added", **self._place, part=_output_text("", []))
+
+    def _end_item(self, item: dict[str, Any]) -> bytes:
+        """The events that end an item. The items end one after another."""
+        self._ended += 1
+        place = {"output_index": self._ended}
+        if item["type"] == "message":
+            (part,) = item["content"]
+            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            events = self._event("response.output_text.done", **self._place, **text)
+            events += self._event("response.content_part.done", **self._place, part=part)
+        else:
+            given = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
+            events = self._event("response.function_call_arguments.done", **place, **given)
+        return events + self._event("response.output_item.done", **place, item=item)
+
+    def _more_text(self, text: str, log_probs: list[dict[str, Any]]) -> bytes:
+        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=log_probs)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Where the text of the message is."""
+        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._events, **values}
@@ -222,3 +340,17 @@ class Answer:
 
 def _output_text(text: str, log_probs: list[Any]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
+
+
+def _item_id(call: ReadCall) -> str:
+    return f"fc_{call.id.removeprefix('call_')}"
+
+
+def _call_item(call: ReadCall, status: str) -> dict[str, Any]:
+    """A call as an item of an answer."""
+    own = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+    return {"id": _item_id(call), "type": "function_call", "status": status, **own}
+
+
+def _text(content: str | list[InputPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,0 +1,328 @@
+"""Tools that a client offers, and the calls that an answer has: OpenAI's fields, and how they are enforced and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, cast
+
+from pydantic import Field, field_validator
+
+from specbeam.constraints import JsonSchema
+from specbeam.constraints.grammar import MAX_SCHEMA_BYTES
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.server.call import Call
+from specbeam.server.errors import Refusal
+from specbeam.server.fields import Decoding, Plan
+from specbeam.server.formats import Describe, Name
+from specbeam.server.models import ServedModel
+from specbeam.server.neutral import Fields
+from specbeam.server.tokens import Part
+from specbeam.streaming import NewText, TextStream
+from specbeam.tools import ToolFormat
+from specbeam.tools.grammar import Tool, ToolGrammar
+from specbeam.tools.reader import THOUGHTS, Reader, Said
+
+MAX_TOOLS = 128
+ANY_ARGUMENTS = {"type": "object"}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a function without parameters, as OpenAI documents."""
+LAST_TOKENS = 16
+"""The end of a prompt, which says whether the answer begins within thoughts."""
+
+
+class Function(Fields):
+    """A function that a model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="The JSON Schema of its arguments.")
+    strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced.")
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        given = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": {"parameters": NO_ARGUMENTS, **given}}
+
+
+class FunctionTool(Fields):
+    """A tool of chat completions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FlatFunctionTool(Function):
+    """A tool of responses."""
+
+    type: Literal["function"]
+
+
+class FunctionName(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    """The tool to call, in chat completions."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FlatNamedTool(FunctionName):
+    """The tool to call, in responses."""
+
+    type: Literal["function"]
+
+
+class CalledFunction(Fields):
+    """A function and its arguments, as the model wrote them."""
+
+    name: Name
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, arguments: str) -> str:
+        try:
+            is_object = isinstance(json.loads(arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ValueError("arguments are the text of a JSON object: give it as the model wrote it, if it was whole")
+        return arguments
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+
+
+class ToolCall(Fields):
+    """A call in an answer that is given back."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        return {"id": self.id, "type": "function", "function": self.function.for_template}
+
+
+class ToolFields(Decoding):
+    """The fields of tools that chat completions and responses share."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls. It may.")
+
+    @property
+    def offered(self) -> list[Function]:
+        """The tools that a model may call."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [getattr(tool, "function", tool) for tool in tools]
+
+    def tool_use(self, model: ServedModel, most: int) -> ToolUse | None:
+        """How the tools are enforced and read; None without tools.
+
+        Raises:
+            Refusal: the model's template has none, or the fields contradict each other.
+        """
+        choice = self.tool_choice
+        if not self.tools and choice not in (None, "none", "auto"):
+            raise Refusal("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
+        functions = self.offered
+        if not functions:
+            return None
+        names = [function.name for function in functions]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise Refusal(f"two tools have the name {doubled[0]}: rename one", "tools")
+        named = None if isinstance(choice, str | None) else getattr(choice, "function", choice).name
+        if named is not None and named not in names:
+            raise Refusal(f"tool_choice names {named}, and the tools are {', '.join(names)}", "tool_choice")
+        use = ToolUse(
+            model.tool_format("tools"),
+            functions,
+            named=named,
+            is_required=named is not None or choice == "required",
+            most=1 if named is not None or self.parallel_tool_calls is False else most,
+        )
+        if self.structured_outputs is not None:
+            raise Refusal("structured_outputs and tools both give the form: leave one out", "structured_outputs")
+        if self.ignore_eos:
+            raise Refusal("ignore_eos contradicts tools, which say where a text ends", "ignore_eos")
+        if getattr(self.format, "type", "text") != "text" and not use.tool_format.marker and not use.is_required:
+            raise Refusal(
+                f"{self.format_field} beside tools: the calls of {model.name} are objects without a mark, so nothing "
+                f'tells them from an answer of that form. Leave one out, or set tool_choice to "required"',
+                self.format_field,
+            )
+        return use
+
+
+@dataclass(eq=False)
+class ToolUse:
+    """How the tools of a request are enforced and read.
+
+    Attributes:
+        functions: the tools.
+        named: the one that is to be called; None for any.
+        is_required: the answer is a call.
+        most: calls in one answer.
+        unenforced: why arguments are any object, by the tools whose schema cannot be enforced.
+    """
+
+    tool_format: ToolFormat
+    functions: Sequence[Function]
+    named: str | None
+    is_required: bool
+    most: int
+    unenforced: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What an answer says about the tools."""
+        return {"unenforced_tools": self.unenforced} if self.unenforced else {}
+
+    def plan(self, plan: Plan) -> Plan:
+        """How to decode with the tools. The form that the plan has is the one of an answer without calls."""
+        describe = partial(self._describe, content=None if self.is_required else plan.describe)
+        return replace(plan, describe=describe, names=plan.names | {"constraint": "tools"})
+
+    def _describe(self, lm: LanguageModel, ids: Sequence[int], content: Describe | None) -> ToolGrammar:
+        """The grammar of answers to a prompt.
+
+        Raises:
+            SpecbeamError: a schema cannot be enforced.
+        """
+        added = {token.content: number for number, token in lm.tokenizer.added_tokens_decoder.items() if token.content}
+        size = len(json.dumps([function.parameters for function in self.functions]))
+        if size > MAX_SCHEMA_BYTES:
+            raise SpecbeamError(f"the tools have {size:,} characters, and {MAX_SCHEMA_BYTES:,} are allowed")
+        called = [function for function in self.functions if self.named in (None, function.name)]
+        last = self.begins_in_thoughts(lm, ids)
+        return ToolGrammar(
+            self.tool_format,
+            [Tool(function.name, self._schema(function)) for function in called],
+            is_required=self.is_required,
+            most=self.most,
+            added={text: number for text, number in added.items() if number < lm.backend.vocab_size},
+            ends=lm.eos_token_ids,
+            thinks=last,
+            content=None if content is None else cast(JsonSchema, content(lm, ids)),
+        )
+
+    def begins_in_thoughts(self, lm: LanguageModel, ids: Sequence[int]) -> bool | None:
+        """Whether the answer to a prompt begins within thoughts. None: it may begin with them."""
+        begun, ended = THOUGHTS
+        before = lm.decode_token([*ids[-LAST_TOKENS:]]).rstrip()
+        if before.endswith(begun):
+            return True
+        names = {token.content for token in lm.tokenizer.added_tokens_decoder.values()}
+        return None if names.issuperset(THOUGHTS) and not before.endswith(ended) else False
+
+    def _schema(self, function: Function) -> JsonSchema:
+        """What the arguments of a function may be.
+
+        Raises:
+            SpecbeamError: its schema cannot be enforced, and it has to be.
+        """
+        given = NO_ARGUMENTS if function.parameters is None else function.parameters
+        try:
+            if (kind := given.get("type", "object")) != "object":
+                raise SpecbeamError(f"arguments are an object, and no {kind}")
+            return JsonSchema({"type": "object", **given})
+        except SpecbeamError as error:
+            if function.strict or self.is_required:
+                raise SpecbeamError(f"the tool {function.name}: {error}") from error
+            self.unenforced[function.name] = str(error)
+            return JsonSchema(ANY_ARGUMENTS)
+
+
+@dataclass(frozen=True)
+class ReadCall:
+    """A call in an answer, with the id that it gets."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Reading:
+    """Reads the calls in one text of an answer.
+
+    Attributes:
+        is_finished: the text has ended.
+    """
+
+    def __init__(self, use: ToolUse, call: Call) -> None:
+        lm, prompt_ids, options = call.model.lm, call.requests[0].prompt_ids, call.plan.options
+        own = use.tool_format
+        marks = own.first + own.middle + (own.between or "") + own.last
+        hidden = {
+            number
+            for number, token in lm.tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in marks
+        }
+
+        def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            return lm.decode_token([number for number in ids if not skip_special_tokens or number not in hidden])
+
+        new_text = NewText(decode, options.stop_strings, options.min_new_tokens or 0)
+        self._text = TextStream(new_text, new_text.after(prompt_ids))
+        names = [function.name for function in use.functions]
+        self._reader = Reader(own, names, thinks=use.begins_in_thoughts(lm, prompt_ids) is True)
+        self._format = own
+        self._ids: list[str] = []  # of the calls
+        self.is_finished = False
+
+    @property
+    def content(self) -> str | None:
+        """The content so far; None if there are calls alone."""
+        return None if self._reader.calls and not self._reader.content.strip() else self._reader.content
+
+    @property
+    def calls(self) -> list[ReadCall]:
+        """The calls so far."""
+        pairs = zip(self._ids, self._reader.calls, strict=True)
+        return [ReadCall(number, call.name, call.arguments) for number, call in pairs]
+
+    def push(self, part: Part) -> list[Said]:
+        """What a part of the text adds."""
+        text = self._text.push(part.token_ids)
+        if part.end is not None:
+            self.is_finished = True
+            text += self._text.finish(cancelled=part.end.finish_reason in ("cancelled", "timeout"))
+        said = self._reader.push(text, is_last=part.end is not None)
+        self._ids += [self._format.call_id for one in said if one.name is not None]
+        return said
+
+
+def conversation(
+    model: ServedModel, messages: list[dict[str, Any]], use: ToolUse | None, field: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages as the chat template reads them, and the variable by which it gets the tools.
+
+    Args:
+        field: of the request, that has the messages.
+
+    Raises:
+        Refusal: a result is of no call before it, or the template has no tool calls.
+    """
+    names: dict[str, str] = {}  # of the functions, by the ids of their calls
+    for number, message in enumerate(messages):
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if (answered := message.get("tool_call_id")) is not None:
+            if answered not in names:
+                raise Refusal(f"{field}[{number}] answers the call {answered!r}, and no message before has it", field)
+            message.setdefault("name", names[answered])
+    if use is None and not names:
+        return messages, {}
+    own = use.tool_format if use is not None else model.tool_format(field)
+    return own.prompt(messages, [] if use is None else [function.for_template for function in use.functions])

@@ -1,0 +1,154 @@
+"""Grammars of answers with tool calls: what a format writes, with the schema of each tool."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from specbeam.constraints import JsonSchema
+from specbeam.constraints.grammar import Parsed
+from specbeam.tools.reader import FENCE, THOUGHTS, bare
+from specbeam.tools.tool_format import ToolFormat
+
+SEPARATORS = (", ", ": ")
+"""Between items and after keys, as chat templates write arguments."""
+
+
+class Tool(NamedTuple):
+    """A function that a model may call.
+
+    Attributes:
+        schema: of its arguments, which are an object.
+    """
+
+    name: str
+    schema: JsonSchema
+
+
+@dataclass(frozen=True, eq=False)
+class ToolGrammar(Parsed):
+    """Allows answers whose calls of tools are valid.
+
+    Args:
+        is_required: the answer begins with a call. Otherwise it is any text up to the opening of a call.
+        most: calls in one answer.
+        added: the ids of the tokens that a tokenizer finds in a text before all others, by their texts.
+        ends: of these the ones that end an answer.
+        thinks: the answer begins within thoughts, in which nothing is enforced. None: it may begin with thoughts.
+        content: what an answer without calls must be; None for any text.
+    """
+
+    kind = "grammar of tool calls"
+    tool_format: ToolFormat
+    tools: Sequence[Tool]
+    _: KW_ONLY
+    is_required: bool
+    most: int
+    added: Mapping[str, int]
+    ends: Collection[int]
+    thinks: bool | None = False
+    content: JsonSchema | None = None
+
+    @cached_property
+    def text(self) -> str:
+        lines = [*self._calls(), *self._bare_calls(), r"SPACE: /\s+/", "ANY: /(?s:.+)/"]
+        answer = "calls" if self.is_required else self._text(lines)
+        if self.thinks is not False:
+            begun = "thoughts" if self.thinks else f"({self._literal(THOUGHTS[0])} thoughts)?"
+            answer = f"{begun} SPACE? ({answer})"
+            lines += self._up_to("thoughts", THOUGHTS[1])
+        rules = [tool.schema.rule(f"arguments_{i}", SEPARATORS) for i, tool in enumerate(self.tools)]
+        if self._reads_objects:
+            rules += [tool.schema.rule(f"loose_{i}", whitespace=True) for i, tool in enumerate(self.tools)]
+        if self.content is not None:
+            rules.append(self.content.rule("content"))
+        lark = "\n".join([f"start: {answer}", *lines])
+        return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *rules]})
+
+    @property
+    def _reads_objects(self) -> bool:
+        """Whether objects without a marker are calls."""
+        return self.tool_format.bare and not self.is_required and self.content is None
+
+    def _calls(self) -> list[str]:
+        """The rules of calls as the format writes them, in the syntax of Lark."""
+        own = self.tool_format
+        more = self._more(f"{self._literal(own.between or '')} call")
+        lines = [
+            f"calls: {self._literal(own.marker)} marked_calls",
+            f"marked_calls: {self._literal(own.first.removeprefix(own.marker))} call {more} {self._literal(own.last)}",
+            f"call: {self._each('call')}",
+        ]
+        for i, tool in enumerate(self.tools):
+            before, after = self._literal(own.before + tool.name + own.middle), self._literal(own.after)
+            lines.append(f"call_{i}: {before} @arguments_{i} {after}")
+        return lines
+
+    def _bare_calls(self) -> list[str]:
+        """The rules of calls that are objects without a marker."""
+        if not self._reads_objects:
+            return []
+        lines = [f"bare: ({self._each('bare')}) {self._more(self._each('next'))} CLOSED?", r"CLOSED: /\s*```\s*/"]
+        for i, tool in enumerate(self.tools):
+            opened = bare([tool.name], self.tool_format.key)
+            lines += [
+                f"bare_{i}: opened_{i} object_{i}",
+                f"next_{i}: NEXT_{i} object_{i}",
+                rf"object_{i}: SPACE? @loose_{i} /\s*\}}/",
+                rf"opened_{i}[lazy]: /(?s:.*){opened}/",
+                rf"NEXT_{i}: /\s*(```)?[\s,;]*{FENCE}{opened}/",
+            ]
+        return lines
+
+    def _text(self, lines: list[str]) -> str:
+        """An answer that may be a text. The rules that it needs are added to the lines."""
+        marker, openings = self.tool_format.marker, []
+        if self.content is not None:
+            return "@content | calls"
+        if self._reads_objects:
+            openings.append(bare([tool.name for tool in self.tools], self.tool_format.key))
+        is_text = bool(marker) and marker not in self.added
+        if is_text:
+            openings.append(re.escape(marker))
+            lines.append(rf"marked[lazy]: /(?s:.*){re.escape(marker)}/")
+        without = f" & ~/(?s:.*)({'|'.join(openings)})(?s:.*)/" if openings else ""
+        lines.append(f"TEXT: /(?s:.+)/{without}")
+        lines.append(f"pre: {self._with_tokens('TEXT?', {marker, *((THOUGHTS[0],) if self.thinks is None else ())})}")
+        answers = ["pre TEXT?"]
+        if marker:
+            answers.append("pre marked marked_calls" if is_text else "pre TEXT? calls")
+        if self._reads_objects:
+            answers.append("pre bare")
+        return " | ".join(answers)
+
+    def _up_to(self, rule: str, end: str) -> list[str]:
+        """A rule for any text up to an end."""
+        before = self._with_tokens("ANY?", {end})
+        if end in self.added:
+            return [f"{rule}: {before} ANY? {self._literal(end)}"]
+        end = re.escape(end).replace("/", r"\/")
+        return [f"{rule}: {before} {rule}_end", f"{rule}_end[lazy]: /(?s:.*){end}/"]
+
+    def _with_tokens(self, text: str, without: Collection[str]) -> str:
+        """Any number of the tokens that are no part of a text, each with a text before it."""
+        ids = [number for name, number in self.added.items() if name not in without and number not in self.ends]
+        return f"({text} <[{','.join(map(str, sorted(ids)))}]>)*" if ids else '""'
+
+    def _more(self, call: str) -> str:
+        """Further calls."""
+        return "" if self.tool_format.between is None or self.most == 1 else f"({call}){{0,{self.most - 1}}}"
+
+    def _each(self, rule: str) -> str:
+        """One of the rules of all tools."""
+        return " | ".join(f"{rule}_{i}" for i in range(len(self.tools)))
+
+    def _literal(self, text: str) -> str:
+        """A text that is written as it is: text, and tokens that are no part of a text."""
+        names = sorted(self.added, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        written = [f"<[{self.added[part]}]>" if part in self.added else json.dumps(part) for part in parts if part]
+        return " ".join(written) or '""'

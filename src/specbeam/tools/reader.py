@@ -1,0 +1,173 @@
+"""Reads tool calls in the text of an answer while it grows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import reduce
+
+from specbeam.tools.tool_format import ToolFormat
+
+THOUGHTS = ("<think>", "</think>")
+FENCE = r"(?:```(?:json)?\s*)?"
+GAP = re.compile(r"(?:[\s,;\]}`]|</tool_call>|<\|/tool_call\|>|json)*")
+"""What stands between calls in all formats, beside a marker."""
+PARTS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+"""Of JSON: a string, or a bracket."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function.
+
+    Attributes:
+        arguments: JSON text; its beginning where the answer was cut.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """What more text adds to an answer.
+
+    Attributes:
+        content: of the message.
+        call: the number of the call that the rest belongs to; None for content.
+        name: the name of a call that begins.
+        arguments: more of a call's arguments.
+    """
+
+    content: str = ""
+    call: int | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class Reader:
+    """Reads one answer. Special tokens that are markers must be written out in its text.
+
+    Args:
+        names: of the tools. An object without a marker is a call only if it names one.
+        thinks: the answer begins within the model's thoughts, which have no calls.
+
+    Attributes:
+        content: the content so far.
+        calls: the calls so far. More text may add to the arguments of the last one.
+    """
+
+    def __init__(self, tool_format: ToolFormat, names: Collection[str], thinks: bool = False) -> None:
+        self.content = ""
+        self.calls: list[Call] = []
+        self._text = ""
+        self._settled = 0  # no call opens before this place
+        self._thinks = thinks
+        self._format = tool_format
+        self._head = re.compile(rf"\s*\[?\s*{tool_format.head}", re.DOTALL)
+        marker, opened, begun = tool_format.marker, [], []
+        if marker:
+            opened.append(re.escape(marker))
+            begun.append(_begun([*map(re.escape, marker)]))
+        if tool_format.bare:
+            opened.append(rf"{FENCE}(?P<object>{bare(names, tool_format.key)})")
+            key = [*map(re.escape, f'"{tool_format.key}"')]
+            parts = [r"\{", r"\s*", *'"name"', r"\s*", ":", r"\s*", '"', r'[^"\\]*', '"', r"\s*", ",", r"\s*", *key]
+            begun += [_begun([*"```", *"json"]), FENCE + _begun([*parts, r"\s*", ":", r"\s*"])]
+        self._opening = re.compile(rf"\s*(?:{'|'.join(opened)})")
+        self._begun = re.compile(rf"\s*(?:{'|'.join(begun)})\Z")
+
+    def push(self, text: str, is_last: bool = False) -> list[Said]:
+        """What more text adds. After the last text nothing is held that might have begun a call."""
+        self._text += text
+        content, calls = self._read(is_last)
+        said = []
+        if more := content[len(self.content) :]:
+            said.append(Said(more))
+        for number, call in enumerate(calls):
+            is_new = number >= len(self.calls)
+            more = call.arguments if is_new else call.arguments[len(self.calls[number].arguments) :]
+            if is_new or more:
+                said.append(Said("", number, call.name if is_new else None, more))
+        self.content, self.calls = content, calls
+        return said
+
+    def _read(self, is_last: bool) -> tuple[str, list[Call]]:
+        """The content and the calls of the text so far."""
+        text, begin = self._text, self._after_thoughts()
+        if begin is None:
+            return text if is_last or self._thinks or THOUGHTS[0] in text else "", []
+        if (opening := self._opening.search(text, max(begin, self._settled))) is None:
+            held = self._begun.search(text, max(begin, self._settled))
+            assert held is not None
+            self._settled = held.start()
+            return text if is_last else text[: held.start()], []
+        at = opening.end() if opening.groupdict().get("object") is None else opening.start("object")
+        calls = self._calls(at)
+        return text if is_last and not calls else text[: opening.start()], calls
+
+    def _after_thoughts(self) -> int | None:
+        """Where calls may begin; None within thoughts, or where it is not yet known whether there are any."""
+        begun = self._text.lstrip()
+        if self._thinks or begun.startswith(THOUGHTS[0]):
+            end = self._text.find(THOUGHTS[1])
+            return None if end < 0 else end + len(THOUGHTS[1])
+        return None if begun and THOUGHTS[0].startswith(begun) else 0
+
+    def _calls(self, at: int) -> list[Call]:
+        """The calls in the text from a place on."""
+        text, marker, calls = self._text, self._format.marker, list[Call]()
+        while True:
+            if head := self._head.match(text, at):
+                end, is_whole = _value(text, head.end())
+                calls.append(Call(head["name"], text[head.end() : end]))
+                if not is_whole:
+                    return calls
+            elif found := _object(text, at):
+                end, call = found
+                calls.append(call)
+            else:
+                return calls
+            gap = GAP.match(text, end)
+            assert gap is not None
+            at = gap.end()
+            if marker and text.startswith(marker, at):
+                at += len(marker)
+            elif not text.startswith("{", at):
+                return calls
+
+
+def bare(names: Collection[str], key: str) -> str:
+    """A regular expression for the beginning of an object that calls one of some functions."""
+    return rf'\{{\s*"name"\s*:\s*"(?:{"|".join(map(re.escape, names))})"\s*,\s*"{key}"\s*:'
+
+
+def _begun(parts: list[str]) -> str:
+    """A regular expression for the beginnings of what some expressions match one after another, also for nothing."""
+    return reduce(lambda rest, part: f"(?:{part}{rest})?", reversed(parts), "")
+
+
+def _value(text: str, begin: int) -> tuple[int, bool]:
+    """Where the JSON object ends that begins at a place, and whether it does."""
+    depth = 0
+    for part in PARTS.finditer(text, begin):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(part[0], 0)
+        if depth == 0:
+            return part.end(), True
+    return len(text), False
+
+
+def _object(text: str, begin: int) -> tuple[int, Call] | None:
+    """A call whose keys have another order, and where its object ends."""
+    if (start := text.find("{", begin)) < 0:
+        return None
+    try:
+        found, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    arguments = found.get("arguments", found.get("parameters"))
+    if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
+        return None
+    return end, Call(found["name"], json.dumps(arguments, ensure_ascii=False))

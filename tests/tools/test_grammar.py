@@ -1,0 +1,188 @@
+"""Grammars of tool calls: what they allow is read as valid calls, in every format, and what they forbid."""
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+import specbeam
+from specbeam import JsonSchema
+from specbeam.constraints.grammar import GrammarConstraint
+from specbeam.tools import format_of
+from specbeam.tools.grammar import Tool, ToolGrammar
+from specbeam.tools.reader import Reader
+from tests.conftest import BOS, EOS, byte_tokenizer, random_model
+from tests.tools.templates import TEMPLATES, TOKENS
+
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome", '<tool_call>"']}, "days": {"type": "integer", "maximum": 9}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "weather_2": {  # with a definition of its own, and a name that another one begins
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/place"}},
+        "required": ["at"],
+        "additionalProperties": False,
+        "$defs": {"place": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}},
+    },
+}
+TOOLS = [Tool(name, JsonSchema(schema)) for name, schema in SCHEMAS.items()]
+
+
+class Model:
+    """What grammars need of a model: a tokenizer of bytes, with the tokens of a format, and others."""
+
+    def __init__(self, save, tokens):
+        tokenizer = byte_tokenizer()
+        if tokens:
+            tokenizer.add_tokens([AddedToken(text, special=special) for text, special in tokens.items()])
+        self.lm = specbeam.load(save(random_model("llama", vocab_size=259 + len(tokens)), tokenizer), backend="cpu")
+        self.added = {one.content: i for i, one in self.lm.tokenizer.added_tokens_decoder.items()}
+
+    def constraint(self, name, **how):
+        how = {"is_required": False, "most": 3, "added": self.added, "ends": self.lm.eos_token_ids} | how
+        return GrammarConstraint(ToolGrammar(format_of(TEMPLATES[name]), TOOLS, **how), self.lm)
+
+    def ids(self, text):
+        return self.lm.tokenizer(text, add_special_tokens=False).input_ids
+
+    def allows(self, constraint, text):
+        """Whether a text may be written, and be all."""
+        state = constraint.start
+        for token in self.ids(text):
+            if (state := constraint.advance(state, token)) is None:
+                return False
+        return constraint.complete(state)
+
+
+THINKING = {"<think>": False, "</think>": False}
+
+
+@pytest.fixture(scope="module")
+def model(save):
+    made = {}
+
+    def model(tokens):
+        key = (*sorted(tokens.items()),)
+        if key not in made:
+            made[key] = Model(save, tokens)
+        return made[key]
+
+    return model
+
+
+def walk(model, constraint, rng, pushed=()):
+    """A random text that a constraint allows."""
+    state, tokens, size = constraint.start, [], model.lm.backend.vocab_size
+    while not constraint.complete(state) or (len(tokens) < 400 and rng.random() < 0.7):
+        allowed = np.flatnonzero(np.unpackbits(constraint.mask(state, size), bitorder="little")[:size])
+        if not len(allowed):
+            break
+        # Openings, ends of strings and the like come up more often than a random byte.
+        likely = [token for token in allowed.tolist() if token > EOS or token in pushed]
+        tokens.append(rng.choice(likely if likely and rng.random() < 0.5 else allowed.tolist()))
+        assert tokens[-1] not in (BOS, EOS) or tokens[-1] == BOS
+        state = constraint.advance(state, tokens[-1])
+        assert len(tokens) < 4000
+    assert constraint.complete(state)
+    return model.lm.decode_token(tokens)
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_whatever_is_allowed_is_read_as_valid_calls(model, name, with_tokens):
+    one, rng = model(TOKENS.get(name, {}) if with_tokens else {}), random.Random(5)
+    pushed = one.ids(',}]"')
+    for is_required, most in ((True, 3), (True, 1), (False, 2)):
+        constraint = one.constraint(name, is_required=is_required, most=most)
+        read = 0
+        for _ in range(12):
+            text = walk(one, constraint, rng, pushed)
+            reader = Reader(format_of(TEMPLATES[name]), [*SCHEMAS])
+            reader.push(text, is_last=True)
+            assert is_required <= len(reader.calls) <= most, text
+            assert not (is_required and reader.content), text
+            read += len(reader.calls)
+            for call in reader.calls:
+                jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+        assert read or not with_tokens or not is_required
+
+
+A = '{"name": "weather", "arguments": {"city": "Paris"}}'
+B = '{"name": "weather_2", "arguments": {"at": [true, false]}}'
+WRONG = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+UNKNOWN = '{"name": "other", "arguments": {}}'
+
+
+def marked(*calls):
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+FORMAT = JsonSchema({"enum": [1, {"a": 2}]})
+ALLOWED = {
+    "hermes": [
+        ({}, ["", "Hello", "Hello <tool", marked(A), marked(A, B), f"Well.\n{marked(B)}", UNKNOWN, f"see {UNKNOWN}"],
+             [marked(WRONG), marked(UNKNOWN), "<tool_call>", f"{marked(A)} and", marked(A, A, A, A), WRONG, f"so: {WRONG}"]),  # noqa: E501
+        ({}, [A, f"So:\n```json\n{A}\n```", A.replace(" ", "\n  "), f"{A}; {B}", f"```\n{A}```\n```json\n{B}\n```"],
+             [f"{A} and", f"{A}{B}{A}{B}"]),
+        ({"most": 1}, [marked(B), A], [marked(A, B), f"{A}\n{B}"]),
+        ({"is_required": True}, [marked(A), marked(A, B)], ["", "Hello", f" {marked(A)}", A, f"{marked(A)}\n"]),
+        ({"content": FORMAT}, ["1", '{"a":2}', marked(A)], ["2", "Hello", "", f"1{marked(A)}"]),
+    ],
+    "llama": [
+        ({}, ["Hi", A.replace("arguments", "parameters"), A], [A.replace("arguments", "parameters") * 2]),
+        ({"is_required": True}, [A.replace("arguments", "parameters")], ["Hi", A]),
+    ],
+    "functools": [({}, ["func", f"functools[{A}, {B}]", f"Hi functools[{A}]"], ["functools", f"functools[{WRONG}]"])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed(model, name, with_tokens):
+    one = model(TOKENS.get(name, {}) if with_tokens else {})
+    for how, allowed, forbidden in ALLOWED[name]:
+        constraint = one.constraint(name, **how)
+        assert [text for text in allowed if not one.allows(constraint, text)] == []
+        assert [text for text in forbidden if one.allows(constraint, text)] == []
+
+
+def test_nothing_is_enforced_within_thoughts(model):
+    one = model(TOKENS["hermes"] | THINKING)
+    thoughts = f"shall I {WRONG}, or {marked(UNKNOWN)}?</think>"
+    for is_required in (True, False):
+        may = one.constraint("hermes", is_required=is_required, thinks=None)
+        for begun, constraint in (
+            ("<think>", may),
+            ("", one.constraint("hermes", is_required=is_required, thinks=True)),
+        ):
+            assert one.allows(constraint, f"{begun}{thoughts}\n\n{marked(A)}")
+            assert one.allows(constraint, f"{begun}{thoughts}Hello") is not is_required
+            assert not one.allows(constraint, f"{begun}{thoughts}{marked(WRONG)}")
+        assert one.allows(may, marked(A))
+        assert one.allows(may, "Hello") is not is_required
+
+
+def test_other_tokens_may_stand_in_a_text(model):
+    one = model({"<tool_call>": False, "</tool_call>": False, "<other>": True, "<word>": False})
+    constraint = one.constraint("hermes")
+    assert one.allows(constraint, f"a<other><word>b {marked(A)}")
+    assert not one.allows(constraint, "a<eos>")
+    assert not one.allows(constraint, marked(A.replace("Paris", "<other>")))
+
+
+def test_forced_text_is_forced(model):
+    """All of a call that the grammar determines is one token after another, without a choice."""
+    one = model(TOKENS["hermes"])
+    constraint = one.constraint("hermes", is_required=True)
+    state, size = constraint.start, one.lm.backend.vocab_size
+    for token in one.ids('<tool_call>\n{"name": "weather'):
+        (only,) = np.flatnonzero(np.unpackbits(constraint.mask(state, size), bitorder="little"))
+        assert only == token
+        state = constraint.advance(state, token)

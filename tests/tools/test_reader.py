@@ -1,0 +1,145 @@
+"""What is read in answers: texts and streams as vLLM's tests of its parsers have them, in any pieces."""
+
+import json
+
+import pytest
+
+from specbeam.tools import format_of
+from specbeam.tools.reader import Reader
+from tests.tools.templates import TEMPLATES
+
+FORMATS = {name: format_of(template) for name, template in TEMPLATES.items()}
+NAMES = ["weather", "time", "search"]
+DEEP = {
+    "string": 'He said "hello"',
+    "path": "C:\\a",
+    "list": ["a", {"b": []}],
+    "none": None,
+    "brackets": "}]{[ <tool_call>",
+}
+PARIS, ROME = {"city": "Paris"}, {"city": "Rome"}
+
+
+def call(name, arguments, key="arguments", **how):
+    return json.dumps({"name": name, key: arguments}, **how)
+
+
+A, B = call("weather", PARIS), call("time", ROME)
+THOUGHTS = f"<think>\nShall I <tool_call>{B}?</think>"
+CASES = {
+    # format: texts, each with its content and calls
+    "hermes": [
+        ("This has nothing to do with tools.", "This has nothing to do with tools.", []),
+        (f"<tool_call>\n{A}\n</tool_call>", "", [("weather", PARIS)]),
+        (f"<tool_call>{A}</tool_call><tool_call>{B}</tool_call>", "", [("weather", PARIS), ("time", ROME)]),
+        (f"<tool_call>\n{A}\n</tool_call>\n<tool_call>\n{B}\n</tool_call>", "", [("weather", PARIS), ("time", ROME)]),
+        (f"Sure, let me check.<tool_call>{A}</tool_call>", "Sure, let me check.", [("weather", PARIS)]),
+        (f"Sure.\n\n<tool_call>\n{A}", "Sure.", [("weather", PARIS)]),
+        (f"<tool_call>\n{call('weather', DEEP)}\n</tool_call> Bye", "", [("weather", DEEP)]),
+        (f"<tool_call>\n{call('weather', DEEP, indent=2)}\n</tool_call>", "", [("weather", DEEP)]),
+        ('<tool_call>{"name": "search","arguments":{}}</tool_call>', "", [("search", {})]),
+        ("A <tool_caller> and a <tool_", "A <tool_caller> and a <tool_", []),
+        ("<tool_call>\nno JSON", "<tool_call>\nno JSON", []),
+        (f"{THOUGHTS}\n<tool_call>{A}</tool_call>", THOUGHTS, [("weather", PARIS)]),
+        (f"<think>\n<tool_call>{B}", f"<think>\n<tool_call>{B}", []),
+        # Qwen2.5-Coder
+        (A, "", [("weather", PARIS)]),
+        (f"```json\n{call('weather', DEEP, indent=2)}\n```", "", [("weather", DEEP)]),
+        (f"I call it:\n```\n{A}\n```\n", "I call it:", [("weather", PARIS)]),
+        (f"{A}\n{B}", "", [("weather", PARIS), ("time", ROME)]),
+        (f"```json\n{A}\n```\n```json\n{B}\n```", "", [("weather", PARIS), ("time", ROME)]),
+        (f"```json\n{call('greet', PARIS)}\n```", f"```json\n{call('greet', PARIS)}\n```", []),
+        ("```python\nprint(1)\n```", "```python\nprint(1)\n```", []),
+        ('{"name": "weather", "age": 3}', '{"name": "weather", "age": 3}', []),
+    ],
+    "listed": [
+        ("This is a test", "This is a test", []),
+        (f"[TOOL_CALLS][{A}]", "", [("weather", PARIS)]),
+        (f"[TOOL_CALLS] [{A}, {B}]", "", [("weather", PARIS), ("time", ROME)]),
+        (f"Hello[TOOL_CALLS] [{A}]", "Hello", [("weather", PARIS)]),
+        (f"[TOOL_CALLS] [{A}]\nextra", "", [("weather", PARIS)]),
+        ('[TOOL_CALLS] [{"arguments":{"name": "Ann"}, "name": "weather"}]', "", [("weather", {"name": "Ann"})]),
+        ("[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
+    ],
+    "named": [
+        ('[TOOL_CALLS]weather{"city": "Paris"}', "", [("weather", PARIS)]),
+        (
+            '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{"city": "Rome"}',
+            "",
+            [("weather", PARIS), ("time", ROME)],
+        ),
+        ('Hi[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Paris"}', "Hi", [("weather", PARIS)]),
+        (f"[TOOL_CALLS]search[ARGS]{json.dumps(DEEP)}", "", [("search", DEEP)]),
+    ],
+    "llama": [
+        ("No calls here", "No calls here", []),
+        (call("weather", PARIS, "parameters"), "", [("weather", PARIS)]),
+        (f"Here: {call('weather', {}, 'parameters')} More?", "Here:", [("weather", {})]),
+        (call("weather", {"a": {"b": {"c": DEEP}}}, "parameters"), "", [("weather", {"a": {"b": {"c": DEEP}}})]),
+        (f"{call('weather', PARIS, 'parameters')} I used {{weather}}.", "", [("weather", PARIS)]),
+        ('{"parameters": {}}', '{"parameters": {}}', []),
+        ('{"name": "weather"}', '{"name": "weather"}', []),
+    ],
+    "functools": [
+        (f"functools[{A}]", "", [("weather", PARIS)]),
+        (f"functools[\n  {A},\n  {B}\n]", "", [("weather", PARIS), ("time", ROME)]),
+        (f"Let me check.\nfunctools[{call('weather', DEEP, indent=2)}]\nMore?", "Let me check.", [("weather", DEEP)]),
+        ("functools[] This is just text", "functools[] This is just text", []),
+        ('functools[{"name": "weather"}]', 'functools[{"name": "weather"}]', []),
+    ],
+    "phi": [(f"<|tool_call|>[{A}, {B}]<|/tool_call|>", "", [("weather", PARIS), ("time", ROME)])],
+}  # fmt: skip
+TEXTS = [(name, *case) for name, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), TEXTS)
+def test_an_answer_is_read_the_same_in_any_pieces(name, text, content, calls):
+    for length in (1, 2, 3, 5, 8, len(text)):
+        reader = Reader(FORMATS[name], NAMES)
+        said = []
+        for begin in range(0, len(text), length):
+            said += reader.push(text[begin : begin + length], is_last=begin + length >= len(text))
+        assert reader.content == "".join(one.content for one in said) == content
+        assert [(call.name, json.loads(call.arguments)) for call in reader.calls] == calls
+        for number, one in enumerate(reader.calls):
+            parts = [part for part in said if part.call == number]
+            assert [part.name for part in parts] == [one.name] + [None] * (len(parts) - 1)
+            assert "".join(part.arguments for part in parts) == one.arguments
+        assert [part.call for part in said if part.call is not None] == sorted(
+            part.call for part in said if part.call is not None
+        )
+
+
+def test_arguments_come_as_they_are_written():
+    reader = Reader(FORMATS["hermes"], NAMES)
+    assert [one.name for one in reader.push('Well <tool_call>{"name": "weather", "arguments": ')] == [None]
+    said = [one for text in ('{"ci', 'ty": "P', 'aris"', "}", "}") for one in reader.push(text)]
+    assert [(one.name, one.arguments) for one in said] == [
+        ("weather", '{"ci'), (None, 'ty": "P'), (None, 'aris"'), (None, "}"),
+    ]  # fmt: skip
+
+
+def test_a_call_that_is_cut_has_the_beginning_of_its_arguments():
+    reader = Reader(FORMATS["hermes"], NAMES)
+    reader.push('<tool_call>\n{"name": "weather", "arguments": {"city": "Pa', is_last=True)
+    assert [(call.name, call.arguments) for call in reader.calls] == [("weather", '{"city": "Pa')]
+    reader = Reader(FORMATS["hermes"], NAMES)
+    reader.push('<tool_call>\n{"name": "weat', is_last=True)
+    assert (reader.content, reader.calls) == ('<tool_call>\n{"name": "weat', [])
+
+
+def test_an_answer_that_begins_in_thoughts():
+    reader = Reader(FORMATS["hermes"], NAMES, thinks=True)
+    said = reader.push(f"Maybe {A}, or") + reader.push(f" not.</think>\n{B}", is_last=True)
+    assert "".join(one.content for one in said) == f"Maybe {A}, or not.</think>"
+    assert [call.name for call in reader.calls] == ["time"]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [(template, FORMATS[name].name) for name, template in TEMPLATES.items()]
+    + [("{{ messages }}", None), ("<tool_call>\n<function=name>\n", None), ("<tool_call>{name}\n<arg_key>", None)],
+)
+def test_the_template_says_the_format(template, name):
+    found = format_of(template)
+    assert (None if found is None else found.name) == name
