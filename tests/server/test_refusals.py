@@ -34,9 +34,9 @@ WRONG = [
 ]
 """Values that are refused without other fields."""
 UNSUPPORTED = [
-    *((CHATS, name) for name in ("tools", "functions", "audio", "prediction", "web_search_options")),
+    *((CHATS, name) for name in ("functions", "audio", "prediction", "web_search_options")),
     (CHATS, "predictions"),  # not to be called prediction, which is refused, too
-    *((RESPONSES, name) for name in ("previous_response_id", "conversation", "tools")),
+    *((RESPONSES, name) for name in ("previous_response_id", "conversation")),
 ]
 
 

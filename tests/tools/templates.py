@@ -8,7 +8,7 @@ TURNS = (
     "{% for c in m.tool_calls %}%s{% endfor %}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TOOLS = "{% for t in tools %}{{ t | tojson }}{% endfor %}"
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 
 
 def turns(call):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from specbeam import chat_templates
 from specbeam.decoding import Hypothesis, Strategy
@@ -23,9 +23,7 @@ from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-
-if TYPE_CHECKING:
-    from specbeam.server.tools import ToolUse
+from specbeam.server.tools import ToolUse
 
 T = TypeVar("T")
 TOO_LONG = "context_length_exceeded"

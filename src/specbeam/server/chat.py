@@ -18,13 +18,12 @@ from specbeam.server.fields import Count, TopLogprobs, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, with_neutral_fields
+from specbeam.server.reading import ReadCall, Reading
 from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
     FunctionTool,
     NamedTool,
-    ReadCall,
-    Reading,
     ToolCall,
     ToolFields,
     conversation,

@@ -23,6 +23,7 @@ from specbeam.server.json import to_json
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, with_neutral_fields
+from specbeam.server.reading import ReadCall, Reading
 from specbeam.server.statistics import costs, token_counts
 from specbeam.server.streams import frame
 from specbeam.server.tokens import Part, chat_log_probs
@@ -31,8 +32,6 @@ from specbeam.server.tools import (
     CalledFunction,
     FlatFunctionTool,
     FlatNamedTool,
-    ReadCall,
-    Reading,
     ToolFields,
     conversation,
 )
