@@ -132,7 +132,9 @@ ALLOWED = {
         ({}, [A, f"So:\n```json\n{A}\n```", A.replace(" ", "\n  "), f"{A}; {B}", f"```\n{A}```\n```json\n{B}\n```"],
              [f"{A} and", f"{A}{B}{A}{B}"]),
         ({"most": 1}, [marked(B), A], [marked(A, B), f"{A}\n{B}"]),
-        ({"is_required": True}, [marked(A), marked(A, B)], ["", "Hello", f" {marked(A)}", A, f"{marked(A)}\n"]),
+        ({"is_required": True}, [marked(A), marked(A, B), A, f"```json\n{A}\n```"],
+             ["", "Hello", f" {marked(A)}", f"Hi {A}", f"{marked(A)}\n", WRONG]),
+        ({"is_required": True, "most": 1}, [marked(A)], [A, marked(A, B)]),
         ({"content": FORMAT}, ["1", '{"a":2}', marked(A)], ["2", "Hello", "", f"1{marked(A)}"]),
     ],
     "llama": [
@@ -180,7 +182,7 @@ def test_other_tokens_may_stand_in_a_text(model):
 def test_forced_text_is_forced(model):
     """All of a call that the grammar determines is one token after another, without a choice."""
     one = model(TOKENS["hermes"])
-    constraint = one.constraint("hermes", is_required=True)
+    constraint = one.constraint("hermes", is_required=True, most=1)
     state, size = constraint.start, one.lm.backend.vocab_size
     for token in one.ids('<tool_call>\n{"name": "weather'):
         (only,) = np.flatnonzero(np.unpackbits(constraint.mask(state, size), bitorder="little"))

@@ -25,6 +25,8 @@ from specbeam.errors import SpecbeamError, shown
 MAX_SCHEMA_BYTES, MAX_GRAMMAR_BYTES = 10**6, 64 * 1024
 """Nothing can interrupt the compilation of a larger one."""
 MAX_MESSAGE_CHARACTERS = 600
+WHITESPACE = r"[ \n\r\t]{0,64}"
+"""Between the parts of JSON. Without a limit a model may go on with it."""
 HALF_A_PAIR = "it has half a surrogate pair, which no text can have"
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """Otherwise a terminal that may go on before another one is forced to, for ever: /a+/ before "ab"."""
@@ -89,7 +91,7 @@ class JsonSchema(Parsed):
 
     Args:
         schema: a dictionary, its JSON text, or a pydantic model. ``{}`` and ``True`` allow any JSON.
-        whitespace: allow spaces and line breaks between the parts. Else JSON is compact.
+        whitespace: allow up to 64 spaces and line breaks between the parts. Else JSON is compact.
 
     Raises:
         SpecbeamError: it is no JSON Schema, or has something that cannot be enforced. Names the place.
@@ -107,18 +109,18 @@ class JsonSchema(Parsed):
     def text(self) -> str:
         return json.dumps({"grammars": [self.rule("json")]})
 
-    def rule(self, name: str, separators: tuple[str, str] = (",", ":"), whitespace: bool | None = None) -> Any:
+    def rule(self, name: str, separators: tuple[str, str] = (",", ":"), whitespace: bool = False) -> Any:
         """The schema as one of llguidance's grammars, which others may name.
 
         Args:
             separators: between items, and after keys.
-            whitespace: of another style than the schema's own.
+            whitespace: allow it, whatever the schema says.
         """
         options = {
             "item_separator": separators[0],
             "key_separator": separators[1],
-            "whitespace_pattern": None,
-            "whitespace_flexible": self.whitespace if whitespace is None else whitespace,
+            "whitespace_pattern": WHITESPACE if self.whitespace or whitespace else None,
+            "whitespace_flexible": False,
             "coerce_one_of": False,
             "lenient": False,
             "json_allowed_escapes": 'bfnrt"\\',  # no u: a key could be written in another form

@@ -254,11 +254,11 @@ def conversation(
         Refusal: a result is of no call before it, or the template has no tool calls.
     """
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
-    for number, message in enumerate(messages):
+    for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
         if (answered := message.get("tool_call_id")) is not None:
             if answered not in names:
-                raise Refusal(f"{field}[{number}] answers the call {answered!r}, and no message before has it", field)
+                raise Refusal(f"{field}: a result is of the call {answered!r}, and nothing before has this call", field)
             message.setdefault("name", names[answered])
     if use is None and not names:
         return messages, {}

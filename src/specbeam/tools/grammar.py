@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from specbeam.constraints import JsonSchema
 from specbeam.constraints.grammar import Parsed
-from specbeam.tools.reader import FENCE, THOUGHTS, bare
+from specbeam.tools.reader import FENCE, SPACE, THOUGHTS, bare
 from specbeam.tools.tool_format import ToolFormat
 
 SEPARATORS = (", ", ": ")
@@ -55,8 +55,8 @@ class ToolGrammar(Parsed):
 
     @cached_property
     def text(self) -> str:
-        lines = [*self._calls(), *self._bare_calls(), r"SPACE: /\s+/", "ANY: /(?s:.+)/"]
-        answer = "calls" if self.is_required else self._text(lines)
+        lines = [*self._calls(), *self._bare_calls(), r"SPACE: /\s{1,64}/", "ANY: /(?s:.+)/"]
+        answer = self._text(lines)
         if self.thinks is not False:
             begun = "thoughts" if self.thinks else f"({self._literal(THOUGHTS[0])} thoughts)?"
             answer = f"{begun} SPACE? ({answer})"
@@ -72,7 +72,9 @@ class ToolGrammar(Parsed):
     @property
     def _reads_objects(self) -> bool:
         """Whether objects without a marker are calls."""
-        return self.tool_format.bare and not self.is_required and self.content is None
+        if self.is_required and (self.most == 1 or self.tool_format.between is None):
+            return False  # in its own form a model knows when to end, and one call ends in any case
+        return self.tool_format.bare and self.content is None
 
     def _calls(self) -> list[str]:
         """The rules of calls as the format writes them, in the syntax of Lark."""
@@ -92,21 +94,27 @@ class ToolGrammar(Parsed):
         """The rules of calls that are objects without a marker."""
         if not self._reads_objects:
             return []
-        lines = [f"bare: ({self._each('bare')}) {self._more(self._each('next'))} CLOSED?", r"CLOSED: /\s*```\s*/"]
+        lines = [
+            f"bare: ({self._each('bare')}) {self._more(self._each('next'))} CLOSED?",
+            f"CLOSED: /{SPACE}```{SPACE}/",
+        ]
         for i, tool in enumerate(self.tools):
             opened = bare([tool.name], self.tool_format.key)
             lines += [
-                f"bare_{i}: opened_{i} object_{i}",
+                f"bare_{i}: {'FIRST' if self.is_required else 'opened'}_{i} object_{i}",
                 f"next_{i}: NEXT_{i} object_{i}",
-                rf"object_{i}: SPACE? @loose_{i} /\s*\}}/",
+                rf"object_{i}: SPACE? @loose_{i} /{SPACE}\}}/",
                 rf"opened_{i}[lazy]: /(?s:.*){opened}/",
-                rf"NEXT_{i}: /\s*(```)?[\s,;]*{FENCE}{opened}/",
+                rf"FIRST_{i}: /{SPACE}{FENCE}{opened}/",
+                rf"NEXT_{i}: /{SPACE}(```)?[\s,;]{{0,64}}{FENCE}{opened}/",
             ]
         return lines
 
     def _text(self, lines: list[str]) -> str:
         """An answer that may be a text. The rules that it needs are added to the lines."""
         marker, openings = self.tool_format.marker, []
+        if self.is_required:
+            return "calls | bare" if self._reads_objects else "calls"
         if self.content is not None:
             return "@content | calls"
         if self._reads_objects:

@@ -11,7 +11,9 @@ from functools import reduce
 from specbeam.tools.tool_format import ToolFormat
 
 THOUGHTS = ("<think>", "</think>")
-FENCE = r"(?:```(?:json)?\s*)?"
+SPACE = r"\s{0,64}"
+"""Within the beginning of a call. Without a limit a model may go on with it."""
+FENCE = rf"(?:```(?:json)?{SPACE})?"
 GAP = re.compile(r"(?:[\s,;\]}`]|</tool_call>|<\|/tool_call\|>|json)*")
 """What stands between calls in all formats, beside a marker."""
 PARTS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
@@ -74,8 +76,8 @@ class Reader:
         if tool_format.bare:
             opened.append(rf"{FENCE}(?P<object>{bare(names, tool_format.key)})")
             key = [*map(re.escape, f'"{tool_format.key}"')]
-            parts = [r"\{", r"\s*", *'"name"', r"\s*", ":", r"\s*", '"', r'[^"\\]*', '"', r"\s*", ",", r"\s*", *key]
-            begun += [_begun([*"```", *"json"]), FENCE + _begun([*parts, r"\s*", ":", r"\s*"])]
+            parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, '"', r'[^"\\]*', '"', SPACE, ",", SPACE, *key, SPACE]
+            begun += [_begun([*"```", *"json"]), FENCE + _begun([*parts, ":"])]
         self._opening = re.compile(rf"\s*(?:{'|'.join(opened)})")
         self._begun = re.compile(rf"\s*(?:{'|'.join(begun)})\Z")
 
@@ -141,7 +143,9 @@ class Reader:
 
 def bare(names: Collection[str], key: str) -> str:
     """A regular expression for the beginning of an object that calls one of some functions."""
-    return rf'\{{\s*"name"\s*:\s*"(?:{"|".join(map(re.escape, names))})"\s*,\s*"{key}"\s*:'
+    names = [*map(re.escape, names)]
+    parts = (r"\{", '"name"', ":", f'"(?:{"|".join(names)})"', ",", f'"{key}"', ":")
+    return SPACE.join(parts)
 
 
 def _begun(parts: list[str]) -> str:
