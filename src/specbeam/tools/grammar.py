@@ -55,7 +55,7 @@ class ToolGrammar(Parsed):
 
     @cached_property
     def text(self) -> str:
-        lines = [*self._calls(), *self._bare_calls(), r"SPACE: /\s{1,64}/", "ANY: /(?s:.+)/"]
+        lines = [*self._calls(), *self._bare_calls(), r"SPACE: /[ \n\r\t]+/", "ANY: /(?s:.+)/"]
         answer = self._text(lines)
         if self.thinks is not False:
             begun = "thoughts" if self.thinks else f"({self._literal(THOUGHTS[0])} thoughts)?"
@@ -106,7 +106,7 @@ class ToolGrammar(Parsed):
                 rf"object_{i}: SPACE? @loose_{i} /{SPACE}\}}/",
                 rf"opened_{i}[lazy]: /(?s:.*){opened}/",
                 rf"FIRST_{i}: /{SPACE}{FENCE}{opened}/",
-                rf"NEXT_{i}: /{SPACE}(```)?[\s,;]{{0,64}}{FENCE}{opened}/",
+                rf"NEXT_{i}: /{SPACE}(```)?[ \n\r\t,;]*{FENCE}{opened}/",
             ]
         return lines
 

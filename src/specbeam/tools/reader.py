@@ -11,8 +11,8 @@ from functools import reduce
 from specbeam.tools.tool_format import ToolFormat
 
 THOUGHTS = ("<think>", "</think>")
-SPACE = r"\s{0,64}"
-"""Within the beginning of a call. Without a limit a model may go on with it."""
+SPACE = r"[ \n\r\t]*"
+"""Of JSON."""
 FENCE = rf"(?:```(?:json)?{SPACE})?"
 GAP = re.compile(r"(?:[\s,;\]}`]|</tool_call>|<\|/tool_call\|>|json)*")
 """What stands between calls in all formats, beside a marker."""
