@@ -186,11 +186,12 @@ def test_what_all_beams_share_is_a_line_of_text(tab, rounds):
 def test_a_link_holds_the_prompt_and_all_options(tab, served):
     show(tab, served)
     tab.get_by_text("More options").click()
+    tab.locator("summary", has_text="JSON schema").click()
     given = {
         "Prompt": "a & b #1\n100 %", "Draft": "suffix", "Beams": "3", "New tokens": "7", "Draft length": "2",
         "Draft width": "5", "Temperature": "0.7", "Top p": "0.9", "Top k": "40", "Seed": "11", "Texts": "2",
         "Length penalty": "1.5", "Repetition penalty": "1.1", "No repeated n-grams": "3", "Stop text": "; ",
-        "Only these answers": "é\nab",
+        "Only these answers": "é\nab", "JSON schema": '{"enum": [1]}',
     }  # fmt: skip
     for label, value in given.items():
         field = tab.get_by_label(label, exact=True)
@@ -500,6 +501,12 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
     [
         ("num_beams", 50, "Beams", "num_beams=50 is more than this server's limit of 32"),
         ("structured_outputs", "a%0A" * 1001, "Only these answers", f"structured_outputs.choice: {TOO_MANY}"),
+        (
+            "schema",
+            '{"uniqueItems": true}',
+            "JSON schema",
+            'the JSON schema cannot be enforced: Unimplemented keys: ["uniqueItems"]',
+        ),
     ],
 )
 def test_a_refusal_stands_beside_its_field(tab, served, field, value, label, says):
@@ -538,6 +545,7 @@ def test_many_tabs_get_their_texts(browser, served, lm):
         ("A wide search", "live"),
         ("Beams that wait", "deferred"),
         ("Only these answers", "masked"),
+        ("JSON by a schema", "accepted"),
         ("A drawn text", "best"),
     ],
 )

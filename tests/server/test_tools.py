@@ -1,10 +1,16 @@
 """Tools over HTTP: calls that are enforced and read, in chat completions and responses, as clients ask for them."""
 
+import functools
 import json
+import operator
 import string
+from typing import Literal
 
 import jsonschema
+import pydantic
 import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
 from openai.types.responses import Response
 from tokenizers import AddedToken
 
@@ -319,3 +325,30 @@ def test_a_form_of_the_answer_beside_tools(tooled, lms):
     assert json.loads(text["message"]["content"]) in ("x", 1)
     (called,) = tooled.choices(CHAT, **asked, max_tokens=300, logit_bias={str(marker): 100})
     checked(called["message"])
+
+
+class Weather(pydantic.BaseModel):
+    """The weather in a city."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    city: Literal["Paris", "Rome"]
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+def test_langchain(tooled, lms):
+    """Tools that it binds, and its older way to structured answers, which calls a tool."""
+    chat = ChatOpenAI(
+        base_url=f"{tooled.url}/v1", api_key="none", model="named", temperature=0, max_tokens=300, max_retries=0
+    )
+    bound = chat.bind_tools([Weather], tool_choice="any")
+    answer = bound.invoke("Weather?")
+    assert all(Weather.model_validate(call["args"]) for call in answer.tool_calls)
+    parts = [*bound.stream("Weather?")]
+    whole = functools.reduce(operator.add, parts)
+    assert [(call["name"], call["args"]) for call in whole.tool_calls] == [
+        (call["name"], call["args"]) for call in answer.tool_calls
+    ]
+    results = [ToolMessage("wet", tool_call_id=call["id"]) for call in answer.tool_calls]
+    assert isinstance(chat.invoke([HumanMessage("Weather?"), answer, *results]).content, str)
+    assert isinstance(chat.with_structured_output(Weather, method="function_calling").invoke("Weather?"), Weather)
+    assert isinstance(chat.with_structured_output(Weather, method="json_schema").invoke("Weather?"), Weather)

@@ -7,20 +7,20 @@ import { percent, shown } from "./run.js";
 import { html, useState } from "./vendor/preact.js";
 
 // Go on from a token of a run, or from another token in its place.
-// Where only some answers are allowed, what is left of them is allowed.
+// Where only some answers are allowed, what is left of them is allowed. A schema is for whole texts, so it is left out.
 export const branchFrom = ({ form, shared, start, setView, redraw, setSays }) => (run, node, token) => {
   const before = run.pathTo(node).map((one) => one.token);
   if (token !== undefined) before[before.length - 1] = token;
   const text = token === undefined ? node.text : textOfToken(run, node, token);
   const said = [...run.pathTo(node.parent).map((one) => one.text), text].join("");
   const left = linesOf(form.structured_outputs).filter((line) => line.startsWith(said)).map((line) => line.slice(said.length));
-  const next = start(...requestOf({ ...form, model: run.begin.model, prompt: "", structured_outputs: left.join("\n") }, [...run.promptIds, ...before]));
+  const next = start(...requestOf({ ...form, model: run.begin.model, prompt: "", structured_outputs: left.join("\n"), schema: "" }, [...run.promptIds, ...before]));
   next.from = { run, node, token, text };
   next.shownPrompt = run.promptShown + said;
   if (!shared.branches.includes(run)) shared.branches.push(run);
   shared.branches.push(next);
   shared.branch = next;
-  setSays("The text goes on from there.");
+  setSays(`The text goes on from there${form.schema ? ", without the schema" : ""}.`);
   setView("branch");
   redraw();
 };

@@ -8,7 +8,9 @@ const TAIL = 44; // characters of the best text so far
 
 const BEAM = "A beam is one of the texts that grow side by side. The best one wins at the end.";
 const PASS = "A pass is one run of the model. It scores the next token of every text that it is given.";
-const draftTerm = (run) => `A draft proposes the next tokens cheaply, ${["ngram", "suffix"].includes(run.begin.draft) ? "here by copying what followed the same words before" : "here with a smaller model"}. The model verifies them all in one pass.`;
+const isForced = (run) => !run.begin.draft || run.begin.draft === "none"; // without a draft, only a constraint proposes
+const FORCED = "Where the constraint allows one token alone, that token is certain. The model takes all such tokens in one pass.";
+const draftTerm = (run) => isForced(run) ? FORCED : `A draft proposes the next tokens cheaply, ${["ngram", "suffix"].includes(run.begin.draft) ? "here by copying what followed the same words before" : "here with a smaller model"}. The model verifies them all in one pass.`;
 
 const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 const isSearch = (run) => run.width > 1;
@@ -21,7 +23,7 @@ function soFar(text) {
 // A round that is decided.
 function lineOfRound(run, { proposed, kept: ofThese, accepted, steps, evaluated, text, token }) {
   const earlier = accepted - ofThese; // a beam can take up what was proposed for another one
-  const kept = proposed ? `The draft proposed ${count(proposed, "token")}, the model kept ${ofThese || "none"}${earlier > 0 ? ` and ${earlier} of earlier ones` : ""}` : "";
+  const kept = proposed ? `The ${isForced(run) ? "constraint forced" : "draft proposed"} ${count(proposed, "token")}, the model kept ${ofThese || "none"}${earlier > 0 ? ` and ${earlier} of earlier ones` : ""}` : "";
   if (!isSearch(run)) {
     if (!proposed) return `The pass chose one token: “${shown(token)}”.`;
     return accepted < steps ? `${kept} and chose “${shown(token)}” itself.` : `${kept}.`;
@@ -34,7 +36,7 @@ function lineOfRound(run, { proposed, kept: ofThese, accepted, steps, evaluated,
 export function lineOf(run) {
   if (!run || !run.begin) return "";
   if (run.isWhole) return endOf(run);
-  if (run.proposed) return `The draft proposes ${count(run.proposed, "token")}.`;
+  if (run.proposed) return `The ${isForced(run) ? "constraint forces" : "draft proposes"} ${count(run.proposed, "token")}.`;
   if (run.told.length) return lineOfRound(run, run.told.at(-1));
   return isSearch(run) ? `The search begins with ${run.width} beams. Each pass moves them on.` : "The model goes on from the prompt. Each pass gives one token, or more if a draft is right.";
 }

@@ -20,6 +20,7 @@ export const FIELDS = [
   { name: "repetition_penalty", label: "Repetition penalty", kind: "number", least: 0.5, most: 2, step: 0.05, help: "Above 1, tokens that occurred get less likely.", more: true },
   { name: "no_repeat_ngram_size", label: "No repeated n-grams", ...whole(0, 20), help: "No run of this many tokens comes twice. 0 allows all.", more: true },
   { name: "structured_outputs", label: "Only these answers", kind: "lines", wide: true, help: "One per line: the text is one of them. Begin each with a space if it goes on from a text.", more: true },
+  { name: "schema", label: "JSON schema", kind: "schema", wide: true, help: "The text is JSON that is valid by it. The model does not see it, so say in the prompt what you want.", beside: true },
   { name: "stop", label: "Stop text", kind: "text", help: "The text ends before this string.", more: true },
 ];
 // The chat has settings of its own. What is empty is left to the server.
@@ -54,6 +55,7 @@ export function bodyOf(form) {
     const value = form[name];
     if (value === "" || value === null || value === undefined) continue;
     if (kind === "lines") { if (linesOf(value).length) body[name] = { choice: linesOf(value) }; continue; }
+    if (kind === "schema") { if (value.trim()) body.structured_outputs = { ...body.structured_outputs, json: value }; continue; }
     body[name] = kind === "number" || kind === "auto" ? Number(value) : value;
   }
   if (body.num_beams === 1) { delete body.num_beams; delete body.n; delete body.length_penalty; }
@@ -72,7 +74,7 @@ export function requestOf(form, ids = null) {
 // The prompt, the button, and the examples. The options are beside the picture.
 export function Controls({ form, set, setForm, model, error, onGo, run, go, children, below, fields = FIELDS }) {
   const ofPrompt = error && ["prompt", "messages"].includes(error.param) ? error.message : null;
-  const known = [...fields.map((field) => field.name), "prompt", "messages"];
+  const known = ["structured_outputs", ...fields.map((field) => field.name), "prompt", "messages"];
   const take = ({ title, about, ...given }) => {
     const next = { ...START, model: form.model, ...given };
     setForm(next);
@@ -89,6 +91,8 @@ export function Controls({ form, set, setForm, model, error, onGo, run, go, chil
       <label><input type="radio" name="as" checked=${form.as === "chat"} disabled=${model && !model.has_chat_template} onChange=${() => set("as", "chat")} /> a message</label>
       <label><input type="radio" name="as" checked=${form.as === "raw"} onChange=${() => set("as", "raw")} /> a text to go on from</label>
     </fieldset>
+    ${fields.filter((field) => field.beside).map((field) => html`<details key=${field.name} class="beside" open=${form[field.name] !== "" || undefined}><summary>${field.label}</summary>
+      <${Field} field=${field} value=${form[field.name]} set=${set} error=${ofField(error, field, form)} choices=${[]} /></details>`)}
     ${children}
     <div>${run && run.isLive
       ? html`<button key="stop" type="button" class="go stop" onClick=${() => run.stop()}>Stop</button>`
@@ -100,22 +104,25 @@ export function Controls({ form, set, setForm, model, error, onGo, run, go, chil
 }
 
 export function Options({ fields = FIELDS, form, set, model, models, error }) {
-  const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${error?.param === field.name ? error.message : null}
+  const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${ofField(error, field, form)}
     choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []}
     off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
-  return html`<section class="options" aria-label="Options"><div class="fields">${fields.filter((field) => !field.more).map(one)}</div>
-    <details class="more" open=${hasMore(fields, form, error) || undefined}><summary>More options</summary><div class="fields">${fields.filter((field) => field.more).map(one)}</div></details></section>`;
+  return html`<section class="options" aria-label="Options"><div class="fields">${fields.filter((field) => !field.more && !field.beside).map(one)}</div>
+    <details class="more" open=${fields.some((field) => isUsed(field, form, error)) || undefined}><summary>More options</summary><div class="fields">${fields.filter((field) => field.more).map(one)}</div></details></section>`;
 }
 
+// What the server says against a field. A schema and a list of answers are one field there.
+const ofField = (error, { name }, form) => (error && name === (error.param === "structured_outputs" && form.schema ? "schema" : error.param) ? error.message : null);
+
 // Whether an option that is not shown at first has an effect, or is refused.
-const hasMore = (fields, form, error) => fields.some(({ name, more, start = "" }) => more && (error?.param === name || String(form[name]) !== String(start)));
+const isUsed = (field, form, error) => field.more && (ofField(error, field, form) !== null || String(form[field.name]) !== String(field.start ?? ""));
 
 function Field({ field, value, set, error, choices, off }) {
   const { name, label, kind, help, least, most, step, wide, empty } = field, id = `field-${name}`;
   const about = { id, form: CONTROLS, disabled: off, "aria-describedby": `${id}-help`, "aria-invalid": Boolean(error) };
   return html`<div class=${`field ${wide ? "wide" : ""} ${off ? "off" : ""}`}>
-    <label for=${id}>${label}</label>
-    ${kind === "lines" ? html`<textarea ...${about} rows="3" value=${value} onInput=${(e) => set(name, e.target.value)}></textarea>` : kind === "choice"
+    <label for=${id} class=${field.beside ? "hidden" : null}>${label}</label>
+    ${kind === "lines" || kind === "schema" ? html`<textarea ...${about} rows=${kind === "schema" ? 8 : 3} spellcheck=${kind !== "schema"} value=${value} onInput=${(e) => set(name, e.target.value)}></textarea>` : kind === "choice"
       ? html`<select ...${about} value=${value} onChange=${(e) => set(name, e.target.value)}>${choices.map((choice) => html`<option key=${choice} value=${choice} selected=${choice === value}>${choice}</option>`)}</select>`
       : html`<input ...${about} type=${kind === "text" ? "text" : "number"} min=${least} max=${most} step=${step} placeholder=${empty || (kind === "auto" ? "auto" : "")} value=${value} onInput=${(e) => set(name, e.target.value)} />`}
     <p id=${`${id}-help`} class=${error ? "wrong" : "help"} role=${error ? "alert" : null}>${error || help}</p>
