@@ -152,7 +152,7 @@ def agrees(arguments: dict[str, Any], expected: dict[str, list[Any]], required: 
 
 
 def plain(value: Any) -> Any:
-    """A value as it is compared. In a dictionary of the data each value is a list of those that are right."""
+    """A value as it is compared."""
     if isinstance(value, str):
         return re.sub(r"[ ,./\-_*^]", "", value).lower().replace("'", '"')
     if isinstance(value, list):

@@ -7,6 +7,7 @@ import string
 from typing import Literal
 
 import jsonschema
+import openai
 import pydantic
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
@@ -335,7 +336,17 @@ class Weather(pydantic.BaseModel):
     days: int = pydantic.Field(ge=1, le=9)
 
 
-def test_langchain(tooled, lms):
+def test_openais_client_parses_arguments(tooled):
+    asked = {"model": "named", "messages": ASKED, "max_tokens": 300, "temperature": 0, "tool_choice": "required"}
+    tools = [openai.pydantic_function_tool(Weather)]
+    message = tooled.client().chat.completions.parse(**asked, tools=tools).choices[0].message
+    assert all(isinstance(call.function.parsed_arguments, Weather) for call in message.tool_calls)
+    with tooled.client().chat.completions.stream(**asked, tools=tools) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments for call in message.tool_calls]
+
+
+def test_langchain(tooled):
     """Tools that it binds, and its older way to structured answers, which calls a tool."""
     chat = ChatOpenAI(
         base_url=f"{tooled.url}/v1", api_key="none", model="named", temperature=0, max_tokens=300, max_retries=0

@@ -1,4 +1,4 @@
-"""Chat templates that ask for the formats of tool calls, each with what it is in published ones that tells the format.
+"""Chat templates that ask for the formats of tool calls, in the words by which published templates are known.
 
 The tokens are what a tokenizer of such a model has beside its text; whether each is special differs between models.
 """

@@ -149,7 +149,7 @@ def bare(names: Collection[str], key: str) -> str:
 
 
 def _begun(parts: list[str]) -> str:
-    """A regular expression for the beginnings of what some expressions match one after another, also for nothing."""
+    """A regular expression that matches every beginning of a sequence of expressions, also the empty one."""
     return reduce(lambda rest, part: f"(?:{part}{rest})?", reversed(parts), "")
 
 
