@@ -15,6 +15,7 @@ import pytest
 import specbeam
 from specbeam import Choice, Engine, Grammar, JsonSchema, Regex, SpecbeamError, TokenTrie
 from specbeam.constraints import grammar
+from specbeam.engine import CostTable
 from tests.conftest import run_alone
 
 SCHEMAS = Path(__file__).parents[3] / "shared/data/json_schemas.jsonl.gz"
@@ -65,12 +66,18 @@ def test_a_finite_language_gives_what_a_list_of_its_words_gives(tiny, name, draf
         assert all(one.is_complete for one in found.sequences)
 
 
-@pytest.mark.parametrize("draft", [None, "ngram", "model", "another vocabulary"])
-@pytest.mark.parametrize("method", [*METHODS, {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}])
+BEAMS = [{"num_beams": beams, "num_return_sequences": beams} for beams in (2, 4, 8, 16, 40)]
+GROUPS = {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "suffix", "model", "another vocabulary", "own"])
+@pytest.mark.parametrize("method", [{}, *BEAMS, METHODS[2], METHODS[4], GROUPS])
 def test_forced_tokens_are_drafts_and_change_no_bit(tiny, monkeypatch, method, draft):
     _, lm = tiny("llama")
     if draft == "model":
         draft = tiny("llama", seed=3)[1]
+    elif draft == "own":
+        draft = lambda token_ids, lm: token_ids[-5:]  # noqa: E731
     elif draft is not None and " " in draft:
         draft = tiny("llama", seed=3, vocab_size=257, eos_token_id=256)[1]
     schema = {
@@ -80,11 +87,13 @@ def test_forced_tokens_are_drafts_and_change_no_bit(tiny, monkeypatch, method, d
         "additionalProperties": False,
     }
     options = {"max_new_tokens": 60, "constraint": JsonSchema(schema), **method}
-    found = run_alone(lm, "a b c", options, draft)
+    costs = CostTable(lambda nodes: 1e-3 + 1e-5 * nodes)  # then the numbers of passes are the same in every run
+    found = run_alone(lm, "a b c", options, draft, costs=lambda backend, ahead=False: costs)
     monkeypatch.setattr("specbeam.engine.setup.with_forced_tokens", lambda _, drafter: drafter)
-    plain = run_alone(lm, "a b c", options, draft)
+    plain = run_alone(lm, "a b c", options, draft, costs=lambda backend, ahead=False: costs)
     assert found.sequences == plain.sequences
-    if draft is None and method.get("num_beams", 1) < 8:  # more beams are lazy, without forced tokens
+    assert found.stats.target_passes <= plain.stats.target_passes
+    if draft is None and method.get("num_beams", 1) < 32:  # more beams share the tokens of a pass
         assert found.stats.target_passes < 0.5 * plain.stats.target_passes
 
 

@@ -196,7 +196,7 @@ class Controller:
         """
         now, sizes = self._now, self._now.sizes
         if draft_tokens.certain:
-            self._unread += len(steps) * sizes.num_tips
+            self._unread += sum(map(len, steps))
             return None
         if draft_tokens.skipped:
             return self.skip(sizes.num_tips)

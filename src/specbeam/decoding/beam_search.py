@@ -16,6 +16,7 @@ from specbeam.control.deferring import LikelyNeeded
 from specbeam.decoding import Evaluate, Strategy
 from specbeam.decoding.copies import Copies
 from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.forced import ForcedTokens
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
 from specbeam.decoding.search import Known, Search, Step
@@ -108,20 +109,29 @@ def lazy_round(
     drafter: Drafter | None,
     copies: Copies | None,
 ) -> Round:
-    """Evaluate the beams that the policy chooses. Draft below the best beam, or below beams that come back."""
+    """Evaluate the beams that the policy chooses, and the tokens that a constraint forces below them.
+
+    Other draft tokens go below the best beam, or below beams that come back.
+    """
     deferred, leading = search.deferred, search.levels[-1]
     wanted, tip = np.unique(deferred.nodes[policy.choose(deferred)]), leading.beams[:1]
-    if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
-        drafter = None  # draft tokens go where the search may go on
-    drafted = copied = DraftTokens()
-    if drafter is not None:
+    forced = drafter.below(wanted) if isinstance(drafter, ForcedTokens) else DraftTokens()
+    parents = search.tree.parents(forced.nodes)
+    drafted, copied = DraftTokens(), DraftTokens()
+    if np.isin(tip, parents).any():
+        drafted = forced
+    elif drafter is not None and np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted)):
         drafted = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
-    if len(drafted.nodes):
+    else:
+        drafter = None  # draft tokens go where the search may go on
+    if len(drafted.nodes) and not drafted.certain:
         copies = None
     if copies is not None:
         best = next(level.beams.item(0) for level in reversed(search.levels) if len(level.beams))
-        copied = copies.propose(wanted, best)
-    steps = yield from verify(search, record, known, wanted, copied if len(copied.nodes) else drafted)
+        copied = copies.propose(np.setdiff1d(wanted, parents), best)
+    nodes = np.unique(np.concatenate([forced.nodes, drafted.nodes, copied.nodes]))
+    skipped = drafted.skipped and not len(nodes)
+    steps = yield from verify(search, record, known, wanted, DraftTokens(nodes, skipped=skipped))
     now = [*steps, *search.levels]
     if copies is not None:
         copies.learn(np.concatenate([step.beams for step in now]) if now else NO_NODES, len(steps))

@@ -20,6 +20,7 @@ from specbeam.decoding.checkpoint_processors import processors_of_checkpoint
 from specbeam.decoding.copies import Copies
 from specbeam.decoding.diverse_beam import DiverseBeamSearch
 from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.forced import MAX_FORCED_TOKENS, ForcedTokens
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.processors import Processors, check_token_ids
@@ -28,7 +29,6 @@ from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.selector import Selector, some_seed, warpers_of
 from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting.forced import MAX_FORCED_TOKENS, ForcedTokens
 from specbeam.drafting.lookup import Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.own import FunctionDrafter, OwnDrafter, Propose
@@ -204,7 +204,7 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
         policy = LikelyNeeded(
             longest, options.num_beams, setup.cost, setup.plain_cost, drafts, options.num_return_sequences, later
         )
-        return beam_search(search, record, drafter, policy, copies)
+        return beam_search(search, record, with_forced_tokens(setup, drafter), policy, copies)
     if options.num_return_sequences > 1:
         return sample_several(tree, selector, stop, record, options.num_return_sequences)
     if (drafter := with_forced_tokens(setup, drafter)) is not None:

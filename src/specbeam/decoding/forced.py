@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.control import SKIPPED
+from specbeam.control import SKIPPED, DraftTokens
 from specbeam.control.controller import Controller
 from specbeam.decoding.chains import Chains
 from specbeam.decoding.constraint_mask import ConstraintMask
@@ -38,6 +38,14 @@ class ForcedTokens:
         self._chains = chains
         self._constraint = constraint
         self._other = other
+
+    def below(self, tips: Nodes) -> DraftTokens:
+        """Draft below each of the tips, int64 [n], that has forced tokens, as many as there is room for."""
+        tree, most = self._chains.tree, self._chains.most
+        tips = np.array([tip for tip in np.unique(tips).tolist() if self._constraint.forced(tree, tip, 1)], np.int64)
+        depth = max(1, most // max(1, len(tips)))
+        chains = [[self._constraint.forced(tree, tip, depth)] for tip in tips.tolist()]
+        return replace(self._chains.draft(tips, chains, 1, lambda levels: np.ones(levels)), certain=True)
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         different = np.unique(tips)
