@@ -198,6 +198,9 @@ def test_presets_are_studies(name):
         ("chat=none", "chat='none' is not allowed"),
         ("decode.mode=sample decode.temperature=hot", "temperature='hot' is not allowed: give a number"),
         ("decode.mode=speculative decode.do_sample=true decode.draft_temperature=-1", "draft_temperature=-1.0"),
+        ("decode.regex=a decode.choice=[a]", "decode has regex and choice, and a text has one constraint"),
+        ("decode.json_schema={not: {}}", "method greedy: the JSON schema cannot be enforced: Unimplemented keys"),
+        ("methods={a: {mode: greedy, choice: []}}", "method a: texts=[] is not allowed"),
     ],
 )
 def test_what_is_wrong_is_named(override, message):

@@ -77,6 +77,12 @@ def test_the_metrics_of_a_record():
     assert {*of_record(make(references=REFERENCES))} == {*metrics, "rouge1", "rouge2", "rougeL", "bleu", "chrf"}
 
 
+def test_valid_is_the_share_of_texts_that_satisfy_their_constraint():
+    beams = [beam(i) | {"is_complete": i < 3} for i in range(4)]
+    assert of_record(make(beams=beams))["valid"] == 0.75
+    assert "valid" not in of_record(make(beams=[beam(1) | {"is_complete": None}]))
+
+
 def test_an_empty_text_has_few_metrics():
     metrics = of_record(make("", token_ids=[], times=[], piece_tokens=[], references=["something"]))
     missing = ("time_per_token", "time_per_token_p95", "gap_p50", "gap_p95", "repetition", "distinct_1", "distinct_2")

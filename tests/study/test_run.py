@@ -130,6 +130,26 @@ def test_a_study_finds_what_generate_finds(words, folder, tmp_path, capsys):
     assert "speculative" in capsys.readouterr().out
 
 
+def test_a_constraint_holds_in_each_method_and_the_report_says_how_many_texts_satisfy_it(command, tmp_path, capsys):
+    rows = [{"question_id": 1, "category": "a", "turns": ["q"], "reference": []}]
+    methods = (
+        "methods={cut: {mode: greedy, max_new_tokens: 3}, whole: {mode: speculative}, beams: {mode: beam, "
+        "num_return_sequences: 2, num_beams: 2}, free: {mode: greedy, json_schema: null}}"
+    )
+    schema = "{type: object, properties: {a: {enum: [b, cd]}}, required: [a], additionalProperties: false}"
+    assert study(*command(rows, "run", f"decode.json_schema={schema}", methods, "decode.max_new_tokens=40")) == 0
+    records, _ = kept(tmp_path / "run")
+    texts = {key.partition("|")[0]: [beam["text"] for beam in records[key]["beams"]] for key in records}
+    assert texts.pop("free")[0][:1] != "{"
+    assert texts["cut"] == ['{"a']
+    assert [*map(json.loads, texts["whole"])] in ([{"a": "b"}], [{"a": "cd"}])
+    assert sorted(texts["beams"]) == ['{"a":"b"}', '{"a":"cd"}']
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["methods"]
+    valid = {method["method"]: method["metrics"].get("valid", {}).get("mean") for method in found}
+    assert valid == {"cut": 0.0, "whole": 1.0, "beams": 1.0, "free": None}
+    assert "valid, %" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_no_measured_generation_is_traced(words, tmp_path, monkeypatch):
     """A trace costs time. The generations that the report shows run once more for it, after all measured ones."""
     ran = []

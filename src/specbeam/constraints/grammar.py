@@ -249,6 +249,10 @@ class Choice(Description):
         return TokenTrie(self.texts, lm)
 
 
+DESCRIPTIONS: dict[str, Any] = {"json_schema": JsonSchema, "regex": Regex, "grammar": Grammar, "choice": Choice}
+"""The descriptions by the names that they have in files. Each is made of one value of JSON."""
+
+
 class _State:
     """The parser after some tokens, and the tokens that may follow. Neither changes: the next state has a copy."""
 

@@ -9,6 +9,7 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any
 
+from specbeam.constraints.grammar import DESCRIPTIONS
 from specbeam.errors import SpecbeamError, located
 from specbeam.option_names import LOOKUPS, nearest_name
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
@@ -39,7 +40,10 @@ MODES_THAT = {
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 WORDS |= {list: "a list", dict: "a mapping"}
 """The types of settings."""
-DECODE_KEYS = ("mode", "strategy", *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)))
+DECODE_KEYS = (
+    *("mode", "strategy", *DESCRIPTIONS),
+    *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)),
+)
 
 
 @dataclass(frozen=True)
@@ -181,9 +185,9 @@ class Study:
 
     Attributes:
         output: the run's folder; None: ``runs/``, the project's name and a hash of the configuration.
-        decode: how to decode. "mode" is one of MODES, or a list of them to compare. The other keys are options of
-            :class:`specbeam.Options`. Each goes to the methods in which it has an effect. do_sample is for
-            "speculative": "sample" always samples, and the others never do.
+        decode: how to decode. "mode" is one of MODES, or a list of them to compare. One of DESCRIPTIONS is a
+            constraint. The other keys are options of :class:`specbeam.Options`. Each goes to the methods in which it
+            has an effect. do_sample is for "speculative": "sample" always samples, and the others never do.
         methods: names the methods to compare where ``decode.mode`` is not enough. Each maps keys to values, which
             replace the study's own: the keys of ``decode`` and ``load``, ``draft_quantize`` and ``draft_model``.
 
@@ -320,10 +324,15 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     options = {
         key: value
         for key, value in _not_null(decode).items()
-        if key not in ("mode", "strategy", "do_sample") and USERS.get(key, frozenset()) <= does
+        if key not in ("mode", "strategy", "do_sample", *DESCRIPTIONS) and USERS.get(key, frozenset()) <= does
     }
     options["do_sample"] = "samples" in does
+    constraints = [key for key in DESCRIPTIONS if decode.get(key) is not None]
+    if len(constraints) > 1:
+        raise SpecbeamError(f"{place} has {' and '.join(constraints)}, and a text has one constraint: leave one out")
     with located(f"method {name}"):
+        for key in constraints:
+            options["constraint"] = DESCRIPTIONS[key](decode[key])
         checked = Options.of(options)
     options = {key: getattr(checked, key) for key in options}
     load = {key: v[key] for key in load_kinds}

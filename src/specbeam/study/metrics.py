@@ -40,8 +40,8 @@ def of_record(record: Record) -> dict[str, float | None]:
     Returns:
         FROM_STATS as in :class:`specbeam.results.Stats`. The metrics of :func:`pieces`. repetition, distinct_1 and
         distinct_2: of the text, as :func:`repetition` and :func:`distinct` compute them. If there are several beams,
-        the metrics of :func:`diversity`. If there are references, the metrics of :func:`quality`. None where there is
-        nothing to measure.
+        the metrics of :func:`diversity`. If there is a constraint, valid: the share of the texts that satisfy it. If
+        there are references, the metrics of :func:`quality`. None where there is nothing to measure.
     """
     stats = record["stats"]
     metrics = {name: stats[name] for name in FROM_STATS}
@@ -50,6 +50,9 @@ def of_record(record: Record) -> dict[str, float | None]:
     metrics |= {f"distinct_{n}": distinct([record["token_ids"]], n) for n in (1, 2)}
     if len(record["beams"]) > 1:
         metrics |= diversity(record["beams"])
+    complete = [beam["is_complete"] for beam in record["beams"] if beam.get("is_complete") is not None]
+    if complete:
+        metrics["valid"] = fmean(complete)
     if record["references"]:
         metrics |= quality(record["text"], record["references"])
     return metrics

@@ -28,8 +28,9 @@ NOTES = {
     "search, for each forward pass of the target; 1 without drafts. Accepted: the share of draft tokens that were "
     "accepted. Beams evaluated: the share of the beams of all steps that the target evaluated; the others could not "
     "change the outcome.",
-    "Quality": "pass@1, ROUGE-L, BLEU and chrF: higher is better. They are means over texts, and corpus BLEU and chrF "
-    f"count n-grams over all texts. {plots.WHAT_PERPLEXITY_REWARDS}",
+    "Quality": "Valid: the share of texts that satisfy their constraint; the others were cut. pass@1, ROUGE-L, BLEU "
+    "and chrF: higher is better. They are means over texts, and corpus BLEU and chrF count n-grams over all texts. "
+    f"{plots.WHAT_PERPLEXITY_REWARDS}",
     "Diversity": "Repetition: the share of 4-grams that occurred before. Distinct-1 and distinct-2: the share of "
     "different tokens, and of different pairs of tokens. Of the text, methods compare with each other. Of all beams "
     "together, it is lower the more beams there are, so only methods with equally many compare. Self-BLEU: how much a "

@@ -38,6 +38,7 @@ SPEED = [
     Column("failed", "failed"),
 ]
 QUALITY = [
+    Column("valid", "valid, %", 100.0),
     Column("pass_at_1", "pass@1"),
     Column("rougeL", "ROUGE-L"),
     Column("bleu", "BLEU"),

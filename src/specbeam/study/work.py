@@ -28,7 +28,7 @@ from specbeam.study.results import Record
 WARM_UP_TOKENS = 8
 """Length of each method's first generation, which is not kept: it allocates memory and times passes."""
 
-KEPT_OF_TEXTS = ("text", "token_ids", "score", "log_prob")
+KEPT_OF_TEXTS = ("text", "token_ids", "score", "log_prob", "is_complete")
 """The attributes of :class:`specbeam.Sequence` that are kept of each text."""
 
 Job = dict[str, Any]
