@@ -50,6 +50,7 @@ def test_json_is_the_result_and_nothing_else(run, model):
         ("--grammar", 'root ::= "x" [0-9] [0-9]', "x[0-9]{2}"),
         ("--regex", "[ab]{3}", "[ab]{3}"),
         ("--choice", "red", "red"),
+        ("--labels", "red\n\n green\r\n", "red| green"),
     ],
 )
 def test_a_text_satisfies_its_constraint(run, tmp_path, flag, content, pattern):

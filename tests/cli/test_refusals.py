@@ -1,5 +1,7 @@
 """What cannot be done is one line on standard error that says what is wrong, and status 2."""
 
+import os
+
 import pytest
 
 from tests.conftest import needs_torch
@@ -62,6 +64,8 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
             "argument --json-schema: not-there.json cannot be read",
         ),
         (("generate", "hi", "--choice", ""), "argument --choice: texts=('',) is not allowed"),
+        (("generate", "hi", "--labels", os.devnull), "argument --labels: texts=[] is not allowed"),
+        (("chat", "--labels", "no.txt"), "argument --labels: no.txt cannot be read"),
         (("generate", "hi", "--choice", "a", "--regex", "a"), "argument --regex: not allowed with argument --choice"),
         (("generate", "hi", "--grammar", "."), "argument --grammar: . cannot be read"),
         (("chat", "--regex", "a", "--json-schema", __file__), "the JSON schema is no JSON"),

@@ -50,10 +50,10 @@ def add_revision_to(parser: Any) -> None:
     parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
 
 
-def add_generation_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
+def add_generation_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256, labels: bool = True) -> None:
     """The options of commands that generate: for a model, its prompts, the generation and a draft."""
     add_model_to(parser)
-    add_options_to(parser, max_new_tokens)
+    add_options_to(parser, max_new_tokens, labels)
     add_draft_to(parser)
 
 
@@ -80,8 +80,12 @@ def add_placement_to(model: Any) -> None:
     model.add_argument("--threads", type=int, metavar="N", help="on a CPU: the number of threads (default: all)")
 
 
-def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """The options for generation: the fields of Options, under the same names."""
+def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int, labels: bool) -> None:
+    """The options for generation: the fields of Options, under the same names.
+
+    Args:
+        labels: with --labels, which is a constraint. A command may have labels of its own.
+    """
     options = parser.add_argument_group("generation (transformers' names; see specbeam.Options)")
     add = options.add_argument
     about = "end after N new tokens (default %(default)s)"
@@ -131,6 +135,8 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None
     add("--json-schema", type=json_schema, metavar="FILE", help="write JSON that is valid by the JSON Schema in a file")
     add("--regex", type=regex, metavar="PATTERN", help="write a text that matches a regular expression as a whole")
     add("--choice", action=Choices, metavar="TEXT", help="write one of these texts (repeatable)")
+    if labels:
+        add("--labels", type=labels_in, metavar="FILE", help="write one of the texts on the lines of a file")
     add("--grammar", type=grammar, metavar="FILE", help="write a text of a grammar: a file in Lark or GBNF")
 
 
@@ -236,6 +242,10 @@ def grammar(path: str) -> Any:
     return described("Grammar", content_of(path))
 
 
+def labels_in(path: str) -> Any:
+    return described("Choice", [line for line in content_of(path).split("\n") if line.strip()])
+
+
 def content_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
@@ -243,12 +253,12 @@ def content_of(path: str) -> str:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
 
 
-def described(kind: str, text: str) -> Any:
+def described(kind: str, given: Any) -> Any:
     """A description of a constraint. Its packages are imported only for that."""
     from specbeam import constraints
 
     try:
-        return getattr(constraints, kind)(text)
+        return getattr(constraints, kind)(given)
     except SpecbeamError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -89,7 +89,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--choices", type=choices, metavar="A,B,...", help=about)
     parser.add_argument("--labels", metavar="FILE", help="the same, with one label on each line of a file")
     parser.add_argument("--tokens", action="store_true", help="add a column token_ids")
-    add_generation_to(parser, MAX_NEW_TOKENS)
+    add_generation_to(parser, MAX_NEW_TOKENS, labels=False)
     add_strategy_to(parser)
     add_running_to(parser)
     parser.set_defaults(run=run)
