@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from specbeam.constraints.grammar import description_of
 from specbeam.errors import SpecbeamError, shown
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.options import Options
@@ -60,7 +61,10 @@ class Saved:
         _field(inputs, "generation_config", dict)
         _list(inputs, "prompt_ids", int)
         _list(inputs, "objects", str)
-        options = Options.of(_field(inputs, "options", dict))
+        asked = dict(_field(inputs, "options", dict))
+        if "constraint" in asked:
+            asked["constraint"] = description_of(asked["constraint"])
+        options = Options.of(asked)
         sequences = [_sequence(one) for one in _list(value, "sequences", dict)]
         if any(len(one.log_probs) not in (0, len(one.token_ids)) for one in sequences):
             raise SpecbeamError('a sequence has not as many "log_probs" as tokens, which no result has')

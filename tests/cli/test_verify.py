@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import specbeam
-from specbeam import Engine, TokenTrie
+from specbeam import Choice, Engine, Grammar, JsonSchema, Regex, TokenTrie
 from specbeam.backends.cpu import CpuBackend
 from specbeam.receipts import Saved
 from specbeam.results import receipt_of
@@ -18,6 +18,10 @@ REQUESTS = {
     "greedy": {},
     "beams": {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.4},
     "samples": {"temperature": 0.9, "top_p": 0.8, "num_return_sequences": 2},  # the seed is drawn, and saved
+    "a schema": {"constraint": JsonSchema({"enum": ["äß", 1, None, {"a": []}]}, whitespace=True), "num_beams": 3},
+    "an expression": {"constraint": Regex("[ab]{3}"), "temperature": 1.0},
+    "a grammar": {"constraint": Grammar('root ::= "x" [0-9]{2}')},
+    "a choice": {"constraint": Choice(["red", "green"])},
     "edits": {"logit_bias": {5: float("-inf"), 7: 1.5}, "bad_words_ids": [[3, 4]], "stop_strings": ["q", "zz"]},
 }
 
@@ -58,7 +62,22 @@ def test_results_of_every_kind_come_again(verify, model):
     assert status == 0, verdicts
     assert len(verdicts) == len(results)
     assert all("and each bit of the scores" in verdict for verdict in verdicts)
-    assert "[4 of 4 results are the same]" in err
+    assert "[8 of 8 results are the same]" in err
+
+
+def test_a_constraint_is_a_part_of_the_receipt(verify, model):
+    """A compiled one is saved as its description, too."""
+    first, second = Regex("[ab]{2}"), Regex("[ab]{2,3}")
+    compiled = first.compile(model)
+    made = [specbeam.generate(model, [5], max_new_tokens=2, constraint=one) for one in (first, compiled, second)]
+    assert made[0].receipt == made[1].receipt != made[2].receipt
+    saved = made[0].to_dict()
+    assert saved["inputs"]["objects"] == []
+    for pattern, says in (("[ab]{2,3}", "it was changed after it was made"), ("[cd]{2}", "different: token 1 is ")):
+        wrong = changed(saved, "inputs", "options", "constraint", "regex", "pattern", to=pattern)
+        status, (verdict,), _ = verify(signed(wrong) if "different" in says else wrong)
+        assert status == 1
+        assert says in verdict
 
 
 def test_a_draft_or_a_batch_changes_no_receipt_and_anything_else_does(model, folder, tmp_path):
@@ -216,6 +235,14 @@ def test_wrong_files_are_refused_in_one_line(verify, model, specbeam_command, tm
     monkeypatch.setattr(CpuBackend, "__init__", None)  # nothing is loaded for them
     result = specbeam.generate(model, [5, 6, 7], max_new_tokens=2).to_dict()
     plain = {name: value for name, value in result.items() if name != "inputs"}
+    constraints = (
+        (3, "3 is no description of a constraint"),
+        ({"regex": {"pattern": "a"}, "choice": {"texts": ["a"]}}, "is no description of a constraint"),
+        ({"regexp": {"pattern": "a"}}, "is no description of a constraint"),
+        ({"regex": {"flags": "a"}}, "is no description of a constraint"),
+        ({"choice": {"texts": 3}}, "is no description of a constraint"),
+        ({"json_schema": {"schema": {"not": {}}}}, "the JSON schema cannot be enforced"),
+    )
     for wrong, says in (
         ("{", "line 1 is not JSON"),
         ("", "holds no results"),
@@ -225,6 +252,7 @@ def test_wrong_files_are_refused_in_one_line(verify, model, specbeam_command, tm
         (changed(result, "inputs", "format", to=99), "its inputs have the form 99"),
         (changed(result, "inputs", "prompt_ids", to=[1, "x"]), "its \"prompt_ids\" has 'x'"),
         (changed(result, "inputs", "options", to={"top_q": 1}), "unknown option 'top_q'"),
+        *((changed(result, "inputs", "options", to={"constraint": to}), says) for to, says in constraints),
         (changed(result, "sequences", 0, "score", to=None), 'its "score" is None'),
         (changed(result, "sequences", 0, "score", to=10**400), "a score is beyond all numbers"),
         (changed(result, "sequences", 0, "log_probs", to=[-1.0]), 'not as many "log_probs" as tokens'),

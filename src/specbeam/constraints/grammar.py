@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.util import find_spec
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -52,6 +52,11 @@ class Description(ABC):
         Raises:
             SpecbeamError: the model has no tokenizer, or no text of its tokens satisfies the description.
         """
+
+    def to_dict(self) -> dict[str, Any]:
+        """The description as JSON can hold it, which :func:`description_of` reads."""
+        name = next(name for name, kind in DESCRIPTIONS.items() if kind is type(self))
+        return {name: {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}}
 
 
 class Parsed(Description):
@@ -253,6 +258,22 @@ DESCRIPTIONS: dict[str, Any] = {"json_schema": JsonSchema, "regex": Regex, "gram
 """The descriptions by the names that they have in files. Each is made of one value of JSON."""
 
 
+def description_of(value: Any) -> Description:
+    """A description that was saved (:meth:`Description.to_dict`).
+
+    Raises:
+        SpecbeamError: it is none, or cannot be enforced.
+    """
+    try:
+        ((name, given),) = value.items()
+        made: Description = DESCRIPTIONS[name](**given)
+    except SpecbeamError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SpecbeamError(f"{shown(value)} is no description of a constraint") from error
+    return made
+
+
 class _State:
     """The parser after some tokens, and the tokens that may follow. Neither changes: the next state has a copy."""
 
@@ -274,7 +295,7 @@ class GrammarConstraint:
     """
 
     def __init__(self, description: Parsed, lm: Any) -> None:
-        self._description = description
+        self.description = description
         self._tokenizer = _tokenizer_of(lm)
         self._ends = np.array(sorted(lm.eos_token_ids), dtype=np.int64)
         matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=_limits())
@@ -282,12 +303,8 @@ class GrammarConstraint:
         self.start = _State(matcher)
         self.mask(self.start, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
 
-    def compile(self, lm: Any) -> GrammarConstraint:
-        """The same with a parser of its own: copies share a lexer, and a limit that one of them reaches ends all."""
-        return GrammarConstraint(self._description, lm)
-
     def __repr__(self) -> str:
-        return f"GrammarConstraint({self._description!r})"
+        return f"GrammarConstraint({self.description!r})"
 
     def advance(self, state: _State, token: int) -> _State | None:
         mask = self.mask(state, self._tokenizer.vocab_size)
@@ -314,8 +331,8 @@ class GrammarConstraint:
         """Refuse to go on with a parser in error."""
         if matcher.is_error():
             if matcher.get_error().startswith(NO_TEXT):
-                raise SpecbeamError(f"no text satisfies the {self._description.kind}: change it")
-            raise self._description._refused(matcher.get_error(), "has reached a limit of its parser")
+                raise SpecbeamError(f"no text satisfies the {self.description.kind}: change it")
+            raise self.description._refused(matcher.get_error(), "has reached a limit of its parser")
 
 
 def _check_text(description: Parsed, text: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from specbeam.constraints.grammar import Description
 from specbeam.engine.setup import Setup
 from specbeam.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS
 from specbeam.model import LanguageModel
@@ -19,7 +20,7 @@ CHANGE_NO_TOKEN = (
 )
 """Options on which no token and no score depends. So a speculative run has the receipt of its plain twin."""
 OBJECTS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-"""Options that are objects of the caller, which no file can hold."""
+"""Options that are objects of the caller, which no file can hold, unless a constraint is described by plain data."""
 
 
 def inputs_of(lm: LanguageModel, prompt_ids: list[int], setup: Setup, objects: Iterable[str]) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def inputs_of(lm: LanguageModel, prompt_ids: list[int], setup: Setup, objects: I
         objects: the names of further objects of the caller that the request was made with.
     """
     chosen = {f.name: v for f in fields(setup.options) if (v := getattr(setup.options, f.name)) != f.default}
-    asked = {name: _plain(value) for name, value in chosen.items() if name not in (*CHANGE_NO_TOKEN, *OBJECTS)}
+    objects = [*(name for name in OBJECTS if name in chosen and not isinstance(chosen[name], Description)), *objects]
+    asked = {name: _plain(value) for name, value in chosen.items() if name not in (*CHANGE_NO_TOKEN, *objects)}
     drawn = {} if (seed := setup.selector.seed) is None else {"seed": seed}
     settings = (*APPLIED, *APPLIED_WHEN_SAMPLING, *APPLIED_WITH_BEAMS)
     return {
@@ -48,7 +50,7 @@ def inputs_of(lm: LanguageModel, prompt_ids: list[int], setup: Setup, objects: I
             "eos_token_id": sorted(setup.stop.eos_token_ids),
         },
         "generation_config": {n: _plain(lm.generation_defaults[n]) for n in settings if n in lm.generation_defaults},
-        "objects": [*(name for name in OBJECTS if name in chosen), *objects],
+        "objects": objects,
     }
 
 
@@ -57,6 +59,8 @@ def _plain(value: Any) -> Any:
 
     The words of transformers' ``sequence_bias`` are keys, and become pairs, as in files.
     """
+    if isinstance(value, Description):
+        value = value.to_dict()
     if isinstance(value, Mapping):
         if any(isinstance(key, tuple) for key in value):
             return [[[*key], _plain(part)] for key, part in value.items()]

@@ -96,14 +96,18 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
     if options.constraint is not None and not eos:
         raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
-    if isinstance(options.constraint, Description | GrammarConstraint):  # each request has a parser of its own
-        options = replace(options, constraint=options.constraint.compile(lm))
+    if isinstance(options.constraint, GrammarConstraint):  # copies share a lexer, and a limit of one of them ends all
+        options = replace(options, constraint=options.constraint.description)
+    described = isinstance(options.constraint, Description)
+    constraint = options.constraint.compile(lm) if described else options.constraint  # a parser of the request's own
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
     of_checkpoint = processors_of_checkpoint(
         lm.generation_defaults, options, eos, prompt_ids, len(begin), max_length, backend.vocab_size
     )
     tree = Tree(begin)
-    process = Processors(options, eos, backend.vocab_size, of_checkpoint, backend.device)
+    process = Processors(
+        replace(options, constraint=constraint), eos, backend.vocab_size, of_checkpoint, backend.device
+    )
     decode = None if lm.tokenizer is None else lm.decode
     stop = Stopping(eos, max_length, options.stop_strings, decode, options.min_new_tokens or 0)
     warpers, seed = (warpers_of(options), some_seed(options.seed)) if options.samples else (None, None)
