@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from specbeam.constraints.grammar import Description
+from specbeam.constraints.grammar import DESCRIPTIONS
 from specbeam.engine.setup import Setup
 from specbeam.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS
 from specbeam.model import LanguageModel
@@ -21,6 +21,7 @@ CHANGE_NO_TOKEN = (
 """Options on which no token and no score depends. So a speculative run has the receipt of its plain twin."""
 OBJECTS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 """Options that are objects of the caller, which no file can hold, unless a constraint is described by plain data."""
+DESCRIBED = tuple(DESCRIPTIONS.values())
 
 
 def inputs_of(lm: LanguageModel, prompt_ids: list[int], setup: Setup, objects: Iterable[str]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def inputs_of(lm: LanguageModel, prompt_ids: list[int], setup: Setup, objects: I
         objects: the names of further objects of the caller that the request was made with.
     """
     chosen = {f.name: v for f in fields(setup.options) if (v := getattr(setup.options, f.name)) != f.default}
-    objects = [*(name for name in OBJECTS if name in chosen and not isinstance(chosen[name], Description)), *objects]
+    objects = [*(name for name in OBJECTS if name in chosen and not isinstance(chosen[name], DESCRIBED)), *objects]
     asked = {name: _plain(value) for name, value in chosen.items() if name not in (*CHANGE_NO_TOKEN, *objects)}
     drawn = {} if (seed := setup.selector.seed) is None else {"seed": seed}
     settings = (*APPLIED, *APPLIED_WHEN_SAMPLING, *APPLIED_WITH_BEAMS)
@@ -59,7 +60,7 @@ def _plain(value: Any) -> Any:
 
     The words of transformers' ``sequence_bias`` are keys, and become pairs, as in files.
     """
-    if isinstance(value, Description):
+    if isinstance(value, DESCRIBED):
         value = value.to_dict()
     if isinstance(value, Mapping):
         if any(isinstance(key, tuple) for key in value):
