@@ -37,6 +37,10 @@ class NotFinite(SpecbeamError):
     """
 
 
+class ConstraintError(SpecbeamError):
+    """A constraint cannot be enforced, or has reached a limit of its parser, perhaps in the middle of a text."""
+
+
 class QueueFull(SpecbeamError):
     """An engine has as many unfinished requests as it takes. Submit the request again later."""
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import islice
 from threading import Lock
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -18,13 +20,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.constraints.json_schema import NotEnforceable, check_flags, enforceable
+from specbeam.constraints.json_schema import NotEnforceable, check_flags, enforceable, places_of
 from specbeam.constraints.trie import TokenTrie
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import ConstraintError, SpecbeamError, shown
 
 MAX_SCHEMA_BYTES, MAX_GRAMMAR_BYTES = 10**6, 64 * 1024
 """Nothing can interrupt the compilation of a larger one."""
 MAX_MESSAGE_CHARACTERS = 600
+MAX_PLACES = 3
+"""Of those where a message may be about any."""
 WHITESPACE = r"[ \n\r\t]{0,64}"
 """Between the parts of JSON. Without a limit a model may go on with it."""
 HALF_A_PAIR = "it has half a surrogate pair, which no text can have"
@@ -74,17 +78,25 @@ class Parsed(Description):
         """Refuse a grammar that llguidance does not take, or takes with a warning: then it would not be enforced."""
         try:
             text = self.text
+        except SpecbeamError:
+            raise
         except ValueError as error:
             raise self._refused(str(error)) from error
         _, problems = _llguidance().LLMatcher.validate_grammar_with_warnings(text, limits=_limits())
         if problems:
             raise self._refused(problems[0])
 
-    def _refused(self, problem: str, what: str = "cannot be enforced") -> SpecbeamError:
-        problem = " ".join(problem.removesuffix("<non-verbose/>").split())
-        if len(problem) > MAX_MESSAGE_CHARACTERS:
-            problem = f"{problem[:MAX_MESSAGE_CHARACTERS]}..."
-        return SpecbeamError(f"the {self.kind} {what}: {problem}")
+    def _refused(self, problem: str, what: str = "cannot be enforced") -> ConstraintError:
+        where = " or ".join(islice(self._places(problem), MAX_PLACES))
+        said = f"the {self.kind} {what}: {problem.removesuffix('<non-verbose/>')}{where and f' (at {where})'}"
+        said = " ".join(said.split())
+        if len(said) > MAX_MESSAGE_CHARACTERS:
+            said = f"{said[: MAX_MESSAGE_CHARACTERS - 3]}..."
+        return ConstraintError(said)
+
+    def _places(self, problem: str) -> Iterator[str]:
+        """Where it has what an error of llguidance is about, as far as that is known."""
+        yield from ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,9 @@ class JsonSchema(Parsed):
         (rule,) = json.loads(made)["grammars"]
         return {**rule, "name": name}
 
+    def _places(self, problem: str) -> Iterator[str]:
+        return places_of(self.schema, problem)
+
     def _read(self, given: Any) -> Any:
         """The schema as plain data, without annotations that llguidance does not know."""
         if hasattr(given, "model_json_schema"):
@@ -143,13 +158,13 @@ class JsonSchema(Parsed):
             text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
             schema = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
-            raise SpecbeamError(f"the JSON schema is no JSON: {error}") from error
+            raise ConstraintError(f"the JSON schema is no JSON: {error}") from error
         if len(text) > MAX_SCHEMA_BYTES:
             raise self._refused(f"it has {len(text):,} characters, and {MAX_SCHEMA_BYTES:,} are allowed")
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
-            raise SpecbeamError(f"schema={shown(given)} is no JSON schema that allows anything: give an object")
+            raise ConstraintError(f"schema={shown(given)} is no JSON schema that allows anything: give an object")
         try:
             json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
             return enforceable(schema)
@@ -331,13 +346,13 @@ class GrammarConstraint:
         """Refuse to go on with a parser in error."""
         if matcher.is_error():
             if matcher.get_error().startswith(NO_TEXT):
-                raise SpecbeamError(f"no text satisfies the {self.description.kind}: change it")
+                raise ConstraintError(f"no text satisfies the {self.description.kind}: change it")
             raise self.description._refused(matcher.get_error(), "has reached a limit of its parser")
 
 
 def _check_text(description: Parsed, text: Any) -> None:
     if not isinstance(text, str):
-        raise SpecbeamError(f"a {description.kind} is a text, and no {type(text).__name__}")
+        raise ConstraintError(f"a {description.kind} is a text, and no {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:

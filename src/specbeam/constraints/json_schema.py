@@ -82,7 +82,11 @@ def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> 
                 raise NotEnforceable(f"{place}/{name} has the number {value}, and numbers over 2**53 are rounded")
             if isinstance(value, str) and CONTROL.search(value):
                 raise NotEnforceable(f"{place}/{name} has a control character, which takes an escape with u")
+    if any(isinstance(key, str) and CONTROL.search(key) for key in required):
+        raise NotEnforceable(f"{place}/required has a key with a control character, which takes an escape with u")
     if isinstance(kept.get("pattern"), str):
+        if CONTROL.search(kept["pattern"].replace("\0", "")):
+            raise NotEnforceable(f"{place}/pattern has a control character, which takes an escape with u")
         kept["pattern"] = closed(kept["pattern"], f"{place}/pattern")
     for name, value in kept.items():
         where = f"{place}/{name}"
@@ -96,6 +100,41 @@ def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> 
         elif name not in ("const", "enum"):
             kept[name] = _below(value, where, multiples)
     return kept
+
+
+def places_of(schema: Mapping[str, Any], problem: str) -> Iterator[str]:
+    """Where a schema has what an error of llguidance is about. Nowhere, if the error does not name it."""
+    if problem.startswith(("Unimplemented keys", "oneOf", "Pointer", "Resource", "regex parse error")):
+        for place, keyword, value in _keywords(schema, "#"):
+            if _is_about(problem, keyword, value):
+                yield place
+
+
+def _is_about(problem: str, keyword: str, value: Any) -> bool:
+    """Whether an error of llguidance is about a keyword with this value."""
+    if problem.startswith("Unimplemented"):
+        return f'"{keyword}"' in problem
+    if problem.startswith("oneOf"):
+        return keyword == "oneOf"  # and the error does not say which of them
+    if problem.startswith("regex"):
+        return keyword == "pattern" and f" {value}\n" in problem
+    document, _, within = str(value).partition("#")
+    return keyword == "$ref" and (document in problem if document else f"'{within}'" in problem)
+
+
+def _keywords(value: Any, place: str) -> Iterator[tuple[str, str, Any]]:
+    """The keywords of a value that may be a schema, or have schemas: the place, the keyword and its value."""
+    if isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _keywords(one, f"{place}/{number}")
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield f"{place}/{name}", name, one
+            if name in NAMED and isinstance(one, Mapping):
+                for key, below in one.items():
+                    yield from _keywords(below, f"{place}/{name}/{key}")
+            elif name not in ("const", "enum"):
+                yield from _keywords(one, f"{place}/{name}")
 
 
 def _below(value: Any, place: str, multiples: set[int]) -> Any:

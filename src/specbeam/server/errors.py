@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from specbeam.errors import NotFinite, QueueFull, SpecbeamError
+from specbeam.errors import ConstraintError, NotFinite, QueueFull, SpecbeamError
 from specbeam.option_names import nearest_name
 from specbeam.options import Options
 from specbeam.plugins import PluginError
@@ -80,6 +80,8 @@ def refusal_of(error: Exception, names: Mapping[str, str], param: str | None = N
     message = str(error)
     if isinstance(error, NotFinite):
         return Refusal(message, None, "internal_error", 500)
+    if isinstance(error, ConstraintError):  # it may name places in a client's schema, and no option
+        return Refusal(message, names.get("constraint", param))
     if found := OPTION.search(message):
         param = names.get(found[0], found[0])
     message = OPTION.sub(lambda name: names.get(name[0], name[0]), message)
