@@ -505,7 +505,7 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
             "schema",
             '{"uniqueItems": true}',
             "JSON schema",
-            'the JSON schema cannot be enforced: Unimplemented keys: ["uniqueItems"]',
+            'the JSON schema cannot be enforced: Unimplemented keys: ["uniqueItems"] (at #/uniqueItems)',
         ),
     ],
 )

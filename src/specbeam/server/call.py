@@ -111,7 +111,7 @@ class Call:
         if plan.describe is None:
             return plan.options
         try:
-            return replace(plan.options, constraint=plan.describe(lm, ids).compile(lm))
+            return replace(plan.options, constraint=plan.describe(lm, ids))  # each request compiles it
         except SpecbeamError as error:
             raise refusal_of(error, plan.names, plan.names["constraint"]) from error
 
