@@ -40,6 +40,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "seed": 1},
     "4 beams": {"num_beams": 4},
+    "4 beams, ngram": {"num_beams": 4, "draft": "ngram"},
+    "16 beams": {"num_beams": 16},
     "64 beams": {"num_beams": 64},
     "32 requests": {},
 }
@@ -203,7 +205,10 @@ def timed(
     """The results of requests that run at once, and the seconds that they take."""
     start = time.perf_counter()
     engine = Engine(lm, max_requests=len(prompts))
-    requests = [engine.submit(prompt, one) for prompt, one in zip(prompts, options, strict=True)]
+    requests = []
+    for prompt, one in zip(prompts, options, strict=True):
+        own = {name: value for name, value in one.items() if name != "draft"}
+        requests.append(engine.submit(prompt, own, draft=one.get("draft")))
     engine.run()
     return [request.result() for request in requests], time.perf_counter() - start
 

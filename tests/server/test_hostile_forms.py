@@ -22,7 +22,7 @@ def within(schema):
     return {"type": "object", "properties": {"seed": {"type": "array", "items": {"anyOf": [{"type": "null"}, schema]}}}}
 
 
-SCHEMAS = {  # by what is said: schemas, and the keyword of the place where they have it
+SCHEMAS = {  # by words of the message: schemas, and the keyword that is the place
     "has x-guidance": [({"x-guidance": {"lenient": True}}, "")],
     "Unimplemented keys": [
         *(({keyword: {"type": "string"}}, f"/{keyword}") for keyword in ("not", "if", "contains")),
@@ -41,7 +41,7 @@ SCHEMAS = {  # by what is said: schemas, and the keyword of the place where they
         ({"type": "object", "required": ["a\u0003"]}, "/required"),
     ],
 }
-WHOLE = {  # what is about the whole schema
+WHOLE = {  # messages about the whole schema
     "no text satisfies": [{"$ref": "#"}, {"type": "string", "pattern": "^\\x02$"}],
     "Unsatisfiable": [{"allOf": [{"type": "string"}, {"type": "null"}]}],
     "least common multiple is over 10,000": [

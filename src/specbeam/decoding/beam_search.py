@@ -109,29 +109,27 @@ def lazy_round(
     drafter: Drafter | None,
     copies: Copies | None,
 ) -> Round:
-    """Evaluate the beams that the policy chooses, and the tokens that a constraint forces below them.
+    """Evaluate the beams that the policy chooses.
 
-    Other draft tokens go below the best beam, or below beams that come back.
+    Tokens that a constraint forces below all of them are sure to save passes. Other draft tokens go below the best
+    beam, or below beams that come back.
     """
     deferred, leading = search.deferred, search.levels[-1]
     wanted, tip = np.unique(deferred.nodes[policy.choose(deferred)]), leading.beams[:1]
-    forced = drafter.below(wanted) if isinstance(drafter, ForcedTokens) else DraftTokens()
-    parents = search.tree.parents(forced.nodes)
-    drafted, copied = DraftTokens(), DraftTokens()
-    if np.isin(tip, parents).any():
-        drafted = forced
-    elif drafter is not None and np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted)):
-        drafted = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
-    else:
-        drafter = None  # draft tokens go where the search may go on
-    if len(drafted.nodes) and not drafted.certain:
+    drafted = copied = DraftTokens()
+    if isinstance(drafter, ForcedTokens):
+        drafted = drafter.below(wanted)
+    if not drafted.certain:
+        if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
+            drafter = None  # draft tokens go where the search may go on
+        if drafter is not None:
+            drafted = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
+    if len(drafted.nodes):
         copies = None
     if copies is not None:
         best = next(level.beams.item(0) for level in reversed(search.levels) if len(level.beams))
-        copied = copies.propose(np.setdiff1d(wanted, parents), best)
-    nodes = np.unique(np.concatenate([forced.nodes, drafted.nodes, copied.nodes]))
-    skipped = drafted.skipped and not len(nodes)
-    steps = yield from verify(search, record, known, wanted, DraftTokens(nodes, skipped=skipped))
+        copied = copies.propose(wanted, best)
+    steps = yield from verify(search, record, known, wanted, copied if len(copied.nodes) else drafted)
     now = [*steps, *search.levels]
     if copies is not None:
         copies.learn(np.concatenate([step.beams for step in now]) if now else NO_NODES, len(steps))

@@ -40,24 +40,19 @@ class ForcedTokens:
         self._other = other
 
     def below(self, tips: Nodes) -> DraftTokens:
-        """Draft below each of the tips, int64 [n], that has forced tokens, as many as there is room for."""
-        tree, most = self._chains.tree, self._chains.most
-        tips = np.array([tip for tip in np.unique(tips).tolist() if self._constraint.forced(tree, tip, 1)], np.int64)
-        depth = max(1, most // max(1, len(tips)))
-        chains = [[self._constraint.forced(tree, tip, depth)] for tip in tips.tolist()]
-        return replace(self._chains.draft(tips, chains, 1, lambda levels: np.ones(levels)), certain=True)
-
-    def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        """Forced tokens below each of the tips, int64 [n], equally many. None if some tip has none."""
         different = np.unique(tips)
         depth, found = self._chains.most // len(different), []
-        for tip in different.tolist():  # a step of beam search needs all its beams
+        for tip in different.tolist():
             found.append(self._constraint.forced(self._chains.tree, tip, depth))
             depth = len(found[-1])
             if not depth:
-                break
-        else:
-            chains = [[tokens[:depth]] for tokens in found]
-            drafted = self._chains.draft(different, chains, 1, lambda levels: np.ones(levels))
-            if len(drafted.nodes):
-                return replace(drafted, certain=True)
+                return DraftTokens()  # a step of beam search needs all its beams
+        chains = [[tokens[:depth]] for tokens in found]
+        drafted = self._chains.draft(different, chains, 1, lambda levels: np.ones(levels))
+        return replace(drafted, certain=len(drafted.nodes) > 0)
+
+    def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        if (forced := self.below(tips)).certain:
+            return forced
         return SKIPPED if self._other is None else (yield from self._other.propose(tips, scores))

@@ -82,11 +82,13 @@ class RequestState:
         num_texts = setup.options.num_texts
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None
-        draft_tokens = 0 if setup.options.constraint is None else MAX_FORCED_TOKENS
+        draft_tokens = 0
         if draft is not None:
-            room = max(0, budget.max_rows - num_texts - draft_tokens)  # for its draft tokens
+            room = max(0, budget.max_rows - num_texts)  # for draft tokens
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
-            draft_tokens += self._drafter.controller.max_draft_tokens
+            draft_tokens = self._drafter.controller.max_draft_tokens
+        if setup.options.constraint is not None:
+            draft_tokens = max(draft_tokens, MAX_FORCED_TOKENS)
         rows = num_texts + draft_tokens
         self._target = ModelState(budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source)
         self._states = [self._target]
