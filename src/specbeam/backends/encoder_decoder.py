@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache
@@ -67,8 +69,11 @@ class EncoderDecoderBackend(TransformersBackend):
         (source,) = self.encode([[0]])
         return source
 
+    def source_slots(self, source: list[int]) -> int:
+        return 0
+
     @torch.no_grad()
-    def encode(self, sources: list[list[int]]) -> list[Source]:
+    def encode(self, sources: Sequence[list[int]], slots: Sequence[NDArray[np.int64]] = ()) -> list[Source]:
         found: dict[int, Source] = {}
         with self._one_pass:
             for numbers in _of_like_length(sources):
@@ -149,7 +154,7 @@ class EncoderDecoderBackend(TransformersBackend):
         return self._mask(np.repeat(trees, nodes)[:, None] == np.repeat(trees, tokens))
 
 
-def _of_like_length(sources: list[list[int]]) -> list[list[int]]:
+def _of_like_length(sources: Sequence[list[int]]) -> list[list[int]]:
     """The numbers of prompts, in groups that the encoder reads together. Padding at most doubles a group's tokens."""
     groups: list[list[int]] = []
     for number in sorted(range(len(sources)), key=lambda number: -len(sources[number])):

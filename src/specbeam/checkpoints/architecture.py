@@ -43,7 +43,7 @@ class Metadata(dict[str, Any]):
 
 
 class Architecture:
-    """A decoder-only transformer as checkpoints name and describe it. A subclass states how it differs from Llama.
+    """A transformer as checkpoints name and describe it. A subclass states how it differs from Llama.
 
     Attributes:
         name: ``model_type`` in config.json.
@@ -57,6 +57,7 @@ class Architecture:
             ``{q,k,v}`` stands for several modules, whose rows are stacked in this order.
         gguf_tensors: the same for GGUF files.
         folder_ignored: ends of the names of tensors in old folders that are no parameters.
+        folder_zeros: ends of the names of biases that a folder leaves out, because they are zeros.
         folder_norm_offset: added to the norm weights of a folder. In GGUF files it is added already.
         gguf_interleaves_rope: GGUF files interleave the two halves of each query and key head.
     """
@@ -98,6 +99,7 @@ class Architecture:
         "head": "output",
     }
     folder_ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    folder_zeros: ClassVar[tuple[str, ...]] = ()
     folder_norm_offset: ClassVar[float] = 0.0
     gguf_interleaves_rope: ClassVar[bool] = False
 
@@ -141,6 +143,10 @@ class Architecture:
         """Whether a folder stores this tensor as [in, out]."""
         return False
 
+    def stores_filters(self, source: str) -> bool:
+        """Whether this tensor in a folder has the filters of a convolution, [out, in, frames]."""
+        return False
+
     def stores_qkv_by_head(self, source: str) -> bool:
         """Whether the rows of this tensor in a folder are (heads, 3, head_dim). Ours are (3, heads, head_dim)."""
         return False
@@ -168,12 +174,12 @@ def tensor_names(parameter: str, modules: Mapping[str, str]) -> list[str]:
     """The tensors of a file whose rows are stacked to one parameter of ours.
 
     Args:
-        parameter: such as ``blocks.3.mlp.down.weight``.
+        parameter: such as ``blocks.3.mlp.down.weight`` or ``encoder.norm.bias``.
         modules: ``folder_tensors`` or ``gguf_tensors`` of an architecture.
     """
     module, _, kind = parameter.rpartition(".")
-    block = re.fullmatch(r"blocks\.(\d+)\.(.*)", module)
-    theirs = re.sub(r"\bN\b", block[1], modules[f"blocks.N.{block[2]}"]) if block else modules[module]
+    block = re.fullmatch(r"(.*\bblocks\.)(\d+)(\..*)", module)
+    theirs = re.sub(r"\bN\b", block[2], modules[f"{block[1]}N{block[3]}"]) if block else modules[module]
     several = re.fullmatch(r"(.*)\{(.*)\}(.*)", theirs)
     stacked = [several[1] + part + several[3] for part in several[2].split(",")] if several else [theirs]
     return [f"{name}.{kind}" for name in stacked]

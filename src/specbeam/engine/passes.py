@@ -83,8 +83,9 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], l
     start = time.perf_counter()
     passes = scheduler.passes_at_once(batch)
     if unread := [request.model for request, _ in batch if request.model.unread_source is not None]:
+        slots = [model.place_source() for model in unread]
         with scheduler.passing():
-            sources = cast(EncodingBackend, backend).encode([model.unread_source or [] for model in unread])
+            sources = cast(EncodingBackend, backend).encode([model.unread_source for model in unread], slots)
         for model, source in zip(unread, sources, strict=True):
             model.source = source
     segments = [request.segment(nodes, passes - 1) for request, nodes in batch]

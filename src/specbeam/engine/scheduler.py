@@ -333,7 +333,7 @@ class Scheduler:
         while True:
             room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
             room -= self.budget.held
-            growth = sum(len(nodes) * request.model.backend.slot_bytes for batch in batches for request, nodes in batch)
+            growth = sum(request.most_growth_bytes(nodes) for batch in batches for request, nodes in batch)
             if growth > room:  # some nodes may have slots, since a pass over them failed
                 growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             room -= growth

@@ -23,7 +23,7 @@
   F(int32_t, format_of, int32_t)                                                                                      \
   F(int32_t, pack, int32_t, const uint8_t *, int64_t, int64_t, int64_t, const int64_t *, int64_t, int64_t, uint8_t *) \
   F(int32_t, quantize, int32_t, const float *, int64_t, int64_t, uint8_t *)                                           \
-  F(const char *, model_new, const specbeam::ModelConfig *, int32_t, void **)                                         \
+  F(const char *, model_new, const specbeam::ModelConfig *, const specbeam::ModelConfig *, int32_t, void **)          \
   F(void, model_delete, void *)                                                                                       \
   F(int32_t, model_matrix, void *, int64_t, const char *, int32_t, int64_t, int64_t, const uint8_t *, int64_t)        \
   F(int32_t, model_vector, void *, int64_t, const char *, const float *, int64_t)                                     \

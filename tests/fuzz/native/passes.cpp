@@ -133,7 +133,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const auto threads = int32_t(in.rarely() ? in.wild() : in.ConsumeIntegralInRange(0, 20) ? 1 : 2);
   if (threads > 8 && threads <= MAX_THREADS) return 0;  // allowed, but slow
   if (!use(in.isa())) return 0;
-  if (const char *wrong = specbeam_model_new(&c, threads, &model)) {
+  if (const char *wrong = specbeam_model_new(&c, nullptr, threads, &model)) {
     check(*wrong && !model);
     return 0;
   }
@@ -145,7 +145,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   if (missing) {
     const int64_t zero = 0;
     specbeam_cache_reserve(model, 1);
-    const Segment s{1, 1, 0, &zero, &zero, &zero, &zero, nullptr};
+    const Segment s{1, 1, 0, 0, &zero, &zero, &zero, &zero, nullptr, nullptr};
     check(specbeam_forward(model, &s, 1, &zero, 1, 1, nullptr));
   } else {
     passes(in, model, c, window, trees);
