@@ -2,20 +2,25 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationMixin, WhisperConfig, WhisperForConditionalGeneration
+from transformers import GenerationMixin, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 import specbeam
-from specbeam import Engine, SpecbeamError
+from specbeam import Engine, SpecbeamError, hf
 from specbeam.cache.slots import Slots
+from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints.architecture import tensor_names
+from specbeam.checkpoints.families import ARCHITECTURES
+from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.tree import NO_NODES, Tree
-from tests.conftest import EOS, byte_tokenizer, examples, rewrite
+from tests.conftest import EOS, byte_tokenizer, examples, reference_folder, rewrite
 
 START, PAD, BANDS, POSITIONS = 256, 258, 8, 30
 PROMPT = [START, 3, 4]
@@ -192,6 +197,27 @@ def test_forced_and_suppressed_tokens_hold(pair):
             assert tokens == theirs[: len(tokens)]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 3}], ids=["1", "3"])
+def test_generate_of_transformers_takes_specbeam(pair, options):
+    model, _ = pair()
+    sounds = torch.tensor(np.stack([sound(i) for i in range(3)]))
+    options = {"max_new_tokens": 16, "suppress_tokens": [5, 6], "begin_suppress_tokens": [7], **options}
+    expected = model.generate(sounds, **options).tolist()
+    for draft in ({}, {"draft": "ngram"}):
+        assert model.generate(sounds, custom_generate=hf.generate, **draft, **options).tolist() == expected
+
+
+def test_a_model_of_transformers_reads_the_same_features(pair, save):
+    model, lm = pair()
+    sounds, options = [sound(i) for i in range(3)], {"max_new_tokens": 16, "num_beams": 3, "num_return_sequences": 3}
+    expected = run(lm, sounds, options)
+    loaded = specbeam.load(save(model, byte_tokenizer()), backend="transformers", device="cpu")
+    for other in (hf.wrap(model), loaded):
+        for ours, theirs in zip(expected, run(other, sounds, options, draft="ngram"), strict=True):
+            assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
+            assert [score for _, score in ours] == pytest.approx([score for _, score in theirs], abs=1e-4)
+
+
 def test_what_cannot_be_is_one_line(pair, tiny, save):
     _, lm = pair()
     engine = Engine(lm)
@@ -214,6 +240,8 @@ def test_what_cannot_be_is_one_line(pair, tiny, save):
     with pytest.raises(RuntimeError, match="another shape than the encoder reads"):
         lm.backend.states(sound(positions=7))
     folder = save(random_whisper(), byte_tokenizer())
+    with pytest.raises(SpecbeamError, match="has an encoder, which the torch backend lacks"):
+        specbeam.load(folder, backend="torch")
     rewrite(folder, "config.json", decoder_attention_heads=5)
     with pytest.raises(SpecbeamError, match="no multiple of its 5 heads"):
         specbeam.load(folder, backend="cpu")
@@ -234,3 +262,70 @@ def test_kernels_refuse_sources_that_are_not_there(pair):
         with pytest.raises(RuntimeError, match=r"same slot|not in the cache"):
             backend.place(backend.states(sound()), wrong)
     kept.close()
+
+
+def with_values_of(checkpoint, model):
+    """The model, with the values that a checkpoint of CTranslate2 stands for."""
+    state, whisper = model.state_dict(), ARCHITECTURES["whisper"]
+    for parameter in parameter_shapes(checkpoint.config):
+        (source,) = checkpoint.sources(parameter)
+        rows = checkpoint.read(source, 0, checkpoint.shape(source)[0])
+        names = tensor_names(parameter, whisper.folder_tensors)
+        for name, part in zip(names, np.split(rows, len(names)), strict=True):
+            if name in state:
+                into = state[name]
+                part = part.reshape(into.shape[0], into.shape[2], -1).swapaxes(1, 2) if into.ndim == 3 else part
+                into.copy_(torch.tensor(part))
+    return model
+
+
+def whisper_base():
+    """Whisper base as CTranslate2 has it, and as transformers runs it with the same weights."""
+    folder = reference_folder("whisper-base")
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.config
+    encoder = config.encoder
+    model = WhisperForConditionalGeneration(
+        WhisperConfig(
+            **{"vocab_size": config.vocab_size, "d_model": config.hidden_size, "num_mel_bins": encoder.bands},
+            **{"encoder_layers": encoder.num_layers, "encoder_attention_heads": encoder.num_heads},
+            **{"decoder_layers": config.num_layers, "decoder_attention_heads": config.num_heads},
+            **{"encoder_ffn_dim": encoder.intermediate_size, "decoder_ffn_dim": config.intermediate_size},
+            **{"eos_token_id": 50257, "pad_token_id": 50257, "bos_token_id": 50257, "decoder_start_token_id": 50258},
+            begin_suppress_tokens=None,
+        )
+    ).eval()
+    return folder, with_values_of(checkpoint, model)
+
+
+def test_whisper_base_writes_what_transformers_writes():
+    av = pytest.importorskip("av")
+    sounds = Path(__file__).parents[3] / "shared/data/audio/jfk.flac"
+    if not sounds.is_file():
+        pytest.skip(f"there is no {sounds}")
+    folder, model = whisper_base()
+    lm = specbeam.load(folder, dtype="float32")
+    features = WhisperFeatureExtractor()(samples(av, sounds), sampling_rate=16_000).input_features[0]
+    with torch.no_grad():
+        states = model.model.encoder(torch.tensor(features)[None]).last_hidden_state[0].numpy()
+    distance = np.abs(lm.backend.states(features) - states)  # states are up to 24; both are 5e-4 off in float32
+    assert np.quantile(distance, 0.999) < 1e-4
+    assert distance.max() < 2e-3
+    names = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
+    prompt = [lm.tokenizer.get_vocab()[name] for name in names]
+    for beams in (1, 5):
+        options = {"max_new_tokens": 100} | ({"num_beams": beams, "num_return_sequences": beams} if beams > 1 else {})
+        expected, scores = of_transformers(model, features, prompt, **options, **lm.generation_defaults)
+        ((first, *others),) = run(lm, [features], options, prompt)
+        assert "ask what you can do for your country" in lm.decode(first[0])
+        for (tokens, score), theirs, of_theirs in zip((first, *others), expected, scores, strict=True):
+            assert tokens == theirs[: len(tokens)]
+            assert beams == 1 or score == pytest.approx(of_theirs, abs=1e-4)
+
+
+def samples(av, file):
+    """The sound in a file, float32 [n] at 16 kHz."""
+    resampler = av.AudioResampler(format="s16", layout="mono", rate=16_000)
+    with av.open(str(file)) as opened:
+        frames = [part for frame in (*opened.decode(audio=0), None) for part in resampler.resample(frame)]
+    return np.concatenate([frame.to_ndarray()[0] for frame in frames]).astype(np.float32) / 2**15

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -60,6 +60,11 @@ class Architecture:
         folder_zeros: ends of the names of biases that a folder leaves out, because they are zeros.
         folder_norm_offset: added to the norm weights of a folder. In GGUF files it is added already.
         gguf_interleaves_rope: GGUF files interleave the two halves of each query and key head.
+        ctranslate2_spec, ctranslate2_revision: the specification in files of CTranslate2, and its revision; None if
+            there is none.
+        ctranslate2_tensors: the names of modules in these files, as in ``folder_tensors``.
+        ctranslate2_ignored: tensors in these files that are no parameters.
+        ctranslate2_numbers: the numbers in these files, with the value that a model must have; None for any.
     """
 
     name: ClassVar[str]
@@ -102,6 +107,11 @@ class Architecture:
     folder_zeros: ClassVar[tuple[str, ...]] = ()
     folder_norm_offset: ClassVar[float] = 0.0
     gguf_interleaves_rope: ClassVar[bool] = False
+    ctranslate2_spec: ClassVar[str | None] = None
+    ctranslate2_revision: ClassVar[int] = 0
+    ctranslate2_tensors: ClassVar[dict[str, str]] = {}
+    ctranslate2_ignored: ClassVar[tuple[str, ...]] = ()
+    ctranslate2_numbers: ClassVar[dict[str, float | None]] = {}
 
     @property
     def has_rope(self) -> bool:
@@ -138,6 +148,21 @@ class Architecture:
             metadata: the file's keys for this architecture.
         """
         return config
+
+    def keys_of_ctranslate2(
+        self, shape: Callable[[str, int], tuple[int, ...]], numbers: Mapping[str, float], names: Iterable[str]
+    ) -> dict[str, Any]:
+        """What the config.json of a model would say, by the shapes in its file of CTranslate2.
+
+        Args:
+            shape: the shape of a variable, which must have a number of dimensions.
+            numbers: the variables that are one number.
+            names: of all variables.
+
+        Raises:
+            SpecbeamError: there is no such variable or number.
+        """
+        raise NotImplementedError
 
     def stores_transposed(self, source: str) -> bool:
         """Whether a folder stores this tensor as [in, out]."""
@@ -179,7 +204,9 @@ def tensor_names(parameter: str, modules: Mapping[str, str]) -> list[str]:
     """
     module, _, kind = parameter.rpartition(".")
     block = re.fullmatch(r"(.*\bblocks\.)(\d+)(\..*)", module)
-    theirs = re.sub(r"\bN\b", block[2], modules[f"{block[1]}N{block[3]}"]) if block else modules[module]
+    theirs = modules[f"{block[1]}N{block[3]}"] if block else modules[module]
+    if block:
+        theirs = re.sub(r"(?<![^\W_])N\b", block[2], theirs)
     several = re.fullmatch(r"(.*)\{(.*)\}(.*)", theirs)
     stacked = [several[1] + part + several[3] for part in several[2].split(",")] if several else [theirs]
     return [f"{name}.{kind}" for name in stacked]

@@ -45,6 +45,10 @@ class TorchBackend(TensorBackend):
         self.precision = choose_dtype(dtype, self.device, checkpoint.dtype)
         self.dtype: torch.dtype = getattr(torch, self.precision)
         config = checkpoint.config
+        if config.encoder is not None:
+            raise SpecbeamError(
+                f"{checkpoint.path} has an encoder, which the torch backend lacks: give backend='cpu' or 'transformers'"
+            )
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.window = config.window

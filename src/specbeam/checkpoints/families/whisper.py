@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from specbeam.checkpoints.architecture import Architecture, require_whole_heads
 from specbeam.checkpoints.config import Config, Layer, size
@@ -93,6 +95,46 @@ class Whisper(Architecture):
         "encoder.norm": "model.encoder.layer_norm",
     }
     folder_zeros = ("k_proj.bias",)
+    ctranslate2_spec = "WhisperSpec"
+    ctranslate2_revision = 3
+    ctranslate2_tensors: ClassVar = {
+        "embedding": "decoder/embeddings",
+        "positions": "decoder/position_encodings",
+        "blocks.N.attention_norm": "decoder/layer_N/self_attention/layer_norm",
+        "blocks.N.attention.qkv": "decoder/layer_N/self_attention/linear_0",
+        "blocks.N.attention.output": "decoder/layer_N/self_attention/linear_1",
+        "blocks.N.cross_attention_norm": "decoder/layer_N/attention/layer_norm",
+        "blocks.N.cross_attention.query": "decoder/layer_N/attention/linear_0",
+        "blocks.N.cross_attention.key_value": "decoder/layer_N/attention/linear_1",
+        "blocks.N.cross_attention.output": "decoder/layer_N/attention/linear_2",
+        "blocks.N.mlp_norm": "decoder/layer_N/ffn/layer_norm",
+        "blocks.N.mlp.up": "decoder/layer_N/ffn/linear_0",
+        "blocks.N.mlp.down": "decoder/layer_N/ffn/linear_1",
+        "norm": "decoder/layer_norm",
+        "head": "decoder/projection",
+        "encoder.conv1": "encoder/conv1",
+        "encoder.conv2": "encoder/conv2",
+        "encoder.positions": "encoder/position_encodings",
+        "encoder.blocks.N.attention_norm": "encoder/layer_N/self_attention/layer_norm",
+        "encoder.blocks.N.attention.qkv": "encoder/layer_N/self_attention/linear_0",
+        "encoder.blocks.N.attention.output": "encoder/layer_N/self_attention/linear_1",
+        "encoder.blocks.N.mlp_norm": "encoder/layer_N/ffn/layer_norm",
+        "encoder.blocks.N.mlp.up": "encoder/layer_N/ffn/linear_0",
+        "encoder.blocks.N.mlp.down": "encoder/layer_N/ffn/linear_1",
+        "encoder.norm": "encoder/layer_norm",
+    }
+    ctranslate2_ignored = ("decoder/alignment_heads",)
+    ctranslate2_numbers: ClassVar = {
+        "encoder/num_heads": None,
+        "decoder/num_heads": None,
+        "decoder/activation": 3,  # GELU
+        "decoder/pre_norm": 1,
+        "decoder/alibi": 0,
+        "decoder/scale_embeddings": 0,
+        "decoder/start_from_zero_embedding": 0,
+        "decoder/alignment_heads": None,
+        "decoder/alignment_layer": None,
+    }
 
     def derive(self, given: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
@@ -120,6 +162,21 @@ class Whisper(Architecture):
             bands=None,
             encoder=encoder,
         )
+
+    def keys_of_ctranslate2(
+        self, shape: Callable[[str, int], tuple[int, ...]], numbers: Mapping[str, float], names: Iterable[str]
+    ) -> dict[str, Any]:
+        vocab_size, hidden = shape("decoder/embeddings/weight", 2)
+        keys = {"vocab_size": vocab_size, "d_model": hidden, "num_mel_bins": shape("encoder/conv1/weight", 3)[1]}
+        for part, positions in (("encoder", "max_source_positions"), ("decoder", "max_target_positions")):
+            numbered = {int(m[1]) for name in names if (m := re.match(rf"{part}/layer_(\d{{1,9}})/", name))}
+            keys |= {
+                positions: shape(f"{part}/position_encodings/encodings", 2)[0],
+                f"{part}_layers": len(numbered),
+                f"{part}_attention_heads": int(numbers.get(f"{part}/num_heads", 0)),
+                f"{part}_ffn_dim": shape(f"{part}/layer_0/ffn/linear_0/weight", 2)[0],
+            }
+        return keys
 
     def stores_filters(self, source: str) -> bool:
         return ".conv" in source and source.endswith(".weight")
