@@ -108,7 +108,7 @@ class ModelState:
 
     @property
     def used(self) -> int:
-        """Slots in use, those of the encoder's output included."""
+        """Slots in use, of the tree and of the encoder's output."""
         return self.slots.used + (0 if self._source_slots is None else self._source_slots.used)
 
     @property

@@ -147,7 +147,7 @@ class Cache {
     if (start < end) (void)madvise(data + start, end - start, MADV_DONTNEED);
   }
 
-  // A head's keys and values in the first block. A layer is one of those that the cache holds.
+  // A head's keys and values in the first block. layer: its number in the cache
   uint8_t *first_block(int64_t layer, int64_t kv_head) const { return data + (layer * heads + kv_head) * head; }
   // Bytes from the first block to the panel of a slot's key, and to a slot's value.
   int64_t panel_at(uint64_t slot) const {

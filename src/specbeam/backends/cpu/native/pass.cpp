@@ -22,7 +22,7 @@ struct Workspace {
   Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts;
   std::vector<int32_t> segment_of, row_in;  // by node
   std::vector<int64_t> going;               // the nodes that a layer computes further, ascending
-  Tiling nodes, cross;                      // the rows are all nodes; those that go on
+  Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
   std::vector<Segment> sources;             // for each segment, what its nodes see in cross-attention
   std::vector<int64_t> last_positions;      // of its source, by node
   std::vector<AttentionItem> attention_items;
