@@ -184,7 +184,7 @@ class LanguageModel:
 def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, SpecbeamError | None]:
     """The backend for a checkpoint on this machine, and the reason if one would expect another backend."""
     try:
-        on_pytorch = "torch" if checkpoint.config.encoder is None else "transformers"
+        _ = checkpoint.config
     except Unsupported as error:
         return "transformers", error
     from specbeam.backends.cpu.library import choose_isa, library
@@ -192,14 +192,14 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
 
     halves = placement.dtype not in ("auto", "float32")
     if placement.quantize == "auto" and (halves or choose_device(placement.device) != "cpu"):
-        return on_pytorch, None
+        return "torch", None
     try:
         library(choose_isa())
         return "cpu", None
     except SpecbeamError as error:
         if placement.quantize != "auto":
             raise
-        return on_pytorch, error
+        return "torch", error
 
 
 def _weight_format(placement: Placement) -> str:

@@ -1,4 +1,4 @@
-"""Whisper in the native kernels, against transformers on the same features."""
+"""Whisper in the native kernels and in PyTorch, against transformers on the same features."""
 
 from dataclasses import replace
 from functools import cache
@@ -51,9 +51,10 @@ def pair(save):
     """The same model twice: as transformers runs it and as we do."""
 
     @cache
-    def pair(seed=0, quantize="float32", **changes):
+    def pair(seed=0, quantize="float32", backend="cpu", **changes):
         model = random_whisper(seed, **changes)
-        return model, specbeam.load(save(model, byte_tokenizer()), backend="cpu", quantize=quantize)
+        how = {"quantize": quantize} if backend == "cpu" else {"device": "cpu", "dtype": quantize}
+        return model, specbeam.load(save(model, byte_tokenizer()), backend=backend, **how)
 
     return pair
 
@@ -90,9 +91,10 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_states_and_logits_equal_those_of_transformers(pair, shape):
-    model, lm = pair(**SHAPES[shape])
+def test_states_and_logits_equal_those_of_transformers(pair, shape, backend):
+    model, lm = pair(backend=backend, **SHAPES[shape])
     features = sound(positions=model.config.max_source_positions)
     tokens = [START, *range(20)]
     with torch.no_grad():
@@ -131,10 +133,11 @@ def test_quantized_weights_give_near_logits_and_keep_convolutions(pair, quantize
     assert parts["encoder.blocks.0.mlp.up.weight"][0].format != 0
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("beams", [1, 2, 3, 4])
-def test_sequences_equal_those_of_transformers(pair, beams):
+def test_sequences_equal_those_of_transformers(pair, beams, backend):
     for seed in range(3):
-        model, lm = pair(seed)
+        model, lm = pair(seed, backend=backend)
         options = {"max_new_tokens": 20} | ({"num_beams": beams, "num_return_sequences": beams} if beams > 1 else {})
         sounds = [sound(i) for i in range(4)]
         for features, found in zip(sounds, run(lm, sounds, options), strict=True):
@@ -240,8 +243,6 @@ def test_what_cannot_be_is_one_line(pair, tiny, save):
     with pytest.raises(RuntimeError, match="another shape than the encoder reads"):
         lm.backend.states(sound(positions=7))
     folder = save(random_whisper(), byte_tokenizer())
-    with pytest.raises(SpecbeamError, match="has an encoder, which the torch backend lacks"):
-        specbeam.load(folder, backend="torch")
     rewrite(folder, "config.json", decoder_attention_heads=5)
     with pytest.raises(SpecbeamError, match="no multiple of its 5 heads"):
         specbeam.load(folder, backend="cpu")

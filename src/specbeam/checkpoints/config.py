@@ -223,6 +223,13 @@ class Config:
         return json.dumps({f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}, sort_keys=True)
 
     @property
+    def features_shape(self) -> tuple[int, int] | None:
+        """The bands and frames of the sound that the encoder reads; None without such an encoder."""
+        if self.encoder is None or self.encoder.bands is None:
+            return None
+        return self.encoder.bands, 2 * self.encoder.context_length
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

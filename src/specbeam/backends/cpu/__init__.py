@@ -81,7 +81,7 @@ class CpuBackend(Backend):
         # Not at exit: there a daemon thread may still be using it.
         weakref.finalize(self, self._library.specbeam_model_delete, self._model).atexit = False
         encoder = config.encoder
-        self.features_shape = None if encoder is None else (encoder.bands or 0, 2 * encoder.context_length)
+        self.features_shape = config.features_shape
         self._states_shape = None if encoder is None else (encoder.context_length, encoder.hidden_size)
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
