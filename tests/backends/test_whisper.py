@@ -13,6 +13,7 @@ from transformers import GenerationMixin, WhisperConfig, WhisperFeatureExtractor
 
 import specbeam
 from specbeam import Engine, SpecbeamError, hf
+from specbeam.backends.cpu import CpuBackend
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import tensor_names
@@ -20,6 +21,7 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.tree import NO_NODES, Tree
+from tests.backends.test_cpu import ALIKE
 from tests.conftest import EOS, byte_tokenizer, examples, prompt_and_beam_options, reference_folder, rewrite
 
 START, PAD, BANDS, POSITIONS = 256, 258, 8, 30
@@ -177,6 +179,24 @@ def test_batches_chunks_drafts_and_preemption_change_no_bit(pair, options, quant
     for draft in (None, "ngram", lm, near):
         for limits in ({}, {"max_batch_tokens": 4}, {"max_cache_tokens": 100, "max_requests": 3}):
             assert run(lm, sounds, options, prompt, draft, **limits) == alone
+
+
+@pytest.mark.parametrize("quantize", ["float32", "int8", "int4"])
+def test_threads_and_instruction_sets_change_no_bit(save, quantize):
+    model = random_whisper(max_source_positions=600)
+    checkpoint, features = open_checkpoint(save(model, byte_tokenizer())), sound(positions=600)
+    tree, found = Tree([START, 1, 2, 3]), []
+    for isa, threads in [("", 3), *((isa, 1) for isa in ALIKE)]:
+        backend = CpuBackend(checkpoint, quantize, threads, isa)
+        found.append((backend.states(features), logits(backend, tree, np.arange(4), features)))
+    for states, of_nodes in found[1:]:
+        np.testing.assert_array_equal(states, found[0][0])
+        np.testing.assert_array_equal(of_nodes, found[0][1])
+    backend = CpuBackend(checkpoint, quantize, isa="portable")
+    with torch.no_grad():
+        expected = model.model.encoder(torch.tensor(features)[None]).last_hidden_state[0].numpy()
+    likeness = np.corrcoef(backend.states(features).ravel(), expected.ravel())[0, 1]
+    assert likeness > {"float32": 1 - 1e-6, "int8": 0.99, "int4": 0.7}[quantize]
 
 
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):

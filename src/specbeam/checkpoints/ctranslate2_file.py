@@ -69,7 +69,7 @@ class Variable(NamedTuple):
         if self.scales is None:
             return values
         scales = self.scales if self.scales.size == 1 else self.scales[start:stop]
-        with np.errstate(divide="ignore", invalid="ignore"):  # a scale of 0 makes weights that are refused
+        with np.errstate(all="ignore"):  # scales that are too small make weights that are refused
             return values / scales.reshape(-1, *[1] * (values.ndim - 1))
 
 

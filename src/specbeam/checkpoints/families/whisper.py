@@ -148,7 +148,7 @@ class Whisper(Architecture):
             bands=given.num_mel_bins,
         )
         heads = given.decoder_attention_heads
-        for number in (config.num_heads, heads):
+        for number in (config.num_heads, size("decoder_attention_heads", heads)):
             require_whole_heads(SimpleNamespace(hidden_size=config.hidden_size, num_attention_heads=number))
         return replace(
             encoder,
@@ -173,7 +173,7 @@ class Whisper(Architecture):
             keys |= {
                 positions: shape(f"{part}/position_encodings/encodings", 2)[0],
                 f"{part}_layers": len(numbered),
-                f"{part}_attention_heads": int(numbers.get(f"{part}/num_heads", 0)),
+                f"{part}_attention_heads": int(numbers[f"{part}/num_heads"]),
                 f"{part}_ffn_dim": shape(f"{part}/layer_0/ffn/linear_0/weight", 2)[0],
             }
         return keys
