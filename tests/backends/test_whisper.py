@@ -199,6 +199,25 @@ def test_threads_and_instruction_sets_change_no_bit(save, quantize):
     assert likeness > {"float32": 1 - 1e-6, "int8": 0.99, "int4": 0.7}[quantize]
 
 
+def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monkeypatch):
+    _, lm = pair()
+    read, encode = [], lm.backend.encode
+    monkeypatch.setattr(
+        lm.backend, "encode", lambda sources, slots: read.append(len(sources)) or encode(sources, slots)
+    )
+    engine = Engine(lm)
+    requests = [engine.submit(PROMPT, {"max_new_tokens": 12}, features=sound())]
+    engine.step()
+    requests += [engine.submit(PROMPT, {"max_new_tokens": 12}, features=sound()) for _ in range(3)]
+    for number in range(3):
+        assert read == [1] * (number + 1)
+        engine.step()
+    engine.run()
+    assert len({tuple(request.result().token_ids) for request in requests}) == 1
+    run(lm, [sound()] * 3, {"max_new_tokens": 2})
+    assert read == [1, 1, 1, 1, 3]
+
+
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):
     _, lm = pair()
     engine = Engine(lm, max_cache_tokens=100)

@@ -100,6 +100,11 @@ class ModelState:
         """What the encoder has to read before the next pass: token ids or features. None if there is nothing."""
         return self._encoder_reads if self.source is None else None
 
+    @property
+    def is_to_hear(self) -> bool:
+        """Whether the encoder has to read sound before the next pass."""
+        return self.source is None and isinstance(self._encoder_reads, np.ndarray)
+
     def place_source(self) -> Ints:
         """Give the encoder's output slots, int64 [n]. It gets none where the backend keeps it elsewhere."""
         if (own := self._source_slots) is None:

@@ -119,7 +119,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(self.head_dim, config) if config.qk_norm else None
         self.k_norm = Norm(self.head_dim, config) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment] | None) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment]) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -127,7 +127,7 @@ class Attention(nn.Module):
         if self.rope is not None:
             qk = rotate(qk, *rotations[self.rope])
         q, k = qk[:, : self.heads], qk[:, self.heads :]
-        if segments is None:
+        if not segments:  # an encoder's rows are its positions, which all see each other
             k, v = k.transpose(0, 1), v.transpose(0, 1)
             return self.output(attend(q, k, v, None, self.scale, self.softcap))
         outs = []
@@ -203,27 +203,34 @@ class Block(nn.Module):
         self.attention_norm = Norm(config.hidden_size, config)
         self.attention = Attention(config, layer)
         self.post_attention_norm = Norm(config.hidden_size, config) if config.post_norms else None
-        self.cross_attention_norm = self.cross_attention = None
-        if config.encoder is not None:
-            self.cross_attention_norm = Norm(config.hidden_size, config)
-            self.cross_attention = CrossAttention(config, config.encoder, layer)
         self.mlp_norm = Norm(config.hidden_size, config) if config.mlp_norm else None
         self.mlp: GatedMLP | MLP = GatedMLP(config) if config.gated_mlp else MLP(config)
         self.post_mlp_norm = Norm(config.hidden_size, config) if config.post_norms else None
 
-    def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment] | None) -> Tensor:
-        """The layer's output. Without segments the rows are an encoder's positions, which all see each other."""
+    def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment]) -> Tensor:
         normed = self.attention_norm(x)
         attended = self.attention(normed, rotations, segments)
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
         y = x + attended
-        if self.cross_attention_norm is not None and self.cross_attention is not None and segments is not None:
-            y = y + self.cross_attention(self.cross_attention_norm(y), segments)
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x if self.parallel else y)
         out = self.mlp(normed)
         return y + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
+
+
+class CrossBlock(Block):
+    """A block that attends to an encoder's output, too."""
+
+    def __init__(self, config: Config, encoder: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.cross_attention_norm = Norm(config.hidden_size, config)
+        self.cross_attention = CrossAttention(config, encoder, layer)
+
+    def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotations, segments)
+        x = x + self.cross_attention(self.cross_attention_norm(x), segments)
+        return x + self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
 
 
 class Encoder(nn.Module):
@@ -243,7 +250,7 @@ class Encoder(nn.Module):
         x = convolve(convolve(features, self.conv1, 1, self.activation), self.conv2, 2, self.activation)
         x = x.t() + self.positions.weight
         for block in self.blocks:
-            x = block(x, {}, None)
+            x = block(x, {}, [])
         return self.norm(x)
 
 
@@ -261,7 +268,8 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = Weights(config.vocab_size, config.hidden_size)
         self.positions = Weights(config.context_length, config.hidden_size) if config.learned_positions else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        block = Block if config.encoder is None else partial(CrossBlock, encoder=config.encoder)
+        self.blocks = nn.ModuleList(block(config, layer=layer) for layer in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config)
         self.head = self.embedding if config.tied_head else Weights(config.vocab_size, config.hidden_size)
         self.encoder = None if config.encoder is None else Encoder(config.encoder)
@@ -292,7 +300,7 @@ class Transformer(nn.Module):
     def place(self, states: Tensor, store: KeyValues, slots: slice | Tensor) -> None:
         """Write the keys and values of all layers for an encoder's output [n, features] into n slots."""
         for block in self.blocks:
-            if isinstance(block, Block) and block.cross_attention is not None:
+            if isinstance(block, CrossBlock):
                 block.cross_attention.place(states, store, slots)
 
     def _rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
