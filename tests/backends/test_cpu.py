@@ -481,6 +481,8 @@ def new_model(size, **changes):
         ({"layers": 2**31 - 1}, "too many layers"),
         ({"heads": 2**20, "head_dim": 2**20}, "too wide"),
         ({"gated": 2}, "a flag"),
+        ({"bands": -1}, "the frames of sound"),
+        ({"bands": 2**62}, "the frames of sound"),
         ({"norm_eps": float("nan")}, "not finite"),
     ],
 )

@@ -101,7 +101,7 @@ class ModelState:
         return self._encoder_reads if self.source is None else None
 
     @property
-    def is_to_hear(self) -> bool:
+    def has_unread_sound(self) -> bool:
         """Whether the encoder has to read sound before the next pass."""
         return self.source is None and isinstance(self._encoder_reads, np.ndarray)
 

@@ -241,11 +241,11 @@ class Scheduler:
         """
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         live = [request for request in self._live if not request.done]
-        writing = any(not request.model.is_to_hear for request in live)
+        writing = any(not request.model.has_unread_sound for request in live)
         heard = 0
         for place, request in enumerate(live):
             waits = request.model.slots.is_fresh and request.await_prefix(live[:place])
-            if request.model.is_to_hear:  # an encoder of sound takes long, and the others wait
+            if request.model.has_unread_sound:  # an encoder of sound takes long, and the others wait
                 waits |= writing and heard > 0
                 heard += 1
             if not (request.done or waits):

@@ -11,8 +11,9 @@ const char *wrong(const ModelConfig &c) {
   for (int64_t size : {c.vocab, c.hidden, c.inner, c.layers, c.heads, c.kv_heads, c.head_dim, c.context})
     if (size < 1 || size > INT32_MAX) return "a size is not between 1 and 2^31 - 1";
   if (c.layers > MAX_LAYERS) return "there are too many layers";
-  if (c.bands < 0 || c.bands > INT32_MAX / 3 || (c.bands && c.hidden > INT32_MAX / 3) || c.context > INT32_MAX / 4)
-    return "the frames of sound are too large";
+  if (c.bands < 0 || c.bands > INT32_MAX ||
+      (c.bands && std::max({3 * c.bands, 3 * c.hidden, 2 * c.context}) > INT32_MAX))
+    return "the frames of sound are too large, or too many";
   if (c.heads % c.kv_heads) return "the number of heads is not a multiple of the number of key heads";
   if (c.heads > INT32_MAX / 3 / c.head_dim || c.inner > INT32_MAX / 2) return "a layer is too wide";
   if (c.activation < SILU || c.activation > GELU_TANH) return "the activation is not known";

@@ -385,8 +385,8 @@ struct Pass {
   // features: [bands, 2 * nodes]; states: [nodes, hidden]
   void encode(const float *features, float *states) {
     const int64_t frames = 2 * nodes;
-    float *padded =
-        room(space.normed, (frames + 2) * c.bands);  // by frame, with zeros before the first and after the last
+    // Frame by frame, with zeros before the first one and after the last one.
+    float *padded = room(space.normed, (frames + 2) * c.bands);
     float *between = room(space.attended, (frames + 2) * c.hidden), *x = room(space.x, nodes * c.hidden);
     const auto pad = [frames](float *frame, int64_t size) {
       std::fill_n(frame, size, 0.0f), std::fill_n(frame + (frames + 1) * size, size, 0.0f);
