@@ -356,6 +356,12 @@ def reference_model(name):
     pytest.skip(f"{name} is not on this machine: fetch the reference models")
 
 
+def reference_folder(name):
+    """The folder of a real model, or a skip that says how to get it."""
+    folder = Path(os.environ.get("SPECBEAM_REFERENCE_MODELS", Path.home() / ".cache/specbeam-reference-models")) / name
+    return folder if folder.is_dir() else pytest.skip(f"{name} is not on this machine: fetch the reference models")
+
+
 @pytest.fixture(scope="module")
 def browser():
     """Chromium, for the tests of pages."""

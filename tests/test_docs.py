@@ -30,6 +30,7 @@ from specbeam.option_names import OTHER_NAMES
 from specbeam.plugins import GROUPS
 from specbeam.server.chat import ChatRequest
 from tests.backends.test_encoder_decoder import make
+from tests.backends.test_whisper import random_whisper
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
 from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
 from tests.server.conftest import serving
@@ -45,7 +46,7 @@ SHORT = {
     "study": {"decode.max_new_tokens": "4", "data.limit": "2"},
 }
 """The sizes that commands have in these tests."""
-KINDS = {"opus-mt": "translator", "adapter-": "adapter", "gpt2": "gpt2"}
+KINDS = {"opus-mt": "translator", "adapter-": "adapter", "gpt2": "gpt2", "whisper": "speech"}
 """The stand-in of a model, by a part of its name."""
 
 
@@ -58,7 +59,8 @@ def stand_ins(save, tmp_path_factory):
     translator = save(make("marian", max_position_embeddings=1024, forced_eos_token_id=EOS))
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(causal), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(adapter := tmp_path_factory.mktemp("adapter"))
-    return {"causal": causal, "gpt2": gpt2, "translator": translator, "adapter": adapter}
+    speech = save(random_whisper(max_target_positions=448), byte_tokenizer())
+    return {"causal": causal, "gpt2": gpt2, "translator": translator, "adapter": adapter, "speech": speech}
 
 
 @pytest.fixture

@@ -66,11 +66,11 @@ class Model:
         self.device = backend.device
         self.windows: set[int | None] = {None}
         self.forward: Forward
+        if backend.start_token_ids is not None or backend.features_shape is not None:
+            raise SpecbeamError("the model has an encoder, which this rung does not know")
         if isinstance(backend, TorchBackend):
             self.windows |= {layer.window for layer in backend.model.config.layers}
             self.forward = backend.model
-        elif backend.start_token_ids is not None:
-            raise SpecbeamError("the model has an encoder, which this rung does not know")
         elif compiled:
             raise SpecbeamError(f"the model runs on the {backend.name} backend, and only torch's passes are compiled")
         else:

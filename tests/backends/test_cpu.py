@@ -470,7 +470,7 @@ def new_model(size, **changes):
     """A native model with all sizes the same, and why it was refused."""
     names = ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context")
     config, made = ModelConfigStruct(**(dict.fromkeys(names, size) | changes)), ctypes.c_void_p()
-    return made, library().specbeam_model_new(ctypes.byref(config), 1, ctypes.byref(made))
+    return made, library().specbeam_model_new(ctypes.byref(config), None, 1, ctypes.byref(made))
 
 
 @pytest.mark.parametrize(
@@ -481,6 +481,8 @@ def new_model(size, **changes):
         ({"layers": 2**31 - 1}, "too many layers"),
         ({"heads": 2**20, "head_dim": 2**20}, "too wide"),
         ({"gated": 2}, "a flag"),
+        ({"bands": -1}, "the frames of sound"),
+        ({"bands": 2**62}, "the frames of sound"),
         ({"norm_eps": float("nan")}, "not finite"),
     ],
 )

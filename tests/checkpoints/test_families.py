@@ -14,7 +14,9 @@ from tests.written import random_tensors
 
 def test_every_architecture_is_compared_with_transformers():
     compared = {ARCHITECTURES[architecture].get("model_type", architecture) for architecture, _ in FAMILIES.values()}
-    assert compared == set(families.ARCHITECTURES)
+    with_encoders = {name for name, one in families.ARCHITECTURES.items() if "encoder.norm" in one.folder_tensors}
+    assert compared | with_encoders == set(families.ARCHITECTURES)
+    assert with_encoders == {"whisper"}  # tests/backends/test_whisper.py
 
 
 @pytest.mark.parametrize("family", FAMILIES)

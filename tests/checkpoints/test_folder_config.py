@@ -24,6 +24,11 @@ OLDER_NAMES = {
     *("rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "sliding_window_pattern"),
     *("rope_local_base_freq", "n_embd", "n_layer", "n_head", "n_positions", "layer_types", "no_rope_layers"),
 }
+WHISPER = {
+    **{"model_type": "whisper", "vocab_size": 259, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 30},
+    **{"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "suppress_tokens": [7]},
+    **{"decoder_layers": 3, "decoder_attention_heads": 2, "decoder_ffn_dim": 40, "max_target_positions": 64},
+}
 VALUES = [
     *(None, True, False, 0, 1, 2, 3, 5, 7, 64, -1, 1.0, 0.5, 1e-5, "x", "silu", "4", [], [1], [1.0, 2.0], {}),
     *(["full_attention"] * 3, ["sliding_attention", "full_attention", "attention"]),
@@ -56,6 +61,7 @@ def by_us(given):
 @cache
 def whole_files():
     files = [json.loads(seed)["config"] for seed in seeds()]
+    files += [WHISPER, transformers.WhisperConfig(**WHISPER).to_dict()]
     return [file for file in files if file["model_type"] in ARCHITECTURES]
 
 

@@ -12,6 +12,7 @@ HARNESSES = (
     "native_tokenizer",
     "safetensors_index",
     "safetensors_header",
+    "ctranslate2_file",
     "batch_rows",
     "prompts_file",
     "study_data",

@@ -31,7 +31,7 @@ class Segment:
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
         source: the result of :meth:`EncodingBackend.encode` for the tree, or what was given to the engine instead. None
-            for models without an encoder otherwise.
+            for models without an encoder otherwise. Every node sees all of it.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
     """
 
@@ -74,7 +74,10 @@ class Backend(Protocol):
     has_threads: bool = False
     """Whether its passes run on its own threads, not on PyTorch's."""
     start_token_ids: list[int] | None = None
-    """The first tokens of every sequence of a model with an encoder. None for others, which begin with the prompt."""
+    """The first tokens of every sequence of a model whose encoder reads the prompt. None for others, which begin with
+    the prompt."""
+    features_shape: tuple[int, int] | None = None
+    """The bands and frames of the sound that its encoder reads. None for a model that reads no sound."""
 
     def reserve(self, slots: int) -> None:
         """Make room in the KV cache for at least this many slots, numbered from 0, and keep what is stored.
@@ -153,11 +156,15 @@ class AheadBackend(Backend, Protocol):
 class EncodingBackend(Backend, Protocol):
     """A backend whose model has an encoder."""
 
-    def encode(self, sources: list[list[int]]) -> list[Any]:
-        """Run the encoder over prompts, before the first pass of their trees.
+    def source_slots(self, source: Any) -> int:
+        """The slots of the KV cache that hold a source. 0 if the backend keeps sources elsewhere."""
+
+    def encode(self, sources: Sequence[Any], slots: Sequence[NDArray[np.int64]]) -> list[Any]:
+        """Run the encoder over sources, before the first pass of their trees.
 
         Args:
-            sources: the prompts' token ids.
+            sources: prompts' token ids; or features of sound, float32 ``features_shape``.
+            slots: where each of them goes, int64 [``source_slots``].
 
         Returns:
             The ``source`` of each tree's segments.

@@ -1,12 +1,14 @@
-"""Encoder-decoder models of transformers (T5, Marian, ...): the encoder reads, the decoder is the tree."""
+"""Encoder-decoder models of transformers (T5, Marian, Whisper, ...): the encoder reads, the decoder is the tree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache
@@ -25,7 +27,7 @@ MAX_ENCODED_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A prompt that the encoder has read.
+    """A prompt, or sound, that the encoder has read.
 
     Attributes:
         states: the encoder's output, [1, tokens, features].
@@ -47,29 +49,40 @@ class EncoderDecoderBackend(TransformersBackend):
     def __init__(self, model: Any) -> None:
         self._decoder = model.get_decoder()
         self._positions = DecoderPositions(self._decoder)
+        if model.config.model_type == "whisper":
+            self.features_shape = model.config.num_mel_bins, 2 * model.config.max_source_positions
         start = model.generation_config.decoder_start_token_id
         start = model.generation_config.bos_token_id if start is None else start
         self.start_token_ids: list[int] | None = [start] if isinstance(start, int) else start
+        if self.features_shape is not None:  # a transcript begins with the prompt
+            self.start_token_ids = None
         super().__init__(model)
 
     def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
-        if self.model.main_input_name != "input_ids":
+        reads_sound = self.features_shape is not None
+        if self.model.main_input_name != "input_ids" and not reads_sound:
             return f"its encoder reads {self.model.main_input_name}, not text"
         if not self.model._supports_attention_backend and not self.model._supports_sdpa:
             return "its attention does not follow the mask it is given"
         if not self._positions.can_be_given:
             return "its decoder's positions cannot be those of a tree"
-        if not self.start_token_ids:
+        if not (self.start_token_ids or reads_sound):
             return "it has no decoder_start_token_id"
         return None
 
     def _source_to_measure(self) -> Source:
-        (source,) = self.encode([[0]])
+        (source,) = self.encode([[0] if self.features_shape is None else np.zeros(self.features_shape, np.float32)])
         return source
 
+    def source_slots(self, source: Any) -> int:
+        return 0
+
     @torch.no_grad()
-    def encode(self, sources: list[list[int]]) -> list[Source]:
+    def encode(self, sources: Sequence[Any], slots: Sequence[NDArray[np.int64]] = ()) -> list[Source]:
         found: dict[int, Source] = {}
+        if self.features_shape is not None:
+            with self._one_pass:
+                return [self._attended([self._states_of_sound(source)])[0] for source in sources]
         with self._one_pass:
             for numbers in _of_like_length(sources):
                 together = [sources[number] for number in numbers]
@@ -82,6 +95,12 @@ class EncoderDecoderBackend(TransformersBackend):
         """Prompts as the encoder has read them, from its output for each of them, [tokens, features]."""
         with self._one_pass:
             return self._attended(states)
+
+    def _states_of_sound(self, features: NDArray[np.float32]) -> Tensor:
+        """The encoder's output for features [bands, frames], [positions, features]."""
+        read = to_device(features[None], self.device).to(self.dtype)
+        states: Tensor = self.model.get_encoder()(read).last_hidden_state[0]
+        return states
 
     def _states_of(self, sources: list[list[int]]) -> Tensor:
         """The encoder's output for some prompts, [prompts, tokens of the longest, features]."""
@@ -120,6 +139,8 @@ class EncoderDecoderBackend(TransformersBackend):
         ]
 
     def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
+        if self.features_shape is not None and len(segments) > 1:  # its cross-attention takes no mask
+            return self._one_by_one(segments, views, keep)
         sources: list[Source] = [s.source for s in segments]
         crossed = DynamicCache()
         for layer in range(len(sources[0].keys)):
@@ -139,6 +160,14 @@ class EncoderDecoderBackend(TransformersBackend):
             )
         return out.logits[0][keep]
 
+    def _one_by_one(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
+        starts = np.cumsum([0, *(len(s.tokens) for s in segments)]).tolist()
+        logits = []
+        for segment, seen, start, end in zip(segments, views, starts, starts[1:], strict=False):
+            own = keep[(keep >= start) & (keep < end)] - start
+            logits.append(self._run([segment], [seen], own))
+        return torch.cat(logits)
+
     def _source_mask(self, segments: list[Segment]) -> Tensor | None:
         """Each node sees the source of its own tree. None if there is only one tree."""
         if len(segments) == 1:
@@ -149,7 +178,7 @@ class EncoderDecoderBackend(TransformersBackend):
         return self._mask(np.repeat(trees, nodes)[:, None] == np.repeat(trees, tokens))
 
 
-def _of_like_length(sources: list[list[int]]) -> list[list[int]]:
+def _of_like_length(sources: Sequence[list[int]]) -> list[list[int]]:
     """The numbers of prompts, in groups that the encoder reads together. Padding at most doubles a group's tokens."""
     groups: list[list[int]] = []
     for number in sorted(range(len(sources)), key=lambda number: -len(sources[number])):

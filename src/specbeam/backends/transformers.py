@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, Cache
 from transformers.pytorch_utils import Conv1D
 
 from specbeam.backends.contract import Segment
@@ -333,6 +333,7 @@ def load_model(
             check(config)
         config._attn_implementation = None  # a checkpoint may name one, which would be fetched from the hub and run
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        kind = AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else kind
         model, info = kind.from_pretrained(folder, config=config, output_loading_info=True, **where, **how)
     if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights
         raise SpecbeamError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbeam.checkpoints import hub, registry
-from specbeam.checkpoints.files import ADAPTER, check_links
+from specbeam.checkpoints.files import ADAPTER, INDEX, MODEL, WEIGHTS, check_links
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
@@ -79,8 +79,8 @@ def open_checkpoint(path: Path, adapter: Path | None = None, *, download: bool =
     """Open what lies at a path, without reading the weights.
 
     Args:
-        path: a GGUF file; or a folder with a model as transformers saves it, with one GGUF file, or with a LoRA
-            adapter. The base model that the adapter names is then located, and fetched if need be.
+        path: a GGUF file; or a folder with a model as transformers saves it, as CTranslate2 converts it, with one GGUF
+            file, or with a LoRA adapter. The base model that the adapter names is then located, and fetched if need be.
         adapter: the folder of a LoRA adapter to merge into the model's weights.
         download: False to look for the base model only on this machine.
 
@@ -91,6 +91,12 @@ def open_checkpoint(path: Path, adapter: Path | None = None, *, download: bool =
         if adapter is not None:
             raise SpecbeamError(f"{path} is an adapter, too: load its base model with adapter={os.fspath(adapter)!r}")
         path, adapter = _base_of(path, download), path
+    if path.is_dir() and (path / MODEL).is_file() and not any((path / name).is_file() for name in (WEIGHTS, INDEX)):
+        if adapter is not None:
+            raise SpecbeamError(f"an adapter cannot be merged into a model of CTranslate2 such as {path}")
+        from specbeam.checkpoints.ctranslate2 import CTranslate2Checkpoint
+
+        return CTranslate2Checkpoint(path)
     if path.is_dir() and not (path / "config.json").is_file():
         path = _only_gguf(path)
     if path.is_dir():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ class Metadata(dict[str, Any]):
 
 
 class Architecture:
-    """A decoder-only transformer as checkpoints name and describe it. A subclass states how it differs from Llama.
+    """A transformer as checkpoints name and describe it. A subclass states how it differs from Llama.
 
     Attributes:
         name: ``model_type`` in config.json.
@@ -57,8 +57,14 @@ class Architecture:
             ``{q,k,v}`` stands for several modules, whose rows are stacked in this order.
         gguf_tensors: the same for GGUF files.
         folder_ignored: ends of the names of tensors in old folders that are no parameters.
+        folder_zeros: ends of the names of biases that a folder leaves out, because they are zeros.
         folder_norm_offset: added to the norm weights of a folder. In GGUF files it is added already.
         gguf_interleaves_rope: GGUF files interleave the two halves of each query and key head.
+        ctranslate2_spec, ctranslate2_revision: the specification in files of CTranslate2, and its revision; None if
+            there is none.
+        ctranslate2_tensors: the names of modules in these files, as in ``folder_tensors``.
+        ctranslate2_ignored: tensors in these files that are no parameters.
+        ctranslate2_numbers: the numbers in these files, with the value that a model must have; None for any.
     """
 
     name: ClassVar[str]
@@ -98,8 +104,14 @@ class Architecture:
         "head": "output",
     }
     folder_ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    folder_zeros: ClassVar[tuple[str, ...]] = ()
     folder_norm_offset: ClassVar[float] = 0.0
     gguf_interleaves_rope: ClassVar[bool] = False
+    ctranslate2_spec: ClassVar[str | None] = None
+    ctranslate2_revision: ClassVar[int] = 0
+    ctranslate2_tensors: ClassVar[dict[str, str]] = {}
+    ctranslate2_ignored: ClassVar[tuple[str, ...]] = ()
+    ctranslate2_numbers: ClassVar[dict[str, float | None]] = {}
 
     @property
     def has_rope(self) -> bool:
@@ -137,8 +149,27 @@ class Architecture:
         """
         return config
 
+    def keys_of_ctranslate2(
+        self, shape: Callable[[str, int], tuple[int, ...]], numbers: Mapping[str, float], names: Iterable[str]
+    ) -> dict[str, Any]:
+        """What the config.json of a model would say, by the shapes in its file of CTranslate2.
+
+        Args:
+            shape: the shape of a variable, which must have a number of dimensions.
+            numbers: the variables that are one number.
+            names: of all variables.
+
+        Raises:
+            SpecbeamError: there is no such variable or number.
+        """
+        raise NotImplementedError
+
     def stores_transposed(self, source: str) -> bool:
         """Whether a folder stores this tensor as [in, out]."""
+        return False
+
+    def stores_filters(self, source: str) -> bool:
+        """Whether this tensor in a folder has the filters of a convolution, [out, in, frames]."""
         return False
 
     def stores_qkv_by_head(self, source: str) -> bool:
@@ -168,12 +199,14 @@ def tensor_names(parameter: str, modules: Mapping[str, str]) -> list[str]:
     """The tensors of a file whose rows are stacked to one parameter of ours.
 
     Args:
-        parameter: such as ``blocks.3.mlp.down.weight``.
+        parameter: such as ``blocks.3.mlp.down.weight`` or ``encoder.norm.bias``.
         modules: ``folder_tensors`` or ``gguf_tensors`` of an architecture.
     """
     module, _, kind = parameter.rpartition(".")
-    block = re.fullmatch(r"blocks\.(\d+)\.(.*)", module)
-    theirs = re.sub(r"\bN\b", block[1], modules[f"blocks.N.{block[2]}"]) if block else modules[module]
+    block = re.fullmatch(r"(.*\bblocks\.)(\d+)(\..*)", module)
+    theirs = modules[f"{block[1]}N{block[3]}"] if block else modules[module]
+    if block:
+        theirs = re.sub(r"(?<![^\W_])N\b", block[2], theirs)
     several = re.fullmatch(r"(.*)\{(.*)\}(.*)", theirs)
     stacked = [several[1] + part + several[3] for part in several[2].split(",")] if several else [theirs]
     return [f"{name}.{kind}" for name in stacked]

@@ -25,7 +25,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.machine import usable_processors
 
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I16": "int16", "I8": "int8"}
 """Names of number types in PyTorch, by the names in safetensors and GGUF files."""
 TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""

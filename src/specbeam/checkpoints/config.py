@@ -1,4 +1,4 @@
-"""The configuration of a decoder-only transformer, one class for all architectures."""
+"""The configuration of a transformer, one class for all architectures and for encoders."""
 
 from __future__ import annotations
 
@@ -139,9 +139,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Config:
-    """A decoder-only transformer.
+    """A decoder, alone or with an encoder; or the encoder, all of whose positions see each other.
 
     Attributes:
+        vocab_size: an encoder that reads sound has its decoder's.
         head_dim: features of a head; heads * head_dim need not be hidden_size.
         context_length: positions the model was trained for.
         norm: "rms" (RMSNorm), or "layer" (LayerNorm with a bias).
@@ -157,6 +158,9 @@ class Config:
         attention_scale: factor of the products of queries and keys.
         attention_softcap, logits_softcap: values x become cap * tanh(x / cap); None for no cap.
         tied_head: the output matrix is the embedding.
+        bands: an encoder reads sound, as frames of this many numbers. Two convolutions over three frames each make one
+            position of two frames. None for a model that reads tokens.
+        encoder: each layer attends to its output, too, between attention and MLP (Vaswani et al. 2017).
     """
 
     architecture: str
@@ -185,6 +189,8 @@ class Config:
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     tied_head: bool = False
+    bands: int | None = None
+    encoder: Config | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -197,6 +203,8 @@ class Config:
                     f"the model's configuration has the number {number} for its norms, scales or caps: all must be "
                     "over 0"
                 )
+        if self.bands is not None:
+            size("num_mel_bins", self.bands)
         for layer in self.layers:
             if layer.window is not None:
                 size("sliding_window", layer.window)
@@ -213,6 +221,13 @@ class Config:
         """The fields that differ from their defaults, as one text. Equal for equal models of two versions."""
         values = asdict(self)
         return json.dumps({f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}, sort_keys=True)
+
+    @property
+    def features_shape(self) -> tuple[int, int] | None:
+        """The bands and frames of the sound that the encoder reads; None without such an encoder."""
+        if self.encoder is None or self.encoder.bands is None:
+            return None
+        return self.encoder.bands, 2 * self.encoder.context_length
 
     @property
     def num_layers(self) -> int:

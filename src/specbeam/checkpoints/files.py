@@ -10,6 +10,8 @@ from typing import Any
 from specbeam.errors import SpecbeamError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL = "model.bin"
+"""The weights of a folder that CTranslate2 has converted."""
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 MAX_NAME_BYTES = 255

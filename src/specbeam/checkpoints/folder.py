@@ -64,6 +64,15 @@ class FolderCheckpoint(Checkpoint):
         if not self.shapes:
             raise SpecbeamError(f"{path} holds no tensors")
         check_counts(self._config, self.shapes)
+        self._zeros = self._left_out()
+        self.shapes |= self._zeros
+
+    def _left_out(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the biases that its architecture leaves out, because they are zeros."""
+        architecture = ARCHITECTURES.get(str(self._config.get("model_type")))
+        ends = () if architecture is None else architecture.folder_zeros
+        weights = ((f"{name.removesuffix('.weight')}.bias", shape) for name, shape in self.shapes.items())
+        return {bias: shape[:1] for bias, shape in weights if bias.endswith(ends) and bias not in self.shapes}
 
     def _stored(self, name: str) -> str:
         """The name of a tensor in the files. Saved without its head, as the first GPT-2 was, a model's lack a part."""
@@ -74,7 +83,7 @@ class FolderCheckpoint(Checkpoint):
     def facts(self) -> Facts:
         return Facts(
             architecture=str(self._config.get("model_type", "unknown")),
-            parameters=sum(map(prod, self.shapes.values())),
+            parameters=sum(prod(shape) for name, shape in self.shapes.items() if name not in self._zeros),
             context=number if isinstance(number := self._config.get("max_position_embeddings"), int) else None,
             quantization=self._quantized() or self.dtype,
             size=sum(file.stat().st_size for file, _ in self.extents),
@@ -196,6 +205,8 @@ class FolderCheckpoint(Checkpoint):
 
     def shape(self, source: str) -> tuple[int, ...]:
         shape = self.shapes[source]
+        if self.architecture.stores_filters(source) and len(shape) == 3:
+            return shape[0], shape[1] * shape[2]
         return shape[::-1] if self.architecture.stores_transposed(source) else shape
 
     def order(self, source: str) -> NDArray[np.int64] | None:
@@ -205,7 +216,11 @@ class FolderCheckpoint(Checkpoint):
         return rows.swapaxes(0, 1).ravel()  # (heads, 3, head_dim) to (3, heads, head_dim)
 
     def read_stored(self, source: str, start: int, stop: int) -> Floats:
+        if source in self._zeros:
+            return np.zeros(stop - start, np.float32)
         architecture, tensor = self.architecture, self._tensors[source]
+        if architecture.stores_filters(source):  # [out, in, frames] to [out, frames * in]
+            return tensor.rows(start, stop).swapaxes(1, 2).reshape(stop - start, -1)
         transposed = architecture.stores_transposed(source)
         piece = tensor.columns(start, stop).T if transposed else tensor.rows(start, stop)
         if self.adapter is not None and source in self._updates:

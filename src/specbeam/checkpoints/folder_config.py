@@ -156,7 +156,7 @@ def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collectio
 
     hidden, heads = given.hidden_size, given.num_attention_heads
     head_dim = size("head_dim", get("head_dim", otherwise=hidden // heads), MAX_HEAD_DIM)
-    context = given.max_position_embeddings
+    context = get("max_position_embeddings", "max_target_positions")
     window, kinds = get("sliding_window"), get("layer_types")
     ropes = get("rope_parameters", otherwise={})
 

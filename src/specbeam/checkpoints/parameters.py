@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from specbeam.checkpoints.config import Config
 
 Shape = tuple[int, ...]
+FILTER_FRAMES = 3
+"""The frames that a convolution's filter covers."""
 
 
 def parameter_shapes(config: Config) -> dict[str, Shape]:
@@ -19,15 +21,22 @@ def parameter_shapes(config: Config) -> dict[str, Shape]:
 
 def _parameters(config: Config) -> Iterator[tuple[str, Shape]]:
     hidden = config.hidden_size
-    yield "embedding.weight", (config.vocab_size, hidden)
+    if config.bands is None:
+        yield "embedding.weight", (config.vocab_size, hidden)
+    else:  # a convolution's filters are rows, frame by frame
+        yield from _weights("conv1", hidden, FILTER_FRAMES * config.bands, True)
+        yield from _weights("conv2", hidden, FILTER_FRAMES * hidden, True)
     if config.learned_positions:
         yield "positions.weight", (config.context_length, hidden)
     for layer in range(config.num_layers):
         for name, shape in _block(config):
             yield f"blocks.{layer}.{name}", shape
     yield from _norm("norm", hidden, config)
-    if not config.tied_head:
+    if not config.tied_head and config.bands is None:
         yield "head.weight", (config.vocab_size, hidden)
+    if config.encoder is not None:
+        for name, shape in _parameters(config.encoder):
+            yield f"encoder.{name}", shape
 
 
 def _block(config: Config) -> Iterator[tuple[str, Shape]]:
@@ -41,6 +50,12 @@ def _block(config: Config) -> Iterator[tuple[str, Shape]]:
         yield from _norm("attention.k_norm", head_dim, config)
     if config.post_norms:
         yield from _norm("post_attention_norm", hidden, config)
+    if config.encoder is not None:
+        width, both = config.num_heads * head_dim, 2 * config.num_kv_heads * head_dim
+        yield from _norm("cross_attention_norm", hidden, config)
+        yield from _weights("cross_attention.query", width, hidden, config.qkv_bias)
+        yield from _weights("cross_attention.key_value", both, config.encoder.hidden_size, config.qkv_bias)
+        yield from _weights("cross_attention.output", hidden, width, config.output_bias)
     if config.mlp_norm:
         yield from _norm("mlp_norm", hidden, config)
     up, rows = ("mlp.gate_up", 2 * inner) if config.gated_mlp else ("mlp.up", inner)

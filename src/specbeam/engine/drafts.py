@@ -9,6 +9,7 @@ from typing import Any
 from specbeam import plugins
 from specbeam.drafting.lookup import SuffixAutomaton
 from specbeam.drafting.own import MakeDrafter, Propose
+from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
 from specbeam.model import LanguageModel
 from specbeam.option_names import LOOKUPS
@@ -89,6 +90,9 @@ def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
         raise SpecbeamError(
             f"the draft {draft.source} is on {theirs}, but the model on {ours}: load both on the same device"
         )
+    if lm.backend.features_shape != draft.backend.features_shape:
+        kinds = " and ".join(f"{one.source} {described(one.backend.features_shape)}" for one in (draft, lm))
+        raise SpecbeamError(f"{kinds}: give a draft that reads the same sound")
     if (begins := lm.backend.start_token_ids) != (other := draft.backend.start_token_ids):
         raise SpecbeamError(
             f"the draft {draft.source} begins its sequences with the token ids {other}, but the model with {begins} "

@@ -16,6 +16,7 @@ from specbeam.cache.budget import Budget
 from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
+from specbeam.engine.features import check_features
 from specbeam.engine.own_strategy import load_strategy
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
@@ -133,6 +134,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
+        features: Any = None,
         writes: bool = True,
     ) -> Request:
         """Queue one prompt (text, chat messages or token ids) and return its handle.
@@ -158,13 +160,18 @@ class Engine:
                 ``finish_reason`` "timeout". They count from now, waiting included.
             source: goes to the backend with each pass of the request, in place of its encoder's output
                 (:attr:`specbeam.backends.contract.Segment.source`). The request shares no keys and values then.
+            features: the sound that the model's encoder reads, float32 [bands, frames]
+                (:attr:`specbeam.backends.contract.Backend.features_shape`): for Whisper, log-mel features of 30 seconds
+                as ``WhisperFeatureExtractor`` makes them. The prompt is then the beginning of the transcript: its start
+                token, language and task. The request shares no keys and values.
             writes: whether a strategy of your own adds new tokens. If it only scores, the prompt may fill the context.
 
         Raises:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
             SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
-                draft that cannot draft for it. A strategy or a drafter that is not there, or takes other arguments. A
-                priority or a timeout that is no number. The engine is stopping.
+                draft that cannot draft for it. Features that the model does not read, or none for
+                one that reads some. A strategy or a drafter that is not there, or takes other arguments. A priority or
+                a timeout that is no number. The engine is stopping.
             RuntimeError: an error ended the engine or its thread, and nobody has started it again.
         """
         self._scheduler.check_for_place()  # before all the work
@@ -174,7 +181,9 @@ class Engine:
             raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")
         if not writes and strategy is None:
             raise SpecbeamError("writes=False needs a strategy that adds no tokens: give one, or leave it out")
-        own = {"strategy": load_strategy(strategy), "priority": priority, "timeout": timeout, "source": source}
+        sound = None if source is not None else check_features(self.lm, features)
+        own: dict[str, Any] = {"strategy": load_strategy(strategy), "priority": priority, "timeout": timeout}
+        own |= {"source": source, "features": sound}
         state = self._state(prompt, options, system, raw, draft, writes, **own)
         with HeldInterrupts():
             self._thread.add(state)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from specbeam.backends.contract import Backend
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.backends.contract import Backend, EncodingBackend
 from specbeam.cache.budget import Budget
 from specbeam.cache.pool import BLOCK_SLOTS
+from specbeam.cache.prefixes import NO_SLOTS, Ints
 from specbeam.cache.slots import Slots
 from specbeam.engine.setup import Setup
-from specbeam.tree import Nodes, Tree
+from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class ModelState:
@@ -17,10 +21,11 @@ class ModelState:
 
     Args:
         budget: of the engine.
-        prompt_ids: the prompt's token ids. A model with an encoder reads them before the first pass.
+        prompt_ids: the prompt's token ids. A model with an encoder of text reads them before the first pass.
         draft_tokens: the most draft tokens per round. Where slots are short, the request does without them.
         max_rows: the most nodes whose logits are needed at once.
         source: in place of the encoder's output.
+        features: of the sound that an encoder reads before the first pass.
 
     Attributes:
         slots: of its tree.
@@ -30,7 +35,7 @@ class ModelState:
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
         source: the encoder's output for the prompt, or what was given. None until the encoder has read it.
-        source_bytes: bytes that this output takes. A token of it takes as much as a slot, roughly.
+        source_bytes: bytes that this output takes beside the slots. A token of it takes as much as a slot, roughly.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class ModelState:
         draft_tokens: int,
         max_rows: int,
         source: Any = None,
+        features: NDArray[np.float32] | None = None,
     ) -> None:
         self.backend = backend
         self.tree = tree
@@ -50,17 +56,24 @@ class ModelState:
         self.passes = self.completed = self.nodes = 0
         self.seconds = 0.0
         self.source = self._given_source = source
-        self._encoder_prompt = None if backend.start_token_ids is None else prompt_ids
-        self.source_bytes = len(self._encoder_prompt or ()) * backend.slot_bytes
+        self._encoder_reads: Any = features if backend.start_token_ids is None else prompt_ids
+        cache, positions = budget.cache_of(backend), 0
+        if source is None and self._encoder_reads is not None:
+            positions = cast(EncodingBackend, backend).source_slots(self._encoder_reads)
+        # A sequence of as many positions, of which only the slots are used.
+        self._source_slots = Slots(Tree([0] * positions), backend, cache) if positions else None
+        in_encoder = 0 if positions or backend.start_token_ids is None else len(prompt_ids)
+        self.source_bytes = in_encoder * backend.slot_bytes
         # After another source, equal tokens have other keys and values.
-        shares = setup.options.share_prefix and self._encoder_prompt is None and source is None
-        self.slots = Slots(tree, backend, budget.cache_of(backend), shares)
+        shares = setup.options.share_prefix and self._encoder_reads is None and source is None
+        self.slots = Slots(tree, backend, cache, shares)
         sequences, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
         self._max_nodes = sequences + draft_tokens  # of a round
         # Sequences may share only the prompt. If they do not fit together, they are evaluated one after the other.
         shared = max(len(prompt_ids), tree.prompt_length) + (new_tokens if sequences == 1 else 0)
         own = 0 if sequences == 1 else new_tokens
-        self.least_bytes = (min(shared, self._lasting(shared) + budget.max_batch_tokens) + own) * backend.slot_bytes
+        lasting = min(shared, self._lasting(shared) + budget.max_batch_tokens)
+        self.least_bytes = (lasting + own + positions) * backend.slot_bytes
         self._used_before = self._completed_before = 0  # it was closed
 
     def close(self) -> None:
@@ -69,6 +82,8 @@ class ModelState:
         self._completed_before = self.completed
         self.source = self._given_source
         self.slots.close()
+        if self._source_slots is not None:
+            self._source_slots.close()
 
     def lose(self, nodes: int) -> None:
         """A pass over some nodes showed that a slot may hold numbers that are not finite: all are to be recomputed.
@@ -81,9 +96,30 @@ class ModelState:
         self.close()
 
     @property
-    def unread_source(self) -> list[int] | None:
-        """Token ids that the encoder has to read before the next pass, if there are any."""
-        return self._encoder_prompt if self.source is None else None
+    def unread_source(self) -> Any:
+        """What the encoder has to read before the next pass: token ids or features. None if there is nothing."""
+        return self._encoder_reads if self.source is None else None
+
+    @property
+    def has_unread_sound(self) -> bool:
+        """Whether the encoder has to read sound before the next pass."""
+        return self.source is None and isinstance(self._encoder_reads, np.ndarray)
+
+    def place_source(self) -> Ints:
+        """Give the encoder's output slots, int64 [n]. It gets none where the backend keeps it elsewhere."""
+        if (own := self._source_slots) is None:
+            return NO_SLOTS
+        return own.segment(own.prepare(own.tree.prefix), NO_NODES).slots
+
+    @property
+    def used(self) -> int:
+        """Slots in use, of the tree and of the encoder's output."""
+        return self.slots.used + (0 if self._source_slots is None else self._source_slots.used)
+
+    @property
+    def source_growth(self) -> int:
+        """The slots that the encoder's output still needs."""
+        return 0 if (own := self._source_slots) is None else own.tree.prefix_length - own.used
 
     @property
     def is_reading(self) -> bool:
@@ -112,7 +148,7 @@ class ModelState:
         lasting = self.tree.live + new - prefix + self._lasting(prefix)
         if evaluated := used or self._used_before:
             lasting = min(lasting, evaluated + len(pending))
-        return max(0, lasting + self._max_nodes - used) * self.backend.slot_bytes
+        return (max(0, lasting + self._max_nodes - used) + self.source_growth) * self.backend.slot_bytes
 
     def _lasting(self, prefix: int) -> int:
         """The most slots that a shared prefix of this length keeps beyond a pass."""

@@ -40,8 +40,10 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     if not (batch := scheduler.still_live(batch)):
         return True
     alone: Batch = []
-    backend, start = batch[0][0].model.backend, time.perf_counter()  # a request that goes on may ask its other model
+    backend = batch[0][0].model.backend  # a request that goes on may ask its other model
     try:
+        _read_sources(batch, scheduler)
+        start = time.perf_counter()
         logits, parts, selections, passes = _forward(batch, scheduler)
     except Exception as error:
         failure = forget_frames(error)
@@ -72,6 +74,21 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
+def _read_sources(batch: Batch, scheduler: Scheduler) -> None:
+    """Let the encoder read the sources that requests lack. Its time depends on these, so no pass's cost counts it."""
+    unread = [request.model for request, _ in batch if request.model.unread_source is not None]
+    if not unread:
+        return
+    start = time.perf_counter()
+    slots = [model.place_source() for model in unread]
+    with scheduler.passing():
+        backend = cast(EncodingBackend, unread[0].backend)
+        sources = backend.encode([model.unread_source for model in unread], slots)
+    for model, source in zip(unread, sources, strict=True):
+        model.source = source
+        model.seconds += (time.perf_counter() - start) / len(unread)
+
+
 def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], list[list[Selection]], int]:
     """Run a pass, or several where the backend goes on by itself.
 
@@ -82,11 +99,6 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], l
     backend = batch[0][0].model.backend
     start = time.perf_counter()
     passes = scheduler.passes_at_once(batch)
-    if unread := [request.model for request, _ in batch if request.model.unread_source is not None]:
-        with scheduler.passing():
-            sources = cast(EncodingBackend, backend).encode([model.unread_source or [] for model in unread])
-        for model, source in zip(unread, sources, strict=True):
-            model.source = source
     segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
     parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
     requested = [request.selection_requests(nodes) for request, nodes in batch]

@@ -63,6 +63,7 @@ class RequestState:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
+        features: NDArray[np.float32] | None = None,
         writes: bool = True,
         cancellations: deque[RequestState],
         budget: Budget,
@@ -77,7 +78,8 @@ class RequestState:
         self._setup = setup = make_setup(lm, prompt_ids, options, costs, writes)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         name = f"strategy {strategy.name}" if isinstance(strategy, OwnStrategy) else "strategy"
-        objects = [name for name, value in ((name, strategy), ("source", source)) if value is not None]
+        given = ((name, strategy), ("source", source), ("features", features))
+        objects = [name for name, value in given if value is not None]
         self._output = Output(lm, setup, self.request, inputs_of(lm, prompt_ids, setup, objects))
         num_texts = setup.options.num_texts
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
@@ -90,12 +92,15 @@ class RequestState:
         if setup.options.constraint is not None:
             draft_tokens = max(draft_tokens, MAX_FORCED_TOKENS)
         rows = num_texts + draft_tokens
-        self._target = ModelState(budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source)
+        self._target = ModelState(
+            budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source, features
+        )
         self._states = [self._target]
         self._draft = None
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             drafted, rows = self._drafter.controller.max_drafted, self._drafter.controller.max_drafted_at_once
-            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, self._drafter.tree, drafted, rows)
+            tree = self._drafter.tree
+            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, tree, drafted, rows, features=features)
             self._states.append(self._draft)
         self._trees = [*{state.tree for state in self._states}]
         self.model = self._target
@@ -130,14 +135,18 @@ class RequestState:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
         return sum(state.slots.found() * state.backend.slot_bytes for state in self._states)
 
+    def most_growth_bytes(self, nodes: Nodes) -> int:
+        """The same as :meth:`growth_bytes` if none of the nodes has a slot."""
+        return (len(nodes) + self.model.source_growth) * self.model.backend.slot_bytes
+
     def growth_bytes(self, nodes: Nodes) -> int:
         """Bytes of new slots that a pass over some of its pending nodes takes."""
-        return self.model.slots.growth(nodes) * self.model.backend.slot_bytes
+        return (self.model.slots.growth(nodes) + self.model.source_growth) * self.model.backend.slot_bytes
 
     @property
     def used_slots(self) -> int:
         """Slots in use on the target."""
-        return self._target.slots.used
+        return self._target.used
 
     @property
     def done(self) -> bool:
@@ -389,11 +398,13 @@ class RequestState:
         while True:
             slots.keep(part)
             self._evaluate(part)
-            if len(part) == 1 or budget.holds(len(self.pending)):
+            if len(part) == 1 or budget.holds(len(self.pending) + self._target.source_growth):
                 break
             part = part[: len(part) // 2]
-        if not budget.holds(min(len(self.pending), budget.max_batch_tokens)):  # the next pass would come back here
-            own = len(np.unique(slots.held)) * self._target.backend.slot_bytes + self.source_bytes
+        least = min(len(self.pending), budget.max_batch_tokens) + self._target.source_growth
+        if not budget.holds(least):  # the next pass would come back here
+            of_source = self._target.used - slots.used
+            own = (len(np.unique(slots.held)) + of_source) * self._target.backend.slot_bytes + self.source_bytes
             raise budget.too_small if budget.held == own else budget.lost(own)
 
     def _advance(self, selection: Selection | NDArray[np.float32] | TooManyNodes | NotFinite | None) -> None:

@@ -60,6 +60,7 @@ class Scheduler:
 
     Every live request advances: it gets nodes in each pass of the model that it waits for. Only if more requests wait
     for a model than ``max_batch_tokens``, they take turns: one node in ``ceil(waiting / max_batch_tokens)`` passes.
+    While some requests write, the encoder reads sound for one other request per iteration.
 
     Args:
         max_requests, max_batch_tokens, max_waiting, max_pass_seconds: as for :class:`specbeam.Engine`.
@@ -239,9 +240,14 @@ class Scheduler:
         The target waits for drafts, so that one pass serves all.
         """
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
-        live = list(self._live)
+        live = [request for request in self._live if not request.done]
+        writing = any(not request.model.has_unread_sound for request in live)
+        heard = 0
         for place, request in enumerate(live):
-            waits = not request.done and request.model.slots.is_fresh and request.await_prefix(live[:place])
+            waits = request.model.slots.is_fresh and request.await_prefix(live[:place])
+            if request.model.has_unread_sound:  # an encoder of sound takes long, and the others wait
+                waits |= writing and heard > 0
+                heard += 1
             if not (request.done or waits):
                 by_model[not request.step.drafting, id(request.model.backend)].append(request)
         is_alone = sum(map(len, by_model.values())) == 1
@@ -333,7 +339,7 @@ class Scheduler:
         while True:
             room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
             room -= self.budget.held
-            growth = sum(len(nodes) * request.model.backend.slot_bytes for batch in batches for request, nodes in batch)
+            growth = sum(request.most_growth_bytes(nodes) for batch in batches for request, nodes in batch)
             if growth > room:  # some nodes may have slots, since a pass over them failed
                 growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             room -= growth

@@ -453,7 +453,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const ModelConfig c = config_of(in);
   void *model = nullptr;
   const int32_t threads = in.ConsumeIntegralInRange(0, 4) ? 1 : 2;
-  if (!use(in.isa()) || specbeam_model_new(&c, threads, &model)) return 0;
+  if (!use(in.isa()) || specbeam_model_new(&c, nullptr, threads, &model)) return 0;
   Parameters parameters{{}, in.ConsumeIntegral<uint64_t>()};
   fill(in, parameters, model, c);
   if (!specbeam_model_incomplete(model)) {

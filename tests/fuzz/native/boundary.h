@@ -23,7 +23,7 @@
   F(int32_t, format_of, int32_t)                                                                                      \
   F(int32_t, pack, int32_t, const uint8_t *, int64_t, int64_t, int64_t, const int64_t *, int64_t, int64_t, uint8_t *) \
   F(int32_t, quantize, int32_t, const float *, int64_t, int64_t, uint8_t *)                                           \
-  F(const char *, model_new, const specbeam::ModelConfig *, int32_t, void **)                                         \
+  F(const char *, model_new, const specbeam::ModelConfig *, const specbeam::ModelConfig *, int32_t, void **)          \
   F(void, model_delete, void *)                                                                                       \
   F(int32_t, model_matrix, void *, int64_t, const char *, int32_t, int64_t, int64_t, const uint8_t *, int64_t)        \
   F(int32_t, model_vector, void *, int64_t, const char *, const float *, int64_t)                                     \
@@ -32,6 +32,8 @@
   F(const char *, model_incomplete, void *)                                                                           \
   F(const char *, cache_reserve, void *, int64_t)                                                                     \
   F(int32_t, cache_release, void *, int64_t, int64_t)                                                                 \
+  F(const char *, encode, void *, const float *, int64_t, int64_t, float *)                                           \
+  F(const char *, place, void *, const float *, const int64_t *, int64_t)                                             \
   F(const char *, choose, void *, const specbeam::Choice *)                                                           \
   F(const char *, forward_ahead, void *, const specbeam::Segment *, int64_t, const specbeam::Ahead *, float *,        \
     const specbeam::Choice *, int64_t, const int64_t *, int64_t, const int32_t *, int64_t *)                          \

@@ -130,7 +130,7 @@ void *model_of(int threads, const char *isa) {
   config.vocab = config.hidden = config.inner = config.layers = config.heads = config.kv_heads = config.head_dim = 1;
   config.context = 1, config.attention_scale = config.embedding_scale = 1;
   void *model = nullptr;
-  check(!specbeam_model_new(&config, threads, &model));
+  check(!specbeam_model_new(&config, nullptr, threads, &model));
   return model;
 }
 

@@ -48,6 +48,13 @@ inline ModelConfig config_of(Input &in) {
   return c;
 }
 
+// Of an encoder of sound beside a model. Its context is short, because a pass is over all of it.
+inline ModelConfig encoder_of(Input &in) {
+  ModelConfig c = config_of(in);
+  c.bands = in.number(1, 20), c.context = in.number(1, in.ConsumeIntegralInRange(0, 7) ? 20 : 300), c.parallel = 0;
+  return c;
+}
+
 inline void add_product(Input &in, Parameters &parameters, void *model, int64_t layer, const std::string &name,
                         int64_t rows, int64_t columns) {
   int64_t left = rows;
@@ -88,6 +95,40 @@ inline void add_norm(Input &in, Parameters &parameters, void *model, int64_t lay
   }
 }
 
+// What layers have in models and in encoders.
+inline void fill_layer(Input &in, Parameters &parameters, void *model, const ModelConfig &c, int64_t layer,
+                       const std::string &of = "") {
+  const auto own = [&] { return in.rarely() ? in.wild() : layer; };
+  const int64_t width = (c.heads + 2 * c.kv_heads) * c.head_dim;
+  add_product(in, parameters, model, own(), of + "attention.qkv", width, c.hidden);
+  add_product(in, parameters, model, own(), of + "attention.output", c.hidden, c.heads * c.head_dim);
+  add_product(in, parameters, model, own(), of + (c.gated ? "mlp.gate_up" : "mlp.up"), c.inner * (c.gated ? 2 : 1),
+              c.hidden);
+  add_product(in, parameters, model, own(), of + (in.rarely() ? "mlp" : "mlp.down"), c.hidden, c.inner);
+  for (const char *name : {"attention_norm", "mlp_norm"}) add_norm(in, parameters, model, own(), of + name, c.hidden);
+  for (const char *name : {"post_attention_norm", "post_mlp_norm"})
+    if (in.ConsumeBool()) add_norm(in, parameters, model, own(), of + name, c.hidden);
+  for (const char *name : {"attention.q_norm", "attention.k_norm"})
+    if (in.ConsumeBool()) add_norm(in, parameters, model, own(), of + name, c.head_dim);
+}
+
+inline void fill_encoder(Input &in, Parameters &parameters, void *model, const ModelConfig &c,
+                         const ModelConfig &encoder) {
+  add_product(in, parameters, model, -1, "encoder.conv1", encoder.hidden, 3 * encoder.bands);
+  add_product(in, parameters, model, -1, "encoder.conv2", encoder.hidden, 3 * encoder.hidden);
+  add_product(in, parameters, model, -1, "encoder.positions", encoder.context, encoder.hidden);
+  add_norm(in, parameters, model, -1, "encoder.norm", encoder.hidden);
+  for (int64_t l = 0; l < std::min<int64_t>(encoder.layers, 4); l++)
+    fill_layer(in, parameters, model, encoder, l, "encoder.");
+  for (int64_t l = 0; l < std::min<int64_t>(c.layers, 4); l++) {
+    const int64_t width = c.heads * c.head_dim;
+    add_norm(in, parameters, model, l, "cross_attention_norm", c.hidden);
+    add_product(in, parameters, model, l, "cross_attention.query", width, c.hidden);
+    add_product(in, parameters, model, l, "cross_attention.key_value", 2 * c.kv_heads * c.head_dim, encoder.hidden);
+    add_product(in, parameters, model, l, "cross_attention.output", c.hidden, width);
+  }
+}
+
 // Returns the widest window of the model's layers, or 0 if a layer has no window.
 inline int64_t fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) {
   const int64_t some_layers = std::min<int64_t>(c.layers, 4);  // of models with more, the rest stays empty
@@ -99,18 +140,7 @@ inline int64_t fill(Input &in, Parameters &parameters, void *model, const ModelC
   int64_t ropes = 0;
   std::vector<int64_t> windows(size_t(c.layers));
   for (int64_t l = 0; l < some_layers; l++) {
-    const int64_t width = (c.heads + 2 * c.kv_heads) * c.head_dim;
-    add_product(in, parameters, model, layer_of(l), "attention.qkv", width, c.hidden);
-    add_product(in, parameters, model, layer_of(l), "attention.output", c.hidden, c.heads * c.head_dim);
-    add_product(in, parameters, model, layer_of(l), c.gated ? "mlp.gate_up" : "mlp.up", c.inner * (c.gated ? 2 : 1),
-                c.hidden);
-    add_product(in, parameters, model, layer_of(l), in.rarely() ? "mlp" : "mlp.down", c.hidden, c.inner);
-    for (const char *name : {"attention_norm", "mlp_norm"})
-      add_norm(in, parameters, model, layer_of(l), name, c.hidden);
-    for (const char *name : {"post_attention_norm", "post_mlp_norm"})
-      if (in.ConsumeBool()) add_norm(in, parameters, model, layer_of(l), name, c.hidden);
-    for (const char *name : {"attention.q_norm", "attention.k_norm"})
-      if (in.ConsumeBool()) add_norm(in, parameters, model, layer_of(l), name, c.head_dim);
+    fill_layer(in, parameters, model, c, l);
     if (c.head_dim > 1 && in.ConsumeBool()) {
       const int64_t count = in.number(1, c.head_dim / 2);
       if (count <= int64_t(MAX_PARAMETER_BYTES)) {

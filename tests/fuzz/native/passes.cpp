@@ -11,8 +11,47 @@ using namespace specbeam;
 
 namespace {
 
+// What the nodes see of an encoder: slots of the cache. It has none for a model without an encoder, and before it is
+// placed.
+struct Source {
+  std::unique_ptr<int64_t[]> slots;
+  int64_t length = 0;
+
+  void give(Segment &s) const { s.source = slots.get(), s.source_length = length; }
+
+  void drop(Slots &taken) {
+    for (int64_t i = 0; i < length; i++) taken[size_t(slots[i])] = false;
+    length = 0;
+  }
+};
+
+// Lets the encoder read, and places its output in free slots, if there are enough.
+void listen(Input &in, void *model, const ModelConfig &encoder, Parameters &parameters, Slots &taken, Source &source) {
+  const bool spoiled = in.rarely();
+  const int64_t frames = spoiled ? in.wild() : 2 * encoder.context;
+  const auto states = exactly<float>(size_t(encoder.context * encoder.hidden));
+  const float *features = in.rarely() ? nullptr : parameters.floats(2 * encoder.context * encoder.bands);
+  const char *wrong = specbeam_encode(model, features, encoder.bands, frames, states.get());
+  check(bool(wrong) == (!features || frames != 2 * encoder.context));
+  if (wrong) return;
+  const int64_t length = in.ConsumeIntegralInRange<int64_t>(1, encoder.context);
+  source.slots = exactly<int64_t>(size_t(length));
+  for (; source.length < length; source.length++) {
+    const int64_t slot = free_slot(in, taken);
+    if (slot < 0) return source.drop(taken);
+    taken[size_t(slot)] = true, source.slots[source.length] = slot;
+  }
+  const auto tried = exactly<int64_t>(size_t(length));
+  std::copy_n(source.slots.get(), length, tried.get());
+  if (in.rarely()) tried[in.ConsumeIntegralInRange<int64_t>(0, length - 1)] = in.wild();
+  wrong = specbeam_place(model, states.get(), tried.get(), length);
+  check(!wrong || *wrong);
+  if (wrong || !std::equal(tried.get(), tried.get() + length, source.slots.get())) source.drop(taken);
+}
+
 // The logits of one node, in a pass over its path in slots of its own.
-std::vector<float> logits_alone(Input &in, void *model, const Tree &tree, Slots &taken, int64_t node, int64_t vocab) {
+std::vector<float> logits_alone(Input &in, void *model, const Tree &tree, Slots &taken, int64_t node, int64_t vocab,
+                                const Source &source) {
   Tree alone;
   for (const int64_t n : tree.path(node)) {
     int64_t slot = free_slot(in, taken);
@@ -25,7 +64,8 @@ std::vector<float> logits_alone(Input &in, void *model, const Tree &tree, Slots 
     const auto parent = int64_t(alone.nodes.size()) - 1;
     alone.nodes.push_back({tree.nodes[size_t(n)].token, parent, parent + 1, slot});
   }
-  const auto [s, arrays] = segment_of(alone, 0, INT64_MAX);
+  auto [s, arrays] = segment_of(alone, 0, INT64_MAX);
+  source.give(s);
   const auto last = int64_t(alone.nodes.size()) - 1;
   std::vector<float> logits((size_t(vocab)));
   check(!specbeam_forward(model, &s, 1, &last, 1, vocab, logits.data()));
@@ -40,7 +80,7 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
   Arrays &a = arrays[which];
   const auto n = in.ConsumeIntegralInRange<int64_t>(0, s.nodes - 1);
   const auto below_zero = [&] { return in.ConsumeIntegralInRange<int64_t>(INT64_MIN, -1); };
-  switch (in.ConsumeIntegralInRange(0, 9)) {
+  switch (in.ConsumeIntegralInRange(0, 10)) {
     case 0: a.tokens[n] = in.wild(); break;
     case 1: a.positions[n] = in.number(0, 20); break;
     case 2: a.slots[n] = in.number(0, 100); break;
@@ -57,12 +97,19 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
     case 6: s.nodes = in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0); break;
     case 7: (in.ConsumeBool() ? s.tokens : in.ConsumeBool() ? s.positions : s.slots) = nullptr; break;
     case 8: (in.ConsumeBool() ? s.prefix : s.suffixes) = nullptr; break;
+    case 9:
+      if (in.ConsumeBool()) s.source = nullptr;
+      else s.source_length = in.ConsumeBool() ? below_zero() : s.source_length ? 0 : INT64_MAX;
+      break;
     default: wanted.push_back(in.wild());
   }
 }
 
-void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::vector<Tree> &trees) {
+// encoder: null for a model without one
+void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *encoder, Parameters &parameters,
+            int64_t window, std::vector<Tree> &trees) {
   Slots taken;
+  Source source;
   while (in.remaining_bytes() > 0) {
     std::vector<Segment> segments;
     std::vector<Arrays> arrays;
@@ -72,8 +119,12 @@ void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::v
     const bool refused = specbeam_cache_reserve(model, slots);
     check(refused == (slots > MOST_SLOTS));
     if (!refused && slots > int64_t(taken.size())) taken.resize(size_t(slots));
-    if (in.rarely() && !specbeam_cache_release(model, in.wild(), in.number(0, 0)))
+    if (in.rarely() && !specbeam_cache_release(model, in.wild(), in.number(0, 0))) {
+      source.drop(taken);
       for (Tree &tree : trees) evict(in, model, tree, taken);
+    }
+    if (encoder && !source.length) listen(in, model, *encoder, parameters, taken, source);
+    if (encoder && !source.length) continue;
     for (size_t t = 0; t < trees.size(); t++) {
       Tree &tree = trees[t];
       if (in.rarely()) evict(in, model, tree, taken);
@@ -81,6 +132,7 @@ void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::v
       auto [segment, of_segment] = grow(in, tree, taken, c, in.ConsumeBool());
       if (!segment.nodes) continue;
       drop_unseen(in, segment, of_segment, window);
+      source.give(segment);
       segments.push_back(segment), arrays.push_back(std::move(of_segment)), owners.push_back(t);
     }
     int64_t nodes = 0;
@@ -107,6 +159,7 @@ void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::v
         specbeam_forward(model, segments_exactly.get(), count, wanted_exactly.get(), wanted_count, vocab, logits.get());
     check(!wrong || *wrong);
     if (spoiled) {  // the trees here may differ from the cache
+      source.drop(taken);
       for (Tree &tree : trees) evict(in, model, tree, taken);
       continue;
     }
@@ -119,7 +172,7 @@ void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::v
     while (node >= segments[which].nodes) node -= segments[which++].nodes;
     const Tree &tree = trees[owners[which]];
     node += int64_t(tree.nodes.size()) - segments[which].nodes;
-    const auto alone = logits_alone(in, model, tree, taken, node, vocab);
+    const auto alone = logits_alone(in, model, tree, taken, node, vocab, source);
     CHECK(same(alone.data(), logits.get() + int64_t(chosen) * vocab, vocab));
   }
 }
@@ -128,27 +181,30 @@ void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::v
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   Input in(data, size);
-  const ModelConfig c = config_of(in);
+  const bool has_encoder = !in.ConsumeIntegralInRange(0, 3);
+  ModelConfig c = config_of(in), encoder = has_encoder ? encoder_of(in) : ModelConfig{};
+  if (has_encoder && !in.rarely()) c.parallel = 0;
   void *model = nullptr;
   const auto threads = int32_t(in.rarely() ? in.wild() : in.ConsumeIntegralInRange(0, 20) ? 1 : 2);
   if (threads > 8 && threads <= MAX_THREADS) return 0;  // allowed, but slow
   if (!use(in.isa())) return 0;
-  if (const char *wrong = specbeam_model_new(&c, threads, &model)) {
+  if (const char *wrong = specbeam_model_new(&c, has_encoder ? &encoder : nullptr, threads, &model)) {
     check(*wrong && !model);
     return 0;
   }
   Parameters parameters{{}, in.ConsumeIntegral<uint64_t>()};
   const int64_t window = fill(in, parameters, model, c);
+  if (has_encoder) fill_encoder(in, parameters, model, c, encoder);
   const char *missing = specbeam_model_incomplete(model);
   check(!missing || *missing);
   std::vector<Tree> trees(in.ConsumeIntegralInRange<size_t>(1, 3));
   if (missing) {
     const int64_t zero = 0;
     specbeam_cache_reserve(model, 1);
-    const Segment s{1, 1, 0, &zero, &zero, &zero, &zero, nullptr};
+    const Segment s{1, 1, 0, 0, &zero, &zero, &zero, &zero, nullptr, nullptr};
     check(specbeam_forward(model, &s, 1, &zero, 1, 1, nullptr));
   } else {
-    passes(in, model, c, window, trees);
+    passes(in, model, c, has_encoder ? &encoder : nullptr, parameters, window, trees);
   }
   specbeam_model_delete(model);
   return 0;

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import threading
 import weakref
 from collections.abc import Collection, Sequence
@@ -36,6 +37,7 @@ logger = logging.getLogger("specbeam")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """In the order of ``Activation`` in native/model.h."""
 INT64_BYTES = 8
+NO_SOURCE = np.empty(0, np.int64)
 NODE_ARRAYS = ("tokens", "positions", "slots")
 """The arrays of a segment with a number for each node."""
 AHEAD_DTYPE = np.dtype(AheadStruct)
@@ -78,6 +80,9 @@ class CpuBackend(Backend):
         self._model = _new_model(self._library, checkpoint, self.threads, whole)
         # Not at exit: there a daemon thread may still be using it.
         weakref.finalize(self, self._library.specbeam_model_delete, self._model).atexit = False
+        encoder = config.encoder
+        self.features_shape = config.features_shape
+        self._states_shape = None if encoder is None else (encoder.context_length, encoder.hidden_size)
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
@@ -90,6 +95,38 @@ class CpuBackend(Backend):
         with self._one_pass:
             if wrong := self._library.specbeam_cache_reserve(self._model, slots):
                 raise MemoryError(wrong.decode())
+
+    def source_slots(self, source: NDArray[np.float32]) -> int:
+        return 0 if self._states_shape is None else self._states_shape[0]
+
+    def encode(
+        self, sources: Sequence[NDArray[np.float32]], slots: Sequence[NDArray[np.int64]]
+    ) -> list[NDArray[np.int64]]:
+        # One after another: a pass over a whole source uses all threads, and its buffers are large.
+        return [self.place(self.states(source), own) for source, own in zip(sources, slots, strict=True)]
+
+    @fork_guard
+    def states(self, source: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The encoder's output for one source, float32 [positions, hidden]."""
+        features = np.ascontiguousarray(source, np.float32)
+        states = np.empty(self._states_shape or (0, 0), np.float32)
+        with self._one_pass:
+            wrong = self._library.specbeam_encode(self._model, features.ctypes.data, *features.shape, address(states))
+        if wrong:
+            raise RuntimeError(f"a pass of the encoder was refused: {wrong.decode()}")
+        return states
+
+    @fork_guard
+    def place(self, states: NDArray[np.float32], slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Let slots hold the keys and values of an encoder's output, [positions, hidden]. Returns the slots."""
+        slots = np.ascontiguousarray(slots, np.int64)
+        if len(slots) != len(states):
+            raise RuntimeError("a source was refused: it has another number of slots than of states")
+        with self._one_pass:
+            wrong = self._library.specbeam_place(self._model, states.ctypes.data, address(slots), len(slots))
+        if wrong:
+            raise RuntimeError(f"a source was refused: {wrong.decode()}")
+        return slots
 
     @fork_guard
     def forward(self, segments: list[Segment]) -> NDArray[np.float32]:
@@ -206,9 +243,8 @@ class CpuBackend(Backend):
     def _parameter(self, name: str, source: str) -> None:
         """Give the native model the weights of ``source`` under a name."""
         layer, own = -1, name
-        if name.startswith("blocks."):
-            _, number, own = name.split(".", 2)
-            layer = int(number)
+        if block := re.fullmatch(r"(.*)\bblocks\.(\d+)\.(.*)", name):
+            layer, own = int(block[2]), block[1] + block[3]
         parts = self._weights.parts[source]
         if parts[0].is_vector:
             vector = self._weights.vector(source)
@@ -260,8 +296,17 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
 
 
 def _new_model(native: ctypes.CDLL, checkpoint: Checkpoint, threads: int, whole: bool) -> int:
-    config = checkpoint.config
-    numbers = ModelConfigStruct(
+    config, model = checkpoint.config, ctypes.c_void_p()
+    encoder = None if config.encoder is None else ctypes.byref(_config_struct(config.encoder, whole))
+    if wrong := native.specbeam_model_new(
+        ctypes.byref(_config_struct(config, whole)), encoder, threads, ctypes.byref(model)
+    ):
+        raise SpecbeamError(f"{checkpoint.path}: the cpu backend refuses the configuration: {wrong.decode()}")
+    return int(model.value or 0)
+
+
+def _config_struct(config: Config, whole: bool) -> ModelConfigStruct:
+    return ModelConfigStruct(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
         inner=config.intermediate_size,
@@ -270,6 +315,7 @@ def _new_model(native: ctypes.CDLL, checkpoint: Checkpoint, threads: int, whole:
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         context=config.context_length,
+        bands=config.bands or 0,
         layer_norm=config.norm == "layer",
         activation=ACTIVATIONS.index(config.activation),
         gated=config.gated_mlp,
@@ -281,10 +327,6 @@ def _new_model(native: ctypes.CDLL, checkpoint: Checkpoint, threads: int, whole:
         attention_softcap=config.attention_softcap or 0.0,
         logits_softcap=config.logits_softcap or 0.0,
     )
-    model = ctypes.c_void_p()
-    if wrong := native.specbeam_model_new(ctypes.byref(numbers), threads, ctypes.byref(model)):
-        raise SpecbeamError(f"{checkpoint.path}: the cpu backend refuses the configuration: {wrong.decode()}")
-    return int(model.value or 0)
 
 
 def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
@@ -301,9 +343,10 @@ def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArr
             raise RuntimeError("a pass was refused: a segment has arrays of different lengths")
         prefix = np.ascontiguousarray(s.prefix, np.int64)
         suffixes = np.ascontiguousarray(s.suffixes, np.int64)
-        kept += [prefix, suffixes]
-        places = tokens + start, positions + start, slots + start, address(prefix), address(suffixes)
-        rows.append((n, len(prefix), columns, *places))
+        source = NO_SOURCE if s.source is None else np.ascontiguousarray(s.source, np.int64)
+        kept += [prefix, suffixes, source]
+        places = tokens + start, positions + start, slots + start, address(prefix), address(suffixes), address(source)
+        rows.append((n, len(prefix), columns, len(source), *places))
         start += n * INT64_BYTES
     return np.array(rows, dtype=np.int64), kept
 

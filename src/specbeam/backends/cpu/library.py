@@ -22,7 +22,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 BASELINE = "portable"
 """The instruction set that any processor has."""
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """As in native/model.h. Raise both when a function changes."""
 
 
@@ -34,6 +34,7 @@ class ModelConfigStruct(ctypes.Structure):
             (name, c_int64)
             for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context")
         ),
+        ("bands", c_int64),
         *((name, c_int64) for name in ("layer_norm", "activation", "gated", "parallel", "whole_cache")),
         *((name, c_double) for name in ("norm_eps", "attention_scale", "embedding_scale")),
         *((name, c_double) for name in ("attention_softcap", "logits_softcap")),
@@ -44,8 +45,8 @@ class SegmentStruct(ctypes.Structure):
     """``Segment`` of native/model.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("nodes", "prefix_length", "suffix_columns")),
-        *((name, c_void_p) for name in ("tokens", "positions", "slots", "prefix", "suffixes")),
+        *((name, c_int64) for name in ("nodes", "prefix_length", "suffix_columns", "source_length")),
+        *((name, c_void_p) for name in ("tokens", "positions", "slots", "prefix", "suffixes", "source")),
     ]
 
 
@@ -98,7 +99,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "format_of": (c_int32, [c_int32]),
     "pack": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "quantize": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p]),
-    "model_new": (c_char_p, [POINTER(ModelConfigStruct), c_int32, POINTER(c_void_p)]),
+    "model_new": (c_char_p, [*[POINTER(ModelConfigStruct)] * 2, c_int32, POINTER(c_void_p)]),
     "model_delete": (None, [c_void_p]),
     "model_threads": (c_int32, [c_void_p]),
     "model_matrix": (c_int32, [c_void_p, c_int64, c_char_p, c_int32, c_int64, c_int64, c_void_p, c_int64]),
@@ -109,6 +110,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cache_reserve": (c_char_p, [c_void_p, c_int64]),
     "cache_slot_bytes": (c_int64, [c_void_p]),
     "cache_release": (c_int32, [c_void_p, c_int64, c_int64]),
+    "encode": (c_char_p, [c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
+    "place": (c_char_p, [c_void_p, c_void_p, c_void_p, c_int64]),
     "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "choose": (c_char_p, [c_void_p, c_void_p]),
     "forward_ahead": (

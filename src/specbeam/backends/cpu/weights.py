@@ -41,6 +41,8 @@ USUAL_CONTEXT = 4096
 """The tokens of context that the memory of a model is stated for."""
 LANES = 16
 """Numbers of a vector: head_dim is padded to a multiple."""
+EXACT = ("conv1.weight", "conv2.weight", "encoder.positions.weight")
+"""Small matrices that stay in float32, with the positions of a decoder that has an encoder."""
 MODES = ("keep", "int8", "int4", "float32")
 
 
@@ -149,7 +151,8 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
     # As ``Cache`` in native/model.h: a key and a value, each with a scale if they are whole numbers.
     per_head = 8 * width if mode == "float32" else 3 * width + 8
     slot_bytes = config.num_layers * config.num_kv_heads * per_head
-    return packed_bytes(checkpoint, mode) + min(tokens, config.context_length) * slot_bytes
+    source = 0 if config.encoder is None else config.encoder.context_length
+    return packed_bytes(checkpoint, mode) + (min(tokens, config.context_length) + source) * slot_bytes
 
 
 def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
@@ -167,8 +170,10 @@ def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
                 own = -1 if kind is None else library().specbeam_format_of(kind)
                 raw = mode == "keep" and own >= 0
                 near = name.startswith(("embedding", "positions", "head"))
+                exact = name.endswith(EXACT) or (name.startswith("positions") and checkpoint.config.encoder is not None)
                 other = Q8 if kind is not None else F32  # a quantized file is too large in float32
                 chosen = own if raw else {"keep": other, "int8": Q8, "int4": Q8 if near else Q4_MIN}.get(mode, F32)
+                chosen = F32 if exact else chosen
                 size = library().specbeam_matrix_bytes(chosen, rows, shape[1])
                 parts.append(Part(name, source, chosen, rows, shape[1], raw, offset, size))
             offset += -(-parts[-1].size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

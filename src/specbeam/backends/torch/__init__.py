@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from threading import Lock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
@@ -48,6 +49,7 @@ class TorchBackend(TensorBackend):
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.window = config.window
+        self.features_shape = config.features_shape
         with torch.device("meta"):
             self.model = Transformer(config)
         load_weights(self.model, checkpoint, self.device, self.dtype)
@@ -64,6 +66,29 @@ class TorchBackend(TensorBackend):
     def reserve(self, slots: int) -> None:
         with self._one_pass:
             self._store.reserve(slots)
+
+    def source_slots(self, source: NDArray[np.float32]) -> int:
+        return source.shape[1] // 2
+
+    def encode(
+        self, sources: Sequence[NDArray[np.float32]], slots: Sequence[NDArray[np.int64]]
+    ) -> list[NDArray[np.int64]]:
+        for source, own in zip(sources, slots, strict=True):
+            self.place(self.states(source), own)
+        return [*slots]
+
+    @torch.inference_mode()
+    def states(self, source: NDArray[np.float32]) -> Tensor:
+        """The encoder's output for one source, [positions, features]."""
+        assert self.model.encoder is not None
+        states: Tensor = self.model.encoder(to_device(source, self.device).to(self.dtype))
+        return states
+
+    @torch.inference_mode()
+    def place(self, states: Tensor, slots: NDArray[np.int64]) -> None:
+        """Let slots hold the keys and values of an encoder's output."""
+        with self._one_pass:
+            self.model.place(states, self._store, index(slots, self.device))
 
     @torch.inference_mode()
     def forward(self, segments: list[Segment]) -> Tensor:
@@ -87,6 +112,7 @@ class TorchBackend(TensorBackend):
             slots=index(segment.slots, self.device),
             seen=index(seen.slots, self.device),
             visible={w: None if mask is None else to_device(mask, self.device) for w, mask in masks.items()},
+            source=None if segment.source is None else index(segment.source, self.device),
         )
 
 

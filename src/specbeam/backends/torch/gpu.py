@@ -83,7 +83,12 @@ class GpuBackend(TorchBackend):
 
     @staticmethod
     def fits(config: Config, device: str, dtype: str) -> bool:
-        """Whether a device's programs have memory enough for tiles of a model's keys and values."""
+        """Whether a device's programs have memory enough for tiles of a model's keys and values.
+
+        They lack cross-attention.
+        """
+        if config.encoder is not None:
+            return False
         return attention_bytes(config.head_dim, DTYPES[dtype]) <= shared_bytes(torch.device(device))
 
     def reserve(self, slots: int) -> None:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in plain PyTorch, over a batch of tree nodes.
+"""A transformer in plain PyTorch: a decoder over a batch of tree nodes, and perhaps an encoder.
 
 Activations are [nodes, features]: nodes of all requests lie one after the other, so every matrix product is one product
 for the whole batch. Only attention looks at one tree at a time.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.checkpoints.config import Config, Rope
+from specbeam.checkpoints.parameters import FILTER_FRAMES
 
 MAX_ROWS_TRANSPOSED = 64
 """Up to this many rows, a product of float32 on a CPU is formed transposed: see :func:`linear`."""
@@ -95,6 +96,7 @@ class TreeSegment:
         slots: where their keys and values go: a slice where they lie in a row, else an index.
         seen: the slots that any of the nodes sees, likewise.
         visible: by the window of a layer, which of these slots each node sees, bool [n, c]; None where nodes see all.
+        source: the slots of the encoder's output, all of which the nodes see; None without an encoder.
     """
 
     store: KeyValues
@@ -102,6 +104,7 @@ class TreeSegment:
     slots: slice | Tensor
     seen: slice | Tensor
     visible: dict[int | None, Tensor | None]
+    source: slice | Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -124,11 +127,41 @@ class Attention(nn.Module):
         if self.rope is not None:
             qk = rotate(qk, *rotations[self.rope])
         q, k = qk[:, : self.heads], qk[:, self.heads :]
+        if not segments:  # an encoder's rows are its positions, which all see each other
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+            return self.output(attend(q, k, v, None, self.scale, self.softcap))
         outs = []
         for s in segments:
             keys, values = s.store.store(self.layer, s.slots, k[s.rows], v[s.rows], s.seen)
             outs.append(attend(q[s.rows], keys, values, s.visible[self.window], self.scale, self.softcap))
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
+
+
+class CrossAttention(nn.Module):
+    """Attention to an encoder's output, whose keys and values lie in slots (:meth:`place`)."""
+
+    def __init__(self, config: Config, encoder: Config, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        width = config.num_heads * config.head_dim
+        self.query = Weights(width, config.hidden_size, bias=config.qkv_bias)
+        rows = 2 * config.num_kv_heads * config.head_dim
+        self.key_value = Weights(rows, encoder.hidden_size, bias=config.qkv_bias)
+        self.output = Weights(config.hidden_size, width, bias=config.output_bias)
+
+    def forward(self, x: Tensor, segments: list[TreeSegment]) -> Tensor:
+        q = self.query(x).view(len(x), -1, self.head_dim)
+        outs = []
+        for s in segments:
+            keys, values = (of[:, s.source] for of in s.store.layer(self.layer))
+            outs.append(attend(q[s.rows], keys, values, None, self.scale, self.softcap))
+        return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
+
+    def place(self, states: Tensor, store: KeyValues, slots: slice | Tensor) -> None:
+        """The same for this layer alone as :meth:`Transformer.place`."""
+        k, v = self.key_value(states).view(len(states), -1, self.head_dim).chunk(2, dim=1)
+        store.store(self.layer, slots, k, v, slots)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -186,6 +219,47 @@ class Block(nn.Module):
         return y + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
 
 
+class CrossBlock(Block):
+    """A block that attends to an encoder's output, too."""
+
+    def __init__(self, config: Config, encoder: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.cross_attention_norm = Norm(config.hidden_size, config)
+        self.cross_attention = CrossAttention(config, encoder, layer)
+
+    def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotations, segments)
+        x = x + self.cross_attention(self.cross_attention_norm(x), segments)
+        return x + self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+
+
+class Encoder(nn.Module):
+    """An encoder of sound: two convolutions, then layers whose positions see each other."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.conv1 = Weights(config.hidden_size, FILTER_FRAMES * (config.bands or 0), bias=True)
+        self.conv2 = Weights(config.hidden_size, FILTER_FRAMES * config.hidden_size, bias=True)
+        self.positions = Weights(config.context_length, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, config)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """States [positions, features] of sound [bands, frames], two frames for each position."""
+        x = convolve(convolve(features, self.conv1, 1, self.activation), self.conv2, 2, self.activation)
+        x = x.t() + self.positions.weight
+        for block in self.blocks:
+            x = block(x, {}, [])
+        return self.norm(x)
+
+
+def convolve(x: Tensor, filters: Weights, stride: int, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """A convolution of x [in, frames], with zeros at both ends. The filters are rows, frame by frame."""
+    kernel = filters.weight.view(len(filters.weight), FILTER_FRAMES, -1).transpose(1, 2)
+    return activation(F.conv1d(x[None], kernel, filters.bias, stride, padding=FILTER_FRAMES // 2)[0])
+
+
 class Transformer(nn.Module):
     """The model a :class:`Config` describes. Its parameters are uninitialized until a checkpoint fills them."""
 
@@ -194,9 +268,11 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = Weights(config.vocab_size, config.hidden_size)
         self.positions = Weights(config.context_length, config.hidden_size) if config.learned_positions else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        block = Block if config.encoder is None else partial(CrossBlock, encoder=config.encoder)
+        self.blocks = nn.ModuleList(block(config, layer=layer) for layer in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config)
         self.head = self.embedding if config.tied_head else Weights(config.vocab_size, config.hidden_size)
+        self.encoder = None if config.encoder is None else Encoder(config.encoder)
         # In float32 whatever the weights are: positions beyond a few hundred are not exact in half precision.
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self.frequencies = {r: torch.tensor(r.frequencies(), dtype=torch.float32, device="cpu") for r in ropes}
@@ -220,6 +296,12 @@ class Transformer(nn.Module):
         if not len(wanted):  # a chunk inside a prompt
             return x.new_empty(0, self.config.vocab_size if vocab is None else vocab)
         return cap(self.head(self.norm(x[wanted]), vocab), self.config.logits_softcap)
+
+    def place(self, states: Tensor, store: KeyValues, slots: slice | Tensor) -> None:
+        """Write the keys and values of all layers for an encoder's output [n, features] into n slots."""
+        for block in self.blocks:
+            if isinstance(block, CrossBlock):
+                block.cross_attention.place(states, store, slots)
 
     def _rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None] * self.frequencies[rope]

@@ -23,6 +23,8 @@ ARCHITECTURES = {a.name: a for a in sorted(_FOUND, key=lambda a: a.name)}
 """By ``model_type`` of config.json."""
 GGUF_ARCHITECTURES = {a.gguf_name: a for a in _FOUND if a.gguf_name is not None}
 """By ``general.architecture`` of GGUF files."""
+CTRANSLATE2_ARCHITECTURES = {a.ctranslate2_spec: a for a in _FOUND if a.ctranslate2_spec is not None}
+"""By the name of the specification in files of CTranslate2."""
 
 
 def require_supported(name: str, known: Container[str] = ARCHITECTURES) -> None:

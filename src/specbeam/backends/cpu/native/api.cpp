@@ -27,15 +27,25 @@ struct Loaded {
   int thread_count;
   Model model;
   Cache cache;
+  std::unique_ptr<Cache> one_layer;  // of the encoder
   std::unique_ptr<Threads> threads;
   pid_t process = getpid();
   Workspace *workspace = nullptr;
 
-  Loaded(int count, const ModelConfig &config)
-      : thread_count(count), model{config, {}, {}, {}, {}, {}, {}}, cache(config) {
-    model.layers.resize(config.layers);
+  Loaded(int count, const ModelConfig &config, const ModelConfig *encoder)
+      : thread_count(count), model(with_layers(config)), cache(config) {
+    if (!encoder) return;
+    model.encoder = std::make_unique<Model>(with_layers(*encoder));
+    one_layer = std::make_unique<Cache>(*encoder, 1);
   }
   ~Loaded() { delete_workspace(workspace); }
+
+  static Model with_layers(const ModelConfig &config) {
+    Model empty{};
+    empty.config = config;
+    empty.layers.resize(config.layers);
+    return empty;
+  }
 
   Threads &pool() {
     if (process != getpid()) {  // the threads did not survive the fork
@@ -108,12 +118,17 @@ int32_t specbeam_quantize(int32_t format, const float *source, int64_t rows, int
   return 0;
 }
 
-// Makes a model, without parameters. Returns the error, or null. `made` is deleted with specbeam_model_delete.
-const char *specbeam_model_new(const ModelConfig *config, int32_t threads, void **made) {
+// Makes a model, without parameters. Returns the error, or null. encoder: null for a model without one. `made` is
+// deleted with specbeam_model_delete.
+const char *specbeam_model_new(const ModelConfig *config, const ModelConfig *encoder, int32_t threads, void **made) {
   if (threads < 1 || threads > MAX_THREADS) return "the number of threads is not between 1 and 1024";
   if (const char *reason = wrong(*config)) return reason;
+  if (encoder) {
+    if (const char *reason = wrong(*encoder)) return reason;
+    if (const char *reason = wrong(*config, *encoder)) return reason;
+  }
   try {
-    auto loaded = std::make_unique<Loaded>(threads, *config);
+    auto loaded = std::make_unique<Loaded>(threads, *config, encoder);
     loaded->threads.reset(new Threads(threads));
     loaded->workspace = new_workspace();
     *made = loaded.release();
@@ -205,6 +220,50 @@ int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
   if (first < 0 || count < 0 || first > cache.capacity || count > cache.capacity - first) return -1;
   cache.release(first, count);
   return 0;
+}
+
+// Runs the encoder over sound. features: [bands, frames], two frames for each position of the encoder's context;
+// states: [context, hidden], its output. Returns the error, or null.
+const char *specbeam_encode(void *model, const float *features, int64_t bands, int64_t frames, float *states) {
+  auto &loaded = *static_cast<Loaded *>(model);
+  const Model *encoder = loaded.model.encoder.get();
+  if (!encoder) return "the model has no encoder";
+  if (const char *reason = incomplete(loaded.model)) return reason;
+  if (!features || !states) return "an array is missing";
+  if (bands != encoder->config.bands || frames != 2 * encoder->config.context)
+    return "the features have another shape than the encoder reads";
+  try {
+    if (const char *reason = loaded.one_layer->reserve(encoder->config.context)) return reason;
+    encode(*encoder, *loaded.one_layer, loaded.pool(), *loaded.workspace, features, states);
+    return nullptr;
+  } catch (const std::exception &) {
+    return OUT_OF_MEMORY;
+  }
+}
+
+// Makes slots the source of segments: they get the keys and values of cross-attention to an encoder's output. states:
+// [count, hidden of the encoder], a state for each slot. Returns the error, or null. After an error the slots are
+// empty.
+const char *specbeam_place(void *model, const float *states, const int64_t *slots, int64_t count) {
+  auto &loaded = *static_cast<Loaded *>(model);
+  Cache &cache = loaded.cache;
+  if (!loaded.model.encoder) return "the model has no encoder";
+  if (const char *reason = incomplete(loaded.model)) return reason;
+  if (!states || !slots || count < 1 || count > INT32_MAX) return "an array is missing";
+  for (int64_t i = 0; i < count; i++)
+    if (slots[i] < 0 || slots[i] >= cache.capacity) return "a slot is not in the cache";
+  const char *reason = nullptr;
+  for (int64_t i = 0; i < count; i++) cache.positions[slots[i]] = int32_t(i);
+  for (int64_t i = 0; i < count; i++)
+    if (cache.positions[slots[i]] != i) reason = "two states have the same slot";
+  try {
+    if (!reason) place(loaded.model, cache, loaded.pool(), *loaded.workspace, states, slots, count);
+  } catch (const std::exception &) {
+    reason = OUT_OF_MEMORY;
+  }
+  if (reason)
+    for (int64_t i = 0; i < count; i++) cache.positions[slots[i]] = Cache::EMPTY;
+  return reason;
 }
 
 // Returns the error, or null. logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary. After an

@@ -11,6 +11,9 @@ const char *wrong(const ModelConfig &c) {
   for (int64_t size : {c.vocab, c.hidden, c.inner, c.layers, c.heads, c.kv_heads, c.head_dim, c.context})
     if (size < 1 || size > INT32_MAX) return "a size is not between 1 and 2^31 - 1";
   if (c.layers > MAX_LAYERS) return "there are too many layers";
+  if (c.bands < 0 || c.bands > INT32_MAX ||
+      (c.bands && std::max({3 * c.bands, 3 * c.hidden, 2 * c.context}) > INT32_MAX))
+    return "the frames of sound are too large, or too many";
   if (c.heads % c.kv_heads) return "the number of heads is not a multiple of the number of key heads";
   if (c.heads > INT32_MAX / 3 / c.head_dim || c.inner > INT32_MAX / 2) return "a layer is too wide";
   if (c.activation < SILU || c.activation > GELU_TANH) return "the activation is not known";
@@ -22,6 +25,12 @@ const char *wrong(const ModelConfig &c) {
   return nullptr;
 }
 
+const char *wrong(const ModelConfig &c, const ModelConfig &encoder) {
+  if (c.bands) return "an encoder cannot have an encoder";
+  if (!encoder.bands) return "the encoder reads nothing";
+  return c.parallel || encoder.parallel ? "parallel layers cannot attend to an encoder" : nullptr;
+}
+
 const char *incomplete(const Model &m) {
   const ModelConfig &c = m.config;
   const auto shaped = [](const Product &p, int64_t rows, int64_t columns) {
@@ -30,10 +39,15 @@ const char *incomplete(const Model &m) {
     return bool(p) && p.rows() == rows && (!p.bias || p.bias_size == rows);
   };
   const auto sized = [](const Norm &norm, int64_t size) { return norm && norm.size == size; };
-  if (!shaped(m.embedding, c.vocab, c.hidden) || m.embedding.parts.size() != 1) return "the embedding";
+  if (c.bands) {
+    if (!shaped(m.conv1, c.hidden, 3 * c.bands) || !shaped(m.conv2, c.hidden, 3 * c.hidden)) return "a convolution";
+    if (!m.positions) return "the positions";
+  } else {
+    if (!shaped(m.embedding, c.vocab, c.hidden) || m.embedding.parts.size() != 1) return "the embedding";
+    if (!shaped(m.head, c.vocab, c.hidden)) return "the head";
+  }
   if (m.positions && (!shaped(m.positions, c.context, c.hidden) || m.positions.parts.size() != 1))
     return "the positions";
-  if (!shaped(m.head, c.vocab, c.hidden)) return "the head";
   if (!sized(m.norm, c.hidden)) return "the last norm";
   for (const Layer &l : m.layers) {
     if (!sized(l.attention_norm, c.hidden)) return "a norm";
@@ -45,10 +59,19 @@ const char *incomplete(const Model &m) {
     if (!shaped(l.qkv, (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden)) return "query, key and value";
     if (!shaped(l.output, c.hidden, c.heads * c.head_dim)) return "the attention's output";
     if (!shaped(l.up, c.inner * (c.gated ? 2 : 1), c.hidden) || !shaped(l.down, c.hidden, c.inner)) return "the MLP";
+    if (m.encoder) {
+      const int64_t width = c.heads * c.head_dim, both = 2 * c.kv_heads * c.head_dim;
+      if (!sized(l.cross_norm, c.hidden)) return "a norm of cross-attention";
+      if (!shaped(l.cross_query, width, c.hidden) || !shaped(l.cross_key_value, both, m.encoder->config.hidden) ||
+          !shaped(l.cross_output, c.hidden, width))
+        return "cross-attention";
+    } else if (l.cross_query) {
+      return "an encoder";
+    }
     if (l.rope >= int64_t(m.ropes.size())) return "a rotation";
     if (l.rope >= 0 && int64_t(m.ropes[l.rope].frequencies.size()) * 2 > c.head_dim) return "a rotation's size";
   }
-  return nullptr;
+  return m.encoder ? incomplete(*m.encoder) : nullptr;
 }
 
 // The first array that a segment lacks, or null. A prefix may be longer than the cache: nodes before all windows need
@@ -60,6 +83,8 @@ static const char *missing(const Segment &s) {
     return "a prefix is missing";
   if (s.suffix_columns < 0 || s.suffix_columns > INT32_MAX || (s.suffix_columns && !s.suffixes))
     return "the suffixes are missing";
+  if (s.source_length < 0 || s.source_length > INT32_MAX || (s.source_length && !s.source))
+    return "a source is missing";
   return nullptr;
 }
 
@@ -71,6 +96,7 @@ const char *wrong(const Model &m, const Cache &cache, const Segment *segments, i
   for (const Segment *s = segments; s < segments + count; s++) {
     if (const char *reason = missing(*s)) return reason;
     if (s->nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
+    if (bool(m.encoder) != (s->source_length > 0)) return "a segment lacks its source, or has one without an encoder";
     if (s->suffix_columns > cache.capacity) return "the suffixes are longer than the cache";
     for (int64_t n = 0; n < s->nodes; n++) {
       if (s->tokens[n] < 0 || s->tokens[n] >= c.vocab) return "a token is not in the vocabulary";
@@ -98,6 +124,8 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
     for (const Layer &layer : m.layers) seen = std::min(seen, first_seen(*least, layer.window));
     for (int64_t p = 0; p < std::min(*deepest + 1, s->prefix_length); p++)
       if (!holds(s->prefix[p], p) && (p >= seen || s->prefix[p] != Segment::NO_SLOT)) return reason;
+    for (int64_t p = 0; p < s->source_length; p++)
+      if (!holds(s->source[p], p)) return "the slots of a source are empty or hold something else";
     for (int64_t n = 0; n < s->nodes; n++) {
       for (int64_t p = s->prefix_length; p <= s->positions[n]; p++)
         if (!holds(*s->path(n, p), p)) return reason;

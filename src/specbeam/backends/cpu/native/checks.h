@@ -9,6 +9,9 @@ namespace specbeam {
 
 const char *wrong(const ModelConfig &);
 
+// The first error in a configuration beside that of its encoder. Neither has an error by itself.
+const char *wrong(const ModelConfig &, const ModelConfig &encoder);
+
 // The first parameter that is missing or has a wrong shape.
 const char *incomplete(const Model &);
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "formats.h"
@@ -14,13 +15,14 @@
 namespace specbeam {
 
 // The version of the functions that Python calls. When one changes, raise it here and in library.py.
-constexpr int32_t ABI_VERSION = 11;
+constexpr int32_t ABI_VERSION = 12;
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH };
 
 // The numbers of checkpoints/config.py. ModelConfigStruct in library.py mirrors this structure.
 struct ModelConfig {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, context;
+  int64_t bands;  // numbers per frame of sound that an encoder reads; 0: it is no encoder
   int64_t layer_norm, activation, gated, parallel, whole_cache;  // activation: an Activation; the others: 0 or 1
   double norm_eps, attention_scale, embedding_scale;
   double attention_softcap, logits_softcap;  // 0: no softcap
@@ -64,8 +66,9 @@ struct Rope {
 };
 
 struct Layer {
-  Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm, q_norm, k_norm;
-  Product qkv, output, up, down;  // up: in a gated MLP, gate and up stacked
+  Norm attention_norm, post_attention_norm, cross_norm, mlp_norm, post_mlp_norm, q_norm, k_norm;
+  Product qkv, output, up, down;                       // up: in a gated MLP, gate and up stacked
+  Product cross_query, cross_key_value, cross_output;  // of attention to an encoder's output
   int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 if attention has no window
 };
 
@@ -79,7 +82,9 @@ struct Model {
   std::vector<Layer> layers;
   std::vector<Rope> ropes;
   Product embedding, positions, head;
+  Product conv1, conv2;  // over three frames each: [hidden, 3 * bands], [hidden, 3 * hidden]
   Norm norm;
+  std::unique_ptr<Model> encoder;  // null if there is none
 };
 
 // The features of a head in a cache, padded to whole vectors.
@@ -93,16 +98,19 @@ inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 class Cache {
  public:
   static constexpr int64_t SLOTS_PER_BLOCK = 256, PANEL_SLOTS = 16;
-  const bool whole;                // keys and values are whole numbers
-  const int64_t width, lanes;      // the padded head_dim; lanes of 32 bits for a key and the scales of its slot
-  const int64_t value, panel;      // bytes of a value; of a panel
-  const int64_t keys, head;        // bytes of a block for a head's keys; for its keys and values
-  const int64_t block;             // bytes of a block
+  const bool whole;            // keys and values are whole numbers
+  const int64_t width, lanes;  // the padded head_dim; lanes of 32 bits for a key and the scales of its slot
+  const int64_t value, panel;  // bytes of a value; of a panel
+  const int64_t keys, head;    // bytes of a block for a head's keys; for its keys and values
+  const int64_t block;         // bytes of a block
+  const int64_t layers;
   int64_t capacity = 0;            // all slots in use are below it
   std::vector<int32_t> positions;  // [capacity], of each slot's node in its sequence; EMPTY: no node
   static constexpr int32_t EMPTY = -1;
 
-  explicit Cache(const ModelConfig &c)
+  explicit Cache(const ModelConfig &c) : Cache(c, c.layers) {}
+  // layers: 1 for a cache that holds one layer at a time
+  Cache(const ModelConfig &c, int64_t layers)
       : whole(c.whole_cache),
         width(padded(c.head_dim)),
         lanes(whole ? width / 2 + 2 : width),
@@ -110,7 +118,8 @@ class Cache {
         panel(PANEL_SLOTS * lanes * int64_t(sizeof(float))),
         keys(SLOTS_PER_BLOCK / PANEL_SLOTS * panel),
         head(keys + SLOTS_PER_BLOCK * value),
-        block(c.layers * c.kv_heads * head),
+        block(layers * c.kv_heads * head),
+        layers(layers),
         heads(c.kv_heads) {}
   ~Cache() {
     if (room) munmap(room, bytes + STEP_BYTES);
@@ -138,7 +147,7 @@ class Cache {
     if (start < end) (void)madvise(data + start, end - start, MADV_DONTNEED);
   }
 
-  // A head's keys and values in the first block.
+  // A head's keys and values in the first block. layer: its number in the cache
   uint8_t *first_block(int64_t layer, int64_t kv_head) const { return data + (layer * heads + kv_head) * head; }
   // Bytes from the first block to the panel of a slot's key, and to a slot's value.
   int64_t panel_at(uint64_t slot) const {
@@ -177,10 +186,11 @@ class Cache {
 
 // The nodes of one tree in a pass: see backends/contract.py. SegmentStruct in library.py mirrors this structure.
 struct Segment {
-  int64_t nodes, prefix_length, suffix_columns;
+  int64_t nodes, prefix_length, suffix_columns, source_length;
   const int64_t *tokens, *positions, *slots;  // [nodes]
   const int64_t *prefix;    // [prefix_length], the slots of the ancestors that all nodes share; NO_SLOT: not seen
   const int64_t *suffixes;  // [nodes, suffix_columns], the slots of each node's further ancestors
+  const int64_t *source;    // [source_length], the slots of the encoder's output, which all nodes see
 
   static constexpr int64_t NO_SLOT = -1;
 

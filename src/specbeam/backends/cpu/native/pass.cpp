@@ -2,6 +2,7 @@
 // and its ancestors by depth. The order never depends on other nodes, on slots or on threads.
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "attention.h"
@@ -11,11 +12,19 @@
 
 namespace specbeam {
 
+// Rows of queries in tiles.
+struct Tiling {
+  std::vector<Tile> tiles;
+  std::vector<int32_t> tile_of;  // by row
+};
+
 struct Workspace {
   Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts;
-  std::vector<int32_t> segment_of, row_in, tile_of;  // by node
-  std::vector<int64_t> going;                        // the nodes that a layer computes further, ascending
-  std::vector<Tile> tiles;
+  std::vector<int32_t> segment_of, row_in;  // by node
+  std::vector<int64_t> going;               // the nodes that a layer computes further, ascending
+  Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
+  std::vector<Segment> sources;             // for each segment, what its nodes see in cross-attention
+  std::vector<int64_t> last_positions;      // of its source, by node
   std::vector<AttentionItem> attention_items;
   Activations activations;
 };
@@ -99,19 +108,39 @@ struct Pass {
     for (int64_t i = 0; i < count; i++)
       for (int64_t row = 0; row < s[i].nodes; row++)
         space.segment_of.push_back(int32_t(i)), space.row_in.push_back(int32_t(row)), space.going.push_back(nodes++);
+    if (model.encoder) find_sources(count);
     divide();
+  }
+
+  // A node sees its whole source: a prefix, which ends where the node stands.
+  void find_sources(int64_t count) {
+    space.sources.clear(), space.last_positions.clear(), space.last_positions.reserve(nodes);
+    for (const Segment *s = segments; s < segments + count; s++) {
+      const int64_t *positions = space.last_positions.data() + space.last_positions.size();
+      space.last_positions.insert(space.last_positions.end(), s->nodes, s->source_length - 1);
+      space.sources.push_back(
+          {s->nodes, s->source_length, 0, 0, nullptr, positions, nullptr, s->source, nullptr, nullptr});
+    }
   }
 
   // Divides the nodes that go on into tiles.
   void divide() {
+    divide(space.nodes, segments, [](int64_t, int64_t node) { return node; });
+    if (model.encoder) divide(space.cross, space.sources.data(), [](int64_t row, int64_t) { return row; });
+  }
+
+  // row_of: a node's row of queries, by its place among the nodes that go on, and by its number
+  template <class RowOf> void divide(Tiling &to, const Segment *seen, const RowOf &row_of) {
     const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / (c.heads / c.kv_heads));  // nodes of a tile
-    space.tiles.clear(), space.tile_of.resize(nodes);
-    for (int64_t n : space.going) {
-      const Tile *last = space.tiles.empty() ? nullptr : &space.tiles.back();
-      if (!last || last->segment != &segment(n) || last->node + last->count != n || last->count == most)
-        space.tiles.push_back({&segment(n), n, space.row_in[n], 0, 0, 0, -1});
-      space.tiles.back().count++;
-      space.tile_of[n] = int32_t(space.tiles.size() - 1);
+    to.tiles.clear(), to.tile_of.resize(nodes);
+    for (size_t i = 0; i < space.going.size(); i++) {
+      const int64_t n = space.going[i], row = row_of(int64_t(i), n);
+      const Segment *own = seen + space.segment_of[n];
+      const Tile *last = to.tiles.empty() ? nullptr : &to.tiles.back();
+      if (!last || last->segment != own || last->node + last->count != row || last->count == most)
+        to.tiles.push_back({own, row, space.row_in[n], 0, 0, 0, -1});
+      to.tiles.back().count++;
+      to.tile_of[row] = int32_t(to.tiles.size() - 1);
     }
   }
 
@@ -120,12 +149,11 @@ struct Pass {
 
   // Shares the attention of a layer out among threads: a tile and a key head make an item. Of few items, each is
   // several, with some of the splits each.
-  Attention plan(int64_t layer, const float *queries, int64_t stride, float *out) {
-    const int64_t window = model.layers[layer].window;
-    Attention a{c,      cache, layer, window, queries, stride, out, space.tiles, space.attention_items, space.tile_of,
+  Attention plan(Tiling &rows, int64_t layer, int64_t window, const float *queries, int64_t stride, float *out) {
+    Attention a{c,      cache, layer, window, queries, stride, out, rows.tiles, space.attention_items, rows.tile_of,
                 nullptr};
     int64_t splits = 0, parts = 0;
-    for (Tile &tile : space.tiles) {
+    for (Tile &tile : rows.tiles) {
       const int64_t *first = tile.segment->positions + tile.first;
       const auto [least, most] = std::minmax_element(first, first + tile.count);
       tile.split = a.first_seen(*least) / SPLIT, tile.end = *most / SPLIT + 1;
@@ -133,14 +161,14 @@ struct Pass {
     }
     const int64_t run = std::max<int64_t>(1, splits / (threads.count() * ITEMS_PER_THREAD));
     space.attention_items.clear();
-    for (Tile &tile : space.tiles) {
+    for (Tile &tile : rows.tiles) {
       const bool whole = threads.count() == 1 || tile.end - tile.split <= run;
       tile.parts = whole ? -1 : parts;
       if (!whole) parts += c.heads * (tile.end - tile.split) * tile.count * sums_size(cache.width);
       for (int64_t h = 0; h < c.kv_heads; h++)
         for (int64_t split = tile.split; split < tile.end; split += whole ? tile.end : run)
           space.attention_items.push_back(
-              {&tile - space.tiles.data(), h, split, whole ? tile.end : std::min(split + run, tile.end)});
+              {&tile - rows.tiles.data(), h, split, whole ? tile.end : std::min(split + run, tile.end)});
     }
     a.parts = room(space.attention_parts, parts);
     return a;
@@ -208,6 +236,7 @@ struct Pass {
     const Layer &layer = model.layers[l];
     const int64_t heads = c.heads + c.kv_heads, qkv_rows = (c.heads + 2 * c.kv_heads) * c.head_dim;
     const int64_t inner_rows = c.inner * (c.gated ? 2 : 1);
+    const int64_t kept = std::min(l, cache.layers - 1);  // where the cache has the layer
     const int64_t qkv_stride = stride_of(qkv_rows), inner_stride = stride_of(inner_rows),
                   out_stride = stride_of(c.hidden);
     Activations &a = space.activations;
@@ -239,7 +268,7 @@ struct Pass {
           rotate(head, model.ropes[layer.rope], &space.cos[at], &space.sin[at]);
         }
       }
-      put(c, cache, l, segment(n).slots[space.row_in[n]], row + c.heads * c.head_dim, row + heads * c.head_dim);
+      put(c, cache, kept, segment(n).slots[space.row_in[n]], row + c.heads * c.head_dim, row + heads * c.head_dim);
     });
 
     std::vector<int64_t> &going = space.going;
@@ -251,7 +280,7 @@ struct Pass {
       divide();
     }
     const int64_t rows = int64_t(going.size());
-    const Attention attention = plan(l, wide, qkv_stride, attended);
+    const Attention attention = plan(space.nodes, kept, layer.window, wide, qkv_stride, attended);
     threads.each(attention.items.size(), 1, [&](int64_t i) { attend(attention, i); });
     a.resize(rows, layer.output.parts);
     threads.each(rows, 4, [&](int64_t i) {
@@ -259,6 +288,25 @@ struct Pass {
       a.set(i, attended + going[i] * c.heads * c.head_dim);
     });
     multiply(layer.output, threads, a, out, out_stride);
+    if (layer.cross_query) {
+      const int64_t width = c.heads * c.head_dim, query_stride = stride_of(width);
+      a.resize(rows, layer.cross_query.parts);
+      threads.each(rows, 4, [&](int64_t r) {
+        float *row = x + going[r] * c.hidden, *o = out + r * out_stride, *from = normed + going[r] * c.hidden;
+        for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
+        norm_row(layer.cross_norm, row, from, c.hidden);
+        a.set(r, from);
+      });
+      multiply(layer.cross_query, threads, a, wide, query_stride);
+      const Attention cross = plan(space.cross, kept, 0, wide, query_stride, attended);
+      threads.each(cross.items.size(), 1, [&](int64_t i) { attend(cross, i); });
+      a.resize(rows, layer.cross_output.parts);
+      threads.each(rows, 4, [&](int64_t r) {
+        join(cross, r);
+        a.set(r, attended + r * width);
+      });
+      multiply(layer.cross_output, threads, a, out, out_stride);
+    }
 
     a.resize(rows, layer.up.parts);
     threads.each(rows, 4, [&](int64_t r) {
@@ -318,6 +366,43 @@ struct Pass {
       });
     }
   }
+
+  // A convolution over three frames is a product whose rows overlap. x: [frames + 2, ...], `step` numbers from row to
+  // row; out: [rows, hidden], after the activation
+  void convolve(const Product &weights, const float *x, int64_t rows, int64_t step, float *out) {
+    const int64_t stride = stride_of(c.hidden);
+    Activations &a = space.activations;
+    float *wide = room(space.wide, rows * stride);
+    a.resize(rows, weights.parts);
+    threads.each(rows, 16, [&](int64_t r) { a.set(r, x + r * step); });
+    multiply(weights, threads, a, wide, stride);
+    threads.each(rows, 16, [&](int64_t r) {
+      for (int64_t i = 0; i < c.hidden; i += LANES)
+        store_some(out + r * c.hidden + i, activate(load<F32>(wide + r * stride + i)), c.hidden - i);
+    });
+  }
+
+  // features: [bands, 2 * nodes]; states: [nodes, hidden]
+  void encode(const float *features, float *states) {
+    const int64_t frames = 2 * nodes;
+    // Frame by frame, with zeros before the first one and after the last one.
+    float *padded = room(space.normed, (frames + 2) * c.bands);
+    float *between = room(space.attended, (frames + 2) * c.hidden), *x = room(space.x, nodes * c.hidden);
+    const auto pad = [frames](float *frame, int64_t size) {
+      std::fill_n(frame, size, 0.0f), std::fill_n(frame + (frames + 1) * size, size, 0.0f);
+    };
+    pad(padded, c.bands), pad(between, c.hidden);
+    for (int64_t band = 0; band < c.bands; band++)
+      for (int64_t t = 0; t < frames; t++) padded[(t + 1) * c.bands + band] = features[band * frames + t];
+    convolve(model.conv1, padded, frames, c.bands, between + c.hidden);
+    convolve(model.conv2, between, nodes, 2 * c.hidden, x);
+    threads.each(nodes, 16, [&](int64_t n) {
+      for (int64_t i = 0; i < c.hidden; i++) x[n * c.hidden + i] += weight_at(model.positions.parts[0], n, i);
+    });
+    for (int64_t l = 0; l < c.layers; l++) block(l, x);
+    threads.each(nodes, 16,
+                 [&](int64_t n) { norm_row(model.norm, x + n * c.hidden, states + n * c.hidden, c.hidden); });
+  }
 };
 
 }  // namespace
@@ -330,6 +415,33 @@ void forward(const Model &model, const Cache &cache, Threads &threads, Workspace
   Pass pass(model, cache, threads, workspace, segments, count, wanted, wanted_count);
   const Threads::Awake awake(threads);
   pass.run(vocab, logits);
+}
+
+void encode(const Model &encoder, const Cache &one_layer, Threads &threads, Workspace &workspace, const float *features,
+            float *states) {
+  const int64_t nodes = encoder.config.context;
+  std::vector<int64_t> numbers(nodes), last(nodes, nodes - 1);  // all nodes see all nodes
+  std::iota(numbers.begin(), numbers.end(), 0);
+  const Segment all{nodes, nodes, 0, 0, nullptr, last.data(), numbers.data(), numbers.data(), nullptr, nullptr};
+  Pass pass(encoder, one_layer, threads, workspace, &all, 1, numbers.data(), nodes);
+  const Threads::Awake awake(threads);
+  pass.encode(features, states);
+}
+
+void place(const Model &model, const Cache &cache, Threads &threads, Workspace &workspace, const float *states,
+           const int64_t *slots, int64_t count) {
+  const ModelConfig &c = model.config;
+  const int64_t hidden = model.encoder->config.hidden, width = c.kv_heads * c.head_dim, stride = stride_of(2 * width);
+  float *both = room(workspace.wide, count * stride);
+  const Threads::Awake awake(threads);
+  for (int64_t l = 0; l < c.layers; l++) {
+    const Product &product = model.layers[l].cross_key_value;
+    workspace.activations.resize(count, product.parts);
+    threads.each(count, 16, [&](int64_t n) { workspace.activations.set(n, states + n * hidden); });
+    multiply(product, threads, workspace.activations, both, stride);
+    threads.each(count, 16,
+                 [&](int64_t n) { put(c, cache, l, slots[n], both + n * stride, both + n * stride + width); });
+  }
 }
 
 void multiply(const Matrix &w, Threads &threads, const float *values, int64_t rows, float *out) {

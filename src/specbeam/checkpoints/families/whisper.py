@@ -1,0 +1,185 @@
+"""Whisper (Radford et al. 2022): an encoder reads 30 seconds of sound, and a decoder writes what was said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from specbeam.checkpoints.architecture import Architecture, require_whole_heads
+from specbeam.checkpoints.config import Config, Layer, size
+
+NORM_EPS = 1e-5
+"""Of all norms: PyTorch's default. No configuration says it."""
+
+
+class Whisper(Architecture):
+    """Whisper. Norms come before attention and MLP, and all positions are tables, the encoder's sinusoids too."""
+
+    name = "whisper"
+    gguf_name = None
+    features: ClassVar = {
+        "norm": "layer",
+        "gated_mlp": False,
+        "learned_positions": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    }
+    older_names: ClassVar = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",  # transformers means the encoder's, too
+    }
+    keys: ClassVar = {
+        "activation_dropout": (float | int, 0.0),
+        "activation_function": (str, "gelu"),
+        "apply_spec_augment": (bool, False),
+        "begin_suppress_tokens": (list | None, [220, 50256]),
+        "bos_token_id": (int | None, 50256),
+        "classifier_proj_size": (int, 256),
+        "decoder_attention_heads": (int, 6),
+        "decoder_ffn_dim": (int, 1536),
+        "decoder_layerdrop": (float | int, 0.0),
+        "decoder_layers": (int, 4),
+        "decoder_start_token_id": (int, 50257),
+        "dropout": (float | int, 0.0),
+        "encoder_ffn_dim": (int, 1536),
+        "encoder_layerdrop": (float | int, 0.0),
+        "eos_token_id": (int | list[int] | None, 50256),
+        "init_std": (float, 0.02),
+        "is_encoder_decoder": (bool, True),
+        "mask_feature_length": (int, 10),
+        "mask_feature_min_masks": (int, 0),
+        "mask_feature_prob": (float | int, 0.0),
+        "mask_time_length": (int, 10),
+        "mask_time_min_masks": (int, 2),
+        "mask_time_prob": (float | int, 0.05),
+        "max_position_embeddings": (object, None),  # Whisper has other names for it
+        "max_source_positions": (int, 1500),
+        "max_target_positions": (int, 448),
+        "median_filter_width": (int, 7),
+        "num_mel_bins": (int, 80),
+        "pad_token_id": (int | None, 50256),
+        "scale_embedding": (bool, False),
+        "suppress_tokens": (list | None, None),
+        "tie_word_embeddings": (bool, True),
+        "use_weighted_layer_sum": (bool, False),
+    }
+    folder_tensors: ClassVar = {
+        "embedding": "model.decoder.embed_tokens",
+        "positions": "model.decoder.embed_positions",
+        "blocks.N.attention_norm": "model.decoder.layers.N.self_attn_layer_norm",
+        "blocks.N.attention.qkv": "model.decoder.layers.N.self_attn.{q,k,v}_proj",
+        "blocks.N.attention.output": "model.decoder.layers.N.self_attn.out_proj",
+        "blocks.N.cross_attention_norm": "model.decoder.layers.N.encoder_attn_layer_norm",
+        "blocks.N.cross_attention.query": "model.decoder.layers.N.encoder_attn.q_proj",
+        "blocks.N.cross_attention.key_value": "model.decoder.layers.N.encoder_attn.{k,v}_proj",
+        "blocks.N.cross_attention.output": "model.decoder.layers.N.encoder_attn.out_proj",
+        "blocks.N.mlp_norm": "model.decoder.layers.N.final_layer_norm",
+        "blocks.N.mlp.up": "model.decoder.layers.N.fc1",
+        "blocks.N.mlp.down": "model.decoder.layers.N.fc2",
+        "norm": "model.decoder.layer_norm",
+        "head": "proj_out",
+        "encoder.conv1": "model.encoder.conv1",
+        "encoder.conv2": "model.encoder.conv2",
+        "encoder.positions": "model.encoder.embed_positions",
+        "encoder.blocks.N.attention_norm": "model.encoder.layers.N.self_attn_layer_norm",
+        "encoder.blocks.N.attention.qkv": "model.encoder.layers.N.self_attn.{q,k,v}_proj",
+        "encoder.blocks.N.attention.output": "model.encoder.layers.N.self_attn.out_proj",
+        "encoder.blocks.N.mlp_norm": "model.encoder.layers.N.final_layer_norm",
+        "encoder.blocks.N.mlp.up": "model.encoder.layers.N.fc1",
+        "encoder.blocks.N.mlp.down": "model.encoder.layers.N.fc2",
+        "encoder.norm": "model.encoder.layer_norm",
+    }
+    folder_zeros = ("k_proj.bias",)
+    ctranslate2_spec = "WhisperSpec"
+    ctranslate2_revision = 3
+    ctranslate2_tensors: ClassVar = {
+        "embedding": "decoder/embeddings",
+        "positions": "decoder/position_encodings",
+        "blocks.N.attention_norm": "decoder/layer_N/self_attention/layer_norm",
+        "blocks.N.attention.qkv": "decoder/layer_N/self_attention/linear_0",
+        "blocks.N.attention.output": "decoder/layer_N/self_attention/linear_1",
+        "blocks.N.cross_attention_norm": "decoder/layer_N/attention/layer_norm",
+        "blocks.N.cross_attention.query": "decoder/layer_N/attention/linear_0",
+        "blocks.N.cross_attention.key_value": "decoder/layer_N/attention/linear_1",
+        "blocks.N.cross_attention.output": "decoder/layer_N/attention/linear_2",
+        "blocks.N.mlp_norm": "decoder/layer_N/ffn/layer_norm",
+        "blocks.N.mlp.up": "decoder/layer_N/ffn/linear_0",
+        "blocks.N.mlp.down": "decoder/layer_N/ffn/linear_1",
+        "norm": "decoder/layer_norm",
+        "head": "decoder/projection",
+        "encoder.conv1": "encoder/conv1",
+        "encoder.conv2": "encoder/conv2",
+        "encoder.positions": "encoder/position_encodings",
+        "encoder.blocks.N.attention_norm": "encoder/layer_N/self_attention/layer_norm",
+        "encoder.blocks.N.attention.qkv": "encoder/layer_N/self_attention/linear_0",
+        "encoder.blocks.N.attention.output": "encoder/layer_N/self_attention/linear_1",
+        "encoder.blocks.N.mlp_norm": "encoder/layer_N/ffn/layer_norm",
+        "encoder.blocks.N.mlp.up": "encoder/layer_N/ffn/linear_0",
+        "encoder.blocks.N.mlp.down": "encoder/layer_N/ffn/linear_1",
+        "encoder.norm": "encoder/layer_norm",
+    }
+    ctranslate2_ignored = ("decoder/alignment_heads",)
+    ctranslate2_numbers: ClassVar = {
+        "encoder/num_heads": None,
+        "decoder/num_heads": None,
+        "decoder/activation": 3,  # GELU
+        "decoder/pre_norm": 1,
+        "decoder/alibi": 0,
+        "decoder/scale_embeddings": 0,
+        "decoder/start_from_zero_embedding": 0,
+        "decoder/alignment_heads": None,
+        "decoder/alignment_layer": None,
+    }
+
+    def derive(self, given: SimpleNamespace) -> None:
+        """Nothing follows from other keys."""
+
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
+        encoder = replace(
+            config,
+            norm_eps=NORM_EPS,
+            intermediate_size=given.encoder_ffn_dim,
+            context_length=given.max_source_positions,
+            bands=given.num_mel_bins,
+        )
+        heads = given.decoder_attention_heads
+        for number in (config.num_heads, size("decoder_attention_heads", heads)):
+            require_whole_heads(SimpleNamespace(hidden_size=config.hidden_size, num_attention_heads=number))
+        return replace(
+            encoder,
+            intermediate_size=given.decoder_ffn_dim,
+            layers=(Layer(),) * size("decoder_layers", given.decoder_layers),
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=config.hidden_size // heads,
+            attention_scale=(config.hidden_size // heads) ** -0.5,
+            context_length=given.max_target_positions,
+            bands=None,
+            encoder=encoder,
+        )
+
+    def keys_of_ctranslate2(
+        self, shape: Callable[[str, int], tuple[int, ...]], numbers: Mapping[str, float], names: Iterable[str]
+    ) -> dict[str, Any]:
+        vocab_size, hidden = shape("decoder/embeddings/weight", 2)
+        keys = {"vocab_size": vocab_size, "d_model": hidden, "num_mel_bins": shape("encoder/conv1/weight", 3)[1]}
+        for part, positions in (("encoder", "max_source_positions"), ("decoder", "max_target_positions")):
+            numbered = {int(m[1]) for name in names if (m := re.match(rf"{part}/layer_(\d{{1,9}})/", name))}
+            keys |= {
+                positions: shape(f"{part}/position_encodings/encodings", 2)[0],
+                f"{part}_layers": len(numbered),
+                f"{part}_attention_heads": int(numbers[f"{part}/num_heads"]),
+                f"{part}_ffn_dim": shape(f"{part}/layer_0/ffn/linear_0/weight", 2)[0],
+            }
+        return keys
+
+    def stores_filters(self, source: str) -> bool:
+        return ".conv" in source and source.endswith(".weight")
+
+
+ARCHITECTURES = (Whisper(),)
