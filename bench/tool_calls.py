@@ -6,7 +6,8 @@ FOLDER is the data of the Berkeley Function Calling Leaderboard, in the package 
 draws questions of its categories simple, multiple and parallel, in equal parts. Their types become JSON Schema, and the
 dots of their names underscores, as its programs do for OpenAI's models. An answer is right if its calls are the
 expected ones in any order: each has the function's name, all required arguments, and only values that the data lists.
-Texts are compared as the leaderboard does: without case, spaces and some punctuation.
+Texts are compared as the leaderboard does: without case, spaces and some punctuation. "Named" gives the name of the
+first function that is expected, so an answer has one call.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto, 4 beams": {"num_beams": 4},
     "required, greedy": {"tool_choice": "required"},
     "required, 4 beams": {"tool_choice": "required", "num_beams": 4},
+    "named, greedy": {"tool_choice": "named"},
 }
 MAX_TOKENS = 256
 
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     add_json_option(parser)
     given = parser.parse_args()
     print(describe())
@@ -49,14 +52,14 @@ def main() -> None:
     drawn = questions(given.folder, given.calls, given.seed)
     command = [sys.executable, "-m", "specbeam", "serve", "--model", f"model={given.model}"]
     server = Server("specbeam", command, "", os.environ)
-    right: dict[str, list[float]] = {method: [] for method in METHODS}
-    steps: dict[str, list[float]] = {method: [] for method in METHODS}
+    right: dict[str, list[float]] = {method: [] for method in given.methods}
+    steps: dict[str, list[float]] = {method: [] for method in given.methods}
     try:
         server.start()
         with server.running():
             for number, (category, question) in enumerate(drawn):
-                for method, how in METHODS.items():
-                    answer = asked(server.port, question, how)
+                for method in right:
+                    answer = asked(server.port, question, METHODS[method])
                     calls = answer["choices"][0]["message"].get("tool_calls", [])
                     right[method].append(float(is_right(calls, question)))
                     tokens = answer["usage"]["completion_tokens"]
@@ -98,6 +101,9 @@ def asked(port: int, question: dict[str, Any], how: dict[str, Any]) -> Any:
         {"type": "function", "function": one | {"name": named(one["name"]), "parameters": schema(one["parameters"])}}
         for one in question["function"]
     ]
+    if how.get("tool_choice") == "named":
+        name = named(next(iter(question["ground_truth"][0])))
+        how = {"tool_choice": {"type": "function", "function": {"name": name}}}
     (messages,) = question["question"]
     body = {"messages": messages, "tools": tools, "max_tokens": MAX_TOKENS, "temperature": 0, **how}
     request = urllib.request.Request(
