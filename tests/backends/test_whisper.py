@@ -221,11 +221,12 @@ def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monk
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):
     _, lm = pair()
     engine = Engine(lm, max_cache_tokens=100)
-    engine.submit(PROMPT, {"max_new_tokens": 8, "num_beams": 3}, features=sound())
+    request = engine.submit(PROMPT, {"max_new_tokens": 8, "num_beams": 3}, features=sound())
     engine.step()
     assert POSITIONS < engine.cache_tokens < POSITIONS + 10  # beams share it
     engine.run()
     assert engine.cache_tokens == 0
+    assert POSITIONS + 8 < request.result().stats.peak_slots < POSITIONS + 40
     with pytest.raises(SpecbeamError, match="need 41 cache slots, the engine has 40"):
         Engine(lm, max_cache_tokens=40).submit(PROMPT, {"max_new_tokens": 8}, features=sound())
 
