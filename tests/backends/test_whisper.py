@@ -269,6 +269,13 @@ def test_generate_of_transformers_takes_specbeam(pair, options):
         assert model.generate(sounds, custom_generate=hf.generate, **draft, **options).tolist() == expected
 
 
+def test_timestamps_of_transformers_are_refused_by_name():
+    model = random_whisper()
+    model.generation_config.no_timestamps_token_id = 200
+    with pytest.raises(SpecbeamError, match="does not support WhisperTimeStampLogitsProcessor"):
+        model.generate(torch.tensor(sound())[None], return_timestamps=True, custom_generate=hf.generate)
+
+
 def test_a_model_of_transformers_reads_the_same_features(pair, save):
     model, lm = pair()
     sounds, options = [sound(i) for i in range(3)], {"max_new_tokens": 16, "num_beams": 3, "num_return_sequences": 3}
