@@ -221,11 +221,12 @@ def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monk
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):
     _, lm = pair()
     engine = Engine(lm, max_cache_tokens=100)
-    engine.submit(PROMPT, {"max_new_tokens": 8, "num_beams": 3}, features=sound())
+    request = engine.submit(PROMPT, {"max_new_tokens": 8, "num_beams": 3}, features=sound())
     engine.step()
     assert POSITIONS < engine.cache_tokens < POSITIONS + 10  # beams share it
     engine.run()
     assert engine.cache_tokens == 0
+    assert POSITIONS + 8 < request.result().stats.peak_slots < POSITIONS + 40
     with pytest.raises(SpecbeamError, match="need 41 cache slots, the engine has 40"):
         Engine(lm, max_cache_tokens=40).submit(PROMPT, {"max_new_tokens": 8}, features=sound())
 
@@ -266,6 +267,13 @@ def test_generate_of_transformers_takes_specbeam(pair, options):
     expected = model.generate(sounds, **options).tolist()
     for draft in ({}, {"draft": "ngram"}):
         assert model.generate(sounds, custom_generate=hf.generate, **draft, **options).tolist() == expected
+
+
+def test_timestamps_of_transformers_are_refused_by_name():
+    model = random_whisper()
+    model.generation_config.no_timestamps_token_id = 200
+    with pytest.raises(SpecbeamError, match="does not support WhisperTimeStampLogitsProcessor"):
+        model.generate(torch.tensor(sound())[None], return_timestamps=True, custom_generate=hf.generate)
 
 
 def test_a_model_of_transformers_reads_the_same_features(pair, save):

@@ -117,6 +117,11 @@ class ModelState:
         return self.slots.used + (0 if self._source_slots is None else self._source_slots.used)
 
     @property
+    def peak(self) -> int:
+        """The most slots that were in use at once."""
+        return self.slots.peak + (0 if self._source_slots is None else self._source_slots.peak)
+
+    @property
     def source_growth(self) -> int:
         """The slots that the encoder's output still needs."""
         return 0 if (own := self._source_slots) is None else own.tree.prefix_length - own.used

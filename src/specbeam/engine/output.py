@@ -205,7 +205,7 @@ class Output:
             target_seconds=target.seconds,
             draft_seconds=0.0 if draft is None else draft.seconds,
             nodes_evaluated=target.nodes,
-            peak_slots=target.slots.peak,
+            peak_slots=target.peak,
             drafted=record.drafted,
             accepted=record.accepted,
             acceptance_rate=record.accepted / record.drafted if record.drafted else None,
