@@ -29,17 +29,18 @@ class ControlTokens:
     ending, and the stand-ins become characters again. A tokenizer that knows control tokens only with that ending
     reads this text. It is the model's tokenizer in all else, so no other token changes.
 
-    Control tokens are special tokens, and other added tokens that the template names. The assistant's messages may have
-    the latter: models write them in answers, as in ``<think>``.
+    Control tokens are special tokens, and other added tokens that the template or the format of tool calls names. The
+    assistant's messages may have the latter: models write them in answers, as in ``<think>``.
 
     Args:
         tokenizer: the model's, with a chat template.
+        marks: the texts of the format of tool calls.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, marks: str = "") -> None:
         self._theirs = tokenizer
         self._added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content}
-        template = str(tokenizer.chat_template)
+        template = f"{tokenizer.chat_template} {marks}"
         self._special = {token.content for token in self._added.values() if token.special}
         self._control = self._special | {
             token.content for token in self._added.values() if token.content in template and not token.content.isspace()
@@ -53,8 +54,14 @@ class ControlTokens:
         """The messages with stand-ins, and the characters by their stand-ins; None if there are no control tokens.
 
         Raises:
-            SpecbeamError: no character is left that could stand in.
+            SpecbeamError: no character is left that could stand in, or something is nested too deeply.
         """
+        try:
+            return self._hide_all(messages)
+        except RecursionError:
+            raise SpecbeamError("a tool or the arguments of a call are nested too deeply: use fewer levels") from None
+
+    def _hide_all(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]] | None:
         texts = [*_texts([*messages])]
         if not any(first in text for text in texts for first in self._firsts):
             return None

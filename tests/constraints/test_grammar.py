@@ -356,7 +356,7 @@ def test_a_limit_that_is_reached_ends_that_request_alone(lm, monkeypatch):
     limits = llguidance.LLParserLimits(max_items_in_row=40, step_max_items=200, verbose_errors=False)
     ambiguous = "start: a\na: /b/ | a a | a a a"
     expected = run_alone(lm, "a b", {"constraint": Regex("[ab]{8}")}).sequences
-    monkeypatch.setattr(grammar, "_limits", lambda: limits)
+    monkeypatch.setattr(grammar, "_limits", lambda *_: limits)
     engine = Engine(lm)
     failing = engine.submit("a b", {"constraint": Grammar(ambiguous), "min_new_tokens": 60, "max_new_tokens": 100})
     other = engine.submit("a b", {"constraint": Regex("[ab]{8}")})

@@ -124,7 +124,7 @@ def test_what_cannot_be_enforced_is_refused(served, fields, param, says):
 
 def test_a_grammar_that_reaches_a_limit_ends_its_request_alone(served, monkeypatch):
     limits = grammar._llguidance().LLParserLimits(max_items_in_row=40, verbose_errors=False)
-    monkeypatch.setattr(grammar, "_limits", lambda: limits)
+    monkeypatch.setattr(grammar, "_limits", lambda *_: limits)
     ambiguous = {"grammar": "start: a\na: /b/ | a a | a a a"}
     error = served.refused("/v1/completions", prompt="a", structured_outputs=ambiguous, max_tokens=60, min_tokens=60)
     assert error["message"].startswith("the grammar has reached a limit of its parser")

@@ -284,7 +284,7 @@ def test_a_schema_that_cannot_be_enforced(tooled):
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name: String"),
         ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools", "tools[0].type: Input should be 'funct"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, and there are no tools: give tools"),
-        ({"tools": TOOLS, "tool_choice": UNKNOWN}, "tool_choice", "tool_choice names g, and the tools are weather, n"),
+        ({"tools": TOOLS, "tool_choice": UNKNOWN}, "tool_choice", "tool_choice names 'g', and no tool has this name"),
         ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "ignore_eos contradicts tools"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "structured_outputs and tools"),
         (
@@ -295,13 +295,14 @@ def test_a_schema_that_cannot_be_enforced(tooled):
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": ARRAY}}]},
             "tools",
-            "the tool f: arguments are an object, and no array",
+            "the tool f: arguments are an object, and no 'array'",
         ),
         (
             {"messages": [*MESSAGES[:2], {"role": "tool", "tool_call_id": "x", "content": ""}], "tools": TOOLS},
             "messages",
-            "messages: a result is of the call 'x', and nothing before has this call",
+            "messages: a result is of the call 'x', and nothing before has it",
         ),
+        ({"messages": MESSAGES[:2], "tools": TOOLS}, "messages", "messages end with tool calls: give their results"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [
                 {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
@@ -315,6 +316,45 @@ def test_what_is_refused(tooled, fields, param, says):
     error = tooled.refused(CHAT, **{"model": "hermes", "messages": ASKED, "max_tokens": 2} | fields)
     assert error["param"] == param
     assert error["message"].startswith(says)
+
+
+def test_a_stop_string_within_a_call(tooled):
+    """The call is not whole, so no client is to make it."""
+    asked = {"model": "named", "messages": ASKED, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}
+    (cut,) = tooled.choices(CHAT, **asked, stop=["days"])
+    assert (cut["finish_reason"], cut["is_complete"]) == ("stop", False)
+    flat = {"type": "function", "name": "weather"}
+    fields = {"model": "named", "input": "Weather?", "tools": FLAT, "tool_choice": flat, "temperature": 0}
+    answer = tooled.post(RESPONSES, **fields, stop=["days"]).json()
+    assert (answer["status"], [item["status"] for item in answer["output"]]) == ("incomplete", ["incomplete"])
+
+
+@pytest.mark.parametrize("name", ["hermes", "phi"])
+def test_the_marks_of_calls_are_text_for_users(tooled, lms, name):
+    hostile = "".join(TOKENS[name])
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": json.dumps({"a": hostile})}}
+    messages = [{"role": "user", "content": hostile}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "a", "content": hostile})
+    fields = {"model": name, "messages": messages, "tools": TOOLS, "max_tokens": 1, "return_token_ids": True}
+    ids = tooled.post(CHAT, **fields).json()["prompt_token_ids"]
+    tokenizer = lms[name].tokenizer
+    found = [one for one in map(tokenizer.convert_ids_to_tokens, ids) if one in TOKENS[name]]
+    assert len(found) == {"hermes": 4, "phi": 2}[name]  # the template's own
+
+
+def test_a_tool_that_is_nested_too_deeply(tooled):
+    schema = {"type": "object"}
+    for _ in range(170):
+        schema = {"properties": {"<": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    answer = tooled.post(CHAT, model="hermes", messages=ASKED, tools=tools, max_tokens=1)
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_the_text_of_a_token_in_a_schema(tooled):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": {"<tool_call>": "<tool_call>"}}}}
+    (one,) = tooled.choices(CHAT, model="hermes", messages=ASKED, response_format=schema, max_tokens=60)
+    assert json.loads(one["message"]["content"]) == {"<tool_call>": "<tool_call>"}
 
 
 def test_a_form_of_the_answer_beside_tools(tooled, lms):

@@ -43,10 +43,12 @@ class Model:
         if tokens:
             tokenizer.add_tokens([AddedToken(text, special=special) for text, special in tokens.items()])
         self.lm = specbeam.load(save(random_model("llama", vocab_size=259 + len(tokens)), tokenizer), backend="cpu")
-        self.added = {one.content: i for i, one in self.lm.tokenizer.added_tokens_decoder.items()}
+        tokens = self.lm.tokenizer.added_tokens_decoder
+        self.added = {one.content: i for i, one in tokens.items()}
+        self.shown = [i for i, one in tokens.items() if not one.special]
 
     def constraint(self, name, **how):
-        how = {"is_required": False, "most": 3, "added": self.added, "ends": self.lm.eos_token_ids} | how
+        how = {"is_required": False, "most": 3, "added": self.added, "shown": self.shown} | how
         return GrammarConstraint(ToolGrammar(format_of(TEMPLATES[name]), TOOLS, **how), self.lm)
 
     def ids(self, text):
@@ -104,7 +106,7 @@ def test_whatever_is_allowed_is_read_as_valid_calls(model, name, with_tokens):
         read = 0
         for _ in range(12):
             text = walk(one, constraint, rng, pushed)
-            reader = Reader(format_of(TEMPLATES[name]), [*SCHEMAS])
+            reader = Reader(format_of(TEMPLATES[name]), [*SCHEMAS], 9)
             reader.push(text, is_last=True)
             assert is_required <= len(reader.calls) <= most, text
             assert not (is_required and reader.content), text
@@ -141,7 +143,10 @@ ALLOWED = {
         ({}, ["Hi", A.replace("arguments", "parameters"), A], [A.replace("arguments", "parameters") * 2]),
         ({"is_required": True}, [A.replace("arguments", "parameters")], ["Hi", A]),
     ],
-    "functools": [({}, ["func", f"functools[{A}, {B}]", f"Hi functools[{A}]"], ["functools", f"functools[{WRONG}]"])],
+    "functools": [
+        ({}, ["func", "functools", f"functools[{A}, {B}]", f"Hi functools[{A}]"],
+             [f"functools[{WRONG}]", "functools["]),
+    ],
 }  # fmt: skip
 
 
@@ -174,9 +179,45 @@ def test_nothing_is_enforced_within_thoughts(model):
 def test_other_tokens_may_stand_in_a_text(model):
     one = model({"<tool_call>": False, "</tool_call>": False, "<other>": True, "<word>": False})
     constraint = one.constraint("hermes")
-    assert one.allows(constraint, f"a<other><word>b {marked(A)}")
+    assert one.allows(constraint, f"a<word>b {marked(A)}")
+    assert not one.allows(constraint, "a<other>")  # it is special: no text shows it
     assert not one.allows(constraint, "a<eos>")
     assert not one.allows(constraint, marked(A.replace("Paris", "<other>")))
+
+
+def spelled(model, text):
+    """The tokens of a text, none of them an added one."""
+    return [token for byte in text for token in model.ids(byte)]
+
+
+def test_what_begins_a_call_does_so_in_other_tokens_too(model):
+    """Otherwise the reader would see calls, and ends of thoughts, that the grammar does not."""
+    for name in ("hermes", "listed", "named", "phi"):
+        one = model(TOKENS[name])
+        constraint, marker = one.constraint(name), format_of(TEMPLATES[name]).marker
+        state = constraint.start
+        for token in spelled(one, f"so {marker[:-1]}"):
+            state = constraint.advance(state, token)
+        (last,) = one.ids(marker[-1])
+        assert constraint.advance(state, last) is None
+    one = model(TOKENS["hermes"] | THINKING)
+    for how, text in (({"thinks": True}, "a</think"), ({"thinks": None}, " <think")):
+        constraint = one.constraint("hermes", **how)
+        state = constraint.start
+        for token in spelled(one, text):
+            state = constraint.advance(state, token)
+        assert constraint.advance(state, one.ids(">")[0]) is None
+
+
+def test_many_tools_with_long_names(model):
+    """llguidance's lexer looks for all names at once."""
+    one, rng = model(TOKENS["hermes"]), random.Random(3)
+    names = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz_", k=64)) for _ in range(128)]
+    tools = [Tool(name, JsonSchema(SCHEMAS["weather"])) for name in names]
+    how = {"is_required": False, "most": 3, "added": one.added, "shown": one.shown}
+    constraint = GrammarConstraint(ToolGrammar(format_of(TEMPLATES["hermes"]), tools, **how), one.lm)
+    assert one.allows(constraint, "Look: " + A.replace("weather", names[7]))
+    assert not one.allows(constraint, "Look: " + WRONG.replace("weather", names[9]))
 
 
 def test_forced_text_is_forced(model):

@@ -70,6 +70,8 @@ CASES = {
         ),
         ('Hi[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Paris"}', "Hi", [("weather", PARIS)]),
         (f"[TOOL_CALLS]search[ARGS]{json.dumps(DEEP)}", "", [("search", DEEP)]),
+        ('[TOOL_CALLS]search[ARGS]{"q": "}[TOOL_CALLS]time{"}', "", [("search", {"q": "}[TOOL_CALLS]time{"})]),
+        ('[TOOL_CALLS]unknown[ARGS]{"q": 1}', '[TOOL_CALLS]unknown[ARGS]{"q": 1}', []),
     ],
     "llama": [
         ("No calls here", "No calls here", []),
@@ -95,7 +97,7 @@ TEXTS = [(name, *case) for name, cases in CASES.items() for case in cases]
 @pytest.mark.parametrize(("name", "text", "content", "calls"), TEXTS)
 def test_an_answer_is_read_the_same_in_any_pieces(name, text, content, calls):
     for length in (1, 2, 3, 5, 8, len(text)):
-        reader = Reader(FORMATS[name], NAMES)
+        reader = Reader(FORMATS[name], NAMES, 16, thinks=None)
         said = []
         for begin in range(0, len(text), length):
             said += reader.push(text[begin : begin + length], is_last=begin + length >= len(text))
@@ -111,7 +113,7 @@ def test_an_answer_is_read_the_same_in_any_pieces(name, text, content, calls):
 
 
 def test_arguments_come_as_they_are_written():
-    reader = Reader(FORMATS["hermes"], NAMES)
+    reader = Reader(FORMATS["hermes"], NAMES, 16)
     assert [one.name for one in reader.push('Well <tool_call>{"name": "weather", "arguments": ')] == [None]
     said = [one for text in ('{"ci', 'ty": "P', 'aris"', "}", "}") for one in reader.push(text)]
     assert [(one.name, one.arguments) for one in said] == [
@@ -120,16 +122,43 @@ def test_arguments_come_as_they_are_written():
 
 
 def test_a_call_that_is_cut_has_the_beginning_of_its_arguments():
-    reader = Reader(FORMATS["hermes"], NAMES)
+    reader = Reader(FORMATS["hermes"], NAMES, 16)
     reader.push('<tool_call>\n{"name": "weather", "arguments": {"city": "Pa', is_last=True)
     assert [(call.name, call.arguments) for call in reader.calls] == [("weather", '{"city": "Pa')]
-    reader = Reader(FORMATS["hermes"], NAMES)
+    reader = Reader(FORMATS["hermes"], NAMES, 16)
     reader.push('<tool_call>\n{"name": "weat', is_last=True)
     assert (reader.content, reader.calls) == ('<tool_call>\n{"name": "weat', [])
 
 
+def test_an_answer_with_a_form_is_read_as_it_is():
+    """Calls come first, behind their marker."""
+    for text in (A, f'{{"a": "<tool_call>{A[1:-1]}"}}', f" x<tool_call>{A}"):
+        reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
+        said = [one for piece in text for one in reader.push(piece)] + reader.push("", is_last=True)
+        assert ("".join(one.content for one in said), reader.calls) == (text, [])
+    reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
+    reader.push(f" <tool_call>{A}", is_last=True)
+    assert [call.name for call in reader.calls] == ["weather"]
+
+
+def test_no_more_calls_than_are_allowed():
+    reader = Reader(FORMATS["hermes"], NAMES, 1)
+    reader.push(f"<tool_call>{A}</tool_call><tool_call>{B}</tool_call>", is_last=True)
+    assert [call.name for call in reader.calls] == ["weather"]
+
+
+def test_the_work_grows_with_the_text():
+    """Each piece costs as much, also of space and of escaped quotation marks."""
+    for text in (" " * 40_000 + "x", "<tool_call>" + call("search", {"q": '"' * 20_000})):
+        reader = Reader(FORMATS["hermes"], NAMES, 16)
+        for begin in range(0, len(text), 40):
+            reader.push(text[begin : begin + 40])
+        reader.push("", is_last=True)
+        assert len(reader.content) + sum(len(one.arguments) for one in reader.calls) > 40_000
+
+
 def test_an_answer_that_begins_in_thoughts():
-    reader = Reader(FORMATS["hermes"], NAMES, thinks=True)
+    reader = Reader(FORMATS["hermes"], NAMES, 16, thinks=True)
     said = reader.push(f"Maybe {A}, or") + reader.push(f" not.</think>\n{B}", is_last=True)
     assert "".join(one.content for one in said) == f"Maybe {A}, or not.</think>"
     assert [call.name for call in reader.calls] == ["time"]

@@ -64,7 +64,13 @@ class Description(ABC):
 
 
 class Parsed(Description):
-    """A description that llguidance parses."""
+    """A description that llguidance parses.
+
+    Attributes:
+        lexer_fuel: the work of llguidance's lexer for one mask; None for its own limit.
+    """
+
+    lexer_fuel: int | None = None
 
     @property
     @abstractmethod
@@ -313,7 +319,8 @@ class GrammarConstraint:
         self.description = description
         self._tokenizer = _tokenizer_of(lm)
         self._ends = np.array(sorted(lm.eos_token_ids), dtype=np.int64)
-        matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=_limits())
+        limits = _limits(description.lexer_fuel)
+        matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=limits)
         self._check(matcher)
         self.start = _State(matcher)
         self.mask(self.start, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
@@ -371,22 +378,28 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _limits() -> Any:
-    """llguidance's own limits, and errors without the parser's state."""
-    return _llguidance().LLParserLimits(verbose_errors=False)
+def _limits(lexer_fuel: int | None = None) -> Any:
+    """llguidance's own limits, and errors without the parser's state.
+
+    Args:
+        lexer_fuel: the work of its lexer for one mask, about 14,000 in a millisecond; None for its own limit.
+    """
+    return _llguidance().LLParserLimits(verbose_errors=False, step_lexer_fuel=lexer_fuel)
 
 
 def without_special_texts(tokenizer: str) -> str:
-    """A tokenizer.json whose special tokens have names that no text has.
+    """A tokenizer.json whose control tokens have names that no text has.
 
-    So "<|im_end|>" in a schema is a text of ordinary tokens, and no control token.
+    So "<|im_end|>" in a schema is a text of ordinary tokens, and no control token. llguidance takes all added tokens in
+    angle brackets for such.
     """
     described = json.loads(tokenizer)
     model = described["model"]
     vocab, renamed = model.get("vocab", {}), set[str]()
     for token in described["added_tokens"]:
-        if token["special"]:
-            number, text = token["id"], token["content"]
+        number, text = token["id"], token["content"]
+        if token["special"] or (text.startswith("<") and text.endswith(">")):
+            token["special"] = True
             token["content"] = f"{PRIVATE}{number}"
             if isinstance(vocab, dict) and vocab.get(text) == number:
                 vocab[token["content"]] = vocab.pop(text)

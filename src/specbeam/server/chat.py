@@ -153,7 +153,7 @@ class ChatCompletion(Answer):
             calls = {"tool_calls": [*map(_call, reading.calls)]} if reading.calls else {}
             said = {"message": {"role": "assistant", "content": reading.content, "refusal": None, **calls}}
         made = {"index": index, **said, "logprobs": None, **self.ending(part)}
-        if reading is not None and reading.calls and made["finish_reason"] == "stop":
+        if reading is not None and reading.calls and part.end is not None and part.end.is_complete:
             made["finish_reason"] = "tool_calls"
         if self.fields.logprobs and (part.token_ids or not self.fields.stream):
             entries = chat_log_probs(self.call.model.texts, part)

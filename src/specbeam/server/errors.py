@@ -16,6 +16,7 @@ from specbeam.options import Options
 from specbeam.plugins import PluginError
 from specbeam.server.json import json_response
 
+MAX_MESSAGE_CHARACTERS = 700
 RETRY_AFTER_SECONDS = 1
 """A client that was refused for lack of room may try again after this time."""
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -39,6 +40,10 @@ class Refusal(Exception):
     param: str | None = None
     code: str | None = None
     status: int = 400
+
+    def __post_init__(self) -> None:
+        if len(self.message) > MAX_MESSAGE_CHARACTERS:
+            self.message = f"{self.message[:MAX_MESSAGE_CHARACTERS]}..."
 
     def __str__(self) -> str:
         return self.message

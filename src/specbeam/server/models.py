@@ -149,7 +149,9 @@ class ServedModel:
         self.created = int(time.time())
         self.drafts = drafts
         self._default_draft = default_draft
-        self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer)
+        self._tool_format = self._found_tool_format()
+        marks = "" if self._tool_format is None else self._tool_format.marks
+        self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer, marks)
 
     @property
     def name(self) -> str:
@@ -195,15 +197,19 @@ class ServedModel:
         Raises:
             Refusal: its chat template has no tools, or a format that is not known.
         """
-        with suppress(ValueError):
-            if (found := format_of(self.lm.tokenizer.get_chat_template(tools=True))) is not None:
-                return found
+        if self._tool_format is not None:
+            return self._tool_format
         raise Refusal(
             f"the chat template of {self.name} has no tool calls of a form that is known (Hermes, Mistral, Llama 3, "
             f"Phi-4-mini): leave {field} out, or use another model",
             field,
             "no_tools",
         )
+
+    def _found_tool_format(self) -> ToolFormat | None:
+        with suppress(ValueError):  # without a template
+            return format_of(self.lm.tokenizer.get_chat_template(tools=True))
+        return None
 
 
 class Models:

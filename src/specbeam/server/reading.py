@@ -9,7 +9,7 @@ from specbeam.server.call import Call
 from specbeam.server.tokens import Part
 from specbeam.server.tools import ToolUse
 from specbeam.streaming import NewText, TextStream
-from specbeam.tools.reader import Reader, Said
+from specbeam.tools.reader import THOUGHTS, Reader, Said
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Reading:
     def __init__(self, use: ToolUse, call: Call) -> None:
         lm, prompt_ids, options = call.model.lm, call.requests[0].prompt_ids, call.plan.options
         own = use.tool_format
-        marks = own.first + own.middle + (own.between or "") + own.last
+        marks = own.marks + "".join(THOUGHTS)
         hidden = {
             number
             for number, token in lm.tokenizer.added_tokens_decoder.items()
@@ -44,7 +44,8 @@ class Reading:
         new_text = NewText(decode, options.stop_strings, options.min_new_tokens or 0)
         self._text = TextStream(new_text, new_text.after(prompt_ids))
         names = [function.name for function in use.functions]
-        self._reader = Reader(own, names, thinks=use.begins_in_thoughts(lm, prompt_ids) is True)
+        thinks = use.begins_in_thoughts(lm, prompt_ids)
+        self._reader = Reader(own, names, use.most, thinks=thinks, has_form=use.has_form)
         self._format = own
         self._ids: list[str] = []  # of the calls
         self.is_finished = False

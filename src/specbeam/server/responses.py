@@ -185,14 +185,16 @@ class Answer:
         """The answer as one object."""
         text = results[0].sequences[0]
         part = Part.of(text, end=text)
-        is_whole = FINISH_REASONS[text.finish_reason] == "stop"
-        status = "completed" if is_whole else "incomplete"
         content, calls = part.text, list[ReadCall]()
         if (reading := self._read()) is not None:
             if not reading.is_finished:
                 reading.push(part)
             content, calls = reading.content or "", reading.calls
-        output = [_call_item(call, status) for call in calls]
+        # A stop string may end a text within a call.
+        is_whole = FINISH_REASONS[text.finish_reason] == "stop" and not (calls and text.is_complete is False)
+        status = "completed" if is_whole else "incomplete"
+        output = [_call_item(call, "completed") for call in calls[:-1]]
+        output += [_call_item(call, status) for call in calls[-1:]]
         if content or not calls:
             output.insert(0, self._message(status, _output_text(content, self._log_probs(text))))
         prompt, new, reused = token_counts(self._call, results)

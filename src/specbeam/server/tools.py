@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from specbeam.constraints import JsonSchema
 from specbeam.constraints.grammar import MAX_SCHEMA_BYTES
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, shown
 from specbeam.model import LanguageModel
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, Plan
@@ -142,19 +142,20 @@ class ToolFields(Decoding):
             raise Refusal(f"two tools have the name {doubled[0]}: rename one", "tools")
         named = None if isinstance(choice, str | None) else getattr(choice, "function", choice).name
         if named is not None and named not in names:
-            raise Refusal(f"tool_choice names {named}, and the tools are {', '.join(names)}", "tool_choice")
+            raise Refusal(f"tool_choice names {shown(named)}, and no tool has this name", "tool_choice")
         use = ToolUse(
             model.tool_format("tools"),
             functions,
             named=named,
             is_required=named is not None or choice == "required",
+            has_form=getattr(self.format, "type", "text") != "text" and not (named or choice == "required"),
             most=1 if named is not None or self.parallel_tool_calls is False else most,
         )
         if self.structured_outputs is not None:
             raise Refusal("structured_outputs and tools both give the form: leave one out", "structured_outputs")
         if self.ignore_eos:
             raise Refusal("ignore_eos contradicts tools, which say where a text ends", "ignore_eos")
-        if getattr(self.format, "type", "text") != "text" and not use.tool_format.marker and not use.is_required:
+        if use.has_form and not use.tool_format.marker:
             raise Refusal(
                 f"{self.format_field} beside tools: the calls of {model.name} are objects without a mark, so nothing "
                 f'tells them from an answer of that form. Leave one out, or set tool_choice to "required"',
@@ -171,6 +172,7 @@ class ToolUse:
         functions: the tools.
         named: the one that is to be called; None for any.
         is_required: the answer is a call.
+        has_form: an answer without calls has a form of its own.
         most: calls in one answer.
         unenforced: why arguments are any object, by the tools whose schema cannot be enforced.
     """
@@ -179,6 +181,7 @@ class ToolUse:
     functions: Sequence[Function]
     named: str | None
     is_required: bool
+    has_form: bool
     most: int
     unenforced: dict[str, str] = field(default_factory=dict)
 
@@ -198,8 +201,11 @@ class ToolUse:
         Raises:
             SpecbeamError: a schema cannot be enforced.
         """
-        added = {token.content: number for number, token in lm.tokenizer.added_tokens_decoder.items() if token.content}
-        size = len(json.dumps([function.parameters for function in self.functions]))
+        added = {i: token for i, token in lm.tokenizer.added_tokens_decoder.items() if i < lm.backend.vocab_size}
+        try:
+            size = len(json.dumps([function.parameters for function in self.functions]))
+        except RecursionError:
+            raise SpecbeamError("the tools are nested too deeply: use fewer levels") from None
         if size > MAX_SCHEMA_BYTES:
             raise SpecbeamError(f"the tools have {size:,} characters, and {MAX_SCHEMA_BYTES:,} are allowed")
         called = [function for function in self.functions if self.named in (None, function.name)]
@@ -209,8 +215,8 @@ class ToolUse:
             [Tool(function.name, self._schema(function)) for function in called],
             is_required=self.is_required,
             most=self.most,
-            added={text: number for text, number in added.items() if number < lm.backend.vocab_size},
-            ends=lm.eos_token_ids,
+            added={token.content: number for number, token in added.items() if token.content},
+            shown=[number for number, token in added.items() if not token.special and number not in lm.eos_token_ids],
             thinks=last,
             content=None if content is None else cast(JsonSchema, content(lm, ids)),
         )
@@ -232,9 +238,10 @@ class ToolUse:
         """
         given = NO_ARGUMENTS if function.parameters is None else function.parameters
         try:
-            if (kind := given.get("type", "object")) != "object":
-                raise SpecbeamError(f"arguments are an object, and no {kind}")
-            return JsonSchema({"type": "object", **given})
+            kind = given.get("type", "object")
+            if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+                raise SpecbeamError(f"arguments are an object, and no {shown(kind)}")
+            return JsonSchema({**given, "type": "object"})
         except SpecbeamError as error:
             if function.strict or self.is_required:
                 raise SpecbeamError(f"the tool {function.name}: {error}") from error
@@ -253,12 +260,14 @@ def conversation(
     Raises:
         Refusal: a result is of no call before it, or the template has no tool calls.
     """
+    if messages[-1].get("tool_calls"):
+        raise Refusal(f"{field} end with tool calls: give their results, too", field)
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
         if (answered := message.get("tool_call_id")) is not None:
             if answered not in names:
-                raise Refusal(f"{field}: a result is of the call {answered!r}, and nothing before has this call", field)
+                raise Refusal(f"{field}: a result is of the call {shown(answered)}, and nothing before has it", field)
             message.setdefault("name", names[answered])
     if use is None and not names:
         return messages, {}

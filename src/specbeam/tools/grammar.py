@@ -16,6 +16,8 @@ from specbeam.tools.tool_format import ToolFormat
 
 SEPARATORS = (", ", ": ")
 """Between items and after keys, as chat templates write arguments."""
+LEXER_FUEL, LEXER_FUEL_PER_CHARACTER = 200_000, 2_000
+"""For a mask: llguidance's own limit, and more for each character of the tools' names."""
 
 
 class Tool(NamedTuple):
@@ -37,7 +39,7 @@ class ToolGrammar(Parsed):
         is_required: the answer begins with a call. Otherwise it is any text up to the opening of a call.
         most: calls in one answer.
         added: the ids of the tokens that a tokenizer finds in a text before all others, by their texts.
-        ends: the tokens that end an answer.
+        shown: the ids of those that an answer may show.
         thinks: the answer begins within thoughts, in which nothing is enforced. None: it may begin with thoughts.
         content: what an answer without calls must be; None for any text.
     """
@@ -49,17 +51,17 @@ class ToolGrammar(Parsed):
     is_required: bool
     most: int
     added: Mapping[str, int]
-    ends: Collection[int]
+    shown: Collection[int]
     thinks: bool | None = False
     content: JsonSchema | None = None
 
     @cached_property
     def text(self) -> str:
-        lines = [*self._calls(), *self._bare_calls(), r"SPACE: /[ \n\r\t]+/", "ANY: /(?s:.+)/"]
+        lines = [*self._calls(), *self._bare_calls(), r"SPACE: /[ \n\r\t]{1,64}/"]
         answer = self._text(lines)
         if self.thinks is not False:
-            begun = "thoughts" if self.thinks else f"({self._literal(THOUGHTS[0])} thoughts)?"
-            answer = f"{begun} SPACE? ({answer})"
+            begun = "thoughts SPACE?" if self.thinks else f"({self._literal(THOUGHTS[0])} thoughts SPACE?)?"
+            answer = f"{begun} ({answer})"
             lines += self._up_to("thoughts", THOUGHTS[1])
         rules = [tool.schema.rule(f"arguments_{i}", SEPARATORS) for i, tool in enumerate(self.tools)]
         if self._reads_objects:
@@ -68,6 +70,11 @@ class ToolGrammar(Parsed):
             rules.append(self.content.rule("content"))
         lark = "\n".join([f"start: {answer}", *lines])
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *rules]})
+
+    @property
+    def lexer_fuel(self) -> int:  # type: ignore[override]
+        """All names are looked for at once, wherever a call may open."""
+        return LEXER_FUEL + LEXER_FUEL_PER_CHARACTER * sum(len(tool.name) for tool in self.tools)
 
     @property
     def _reads_objects(self) -> bool:
@@ -94,6 +101,7 @@ class ToolGrammar(Parsed):
         """The rules of calls that are objects without a marker."""
         if not self._reads_objects:
             return []
+        without = self._without([re.escape(self.tool_format.marker)] if self.tool_format.marker else [])
         lines = [
             f"bare: ({self._each('bare')}) {self._more(self._each('next'))} CLOSED?",
             f"CLOSED: /{SPACE}```{SPACE}/",
@@ -104,9 +112,10 @@ class ToolGrammar(Parsed):
                 f"bare_{i}: {'FIRST' if self.is_required else 'opened'}_{i} object_{i}",
                 f"next_{i}: NEXT_{i} object_{i}",
                 rf"object_{i}: SPACE? @loose_{i} /{SPACE}\}}/",
-                rf"opened_{i}[lazy]: /(?s:.*){opened}/",
-                rf"FIRST_{i}: /{SPACE}{FENCE}{opened}/",
-                rf"NEXT_{i}: /{SPACE}(```)?[ \n\r\t,;]*{FENCE}{opened}/",
+                rf"opened_{i}[lazy]: OPENED_{i}",
+                rf"OPENED_{i}: /(?s:.*){opened}/{without}",
+                rf"FIRST_{i}: /[ \n\r\t]{{0,8}}{FENCE}{opened}/",
+                rf"NEXT_{i}: /[ \n\r\t]{{0,8}}(```)?[ \n\r\t,;]{{0,8}}{FENCE}{opened}/",
             ]
         return lines
 
@@ -119,13 +128,13 @@ class ToolGrammar(Parsed):
             return "@content | calls"
         if self._reads_objects:
             openings.append(bare([tool.name for tool in self.tools], self.tool_format.key))
+        if marker:
+            openings.append(re.escape(marker))  # as text, too, where it is a token
         is_text = bool(marker) and marker not in self.added
         if is_text:
-            openings.append(re.escape(marker))
             lines.append(rf"marked[lazy]: /(?s:.*){re.escape(marker)}/")
-        without = f" & ~/(?s:.*)({'|'.join(openings)})(?s:.*)/" if openings else ""
-        lines.append(f"TEXT: /(?s:.+)/{without}")
-        lines.append(f"pre: {self._with_tokens('TEXT?', {marker, *((THOUGHTS[0],) if self.thinks is None else ())})}")
+        lines.append(f"TEXT: /(?s:.+)/{self._without(openings)}")
+        lines.append(f"pre: {self._with_tokens('TEXT?', {marker, *THOUGHTS})}")
         answers = ["pre TEXT?"]
         if marker:
             answers.append("pre marked marked_calls" if is_text else "pre TEXT? calls")
@@ -133,17 +142,22 @@ class ToolGrammar(Parsed):
             answers.append("pre bare")
         return " | ".join(answers)
 
+    def _without(self, openings: Sequence[str]) -> str:
+        """Leaves out texts in which a call opens, or which begin with thoughts in other tokens than their own."""
+        without = f" & ~/(?s:.*)({'|'.join(openings)})(?s:.*)/" if openings else ""
+        return without + (f" & ~/{SPACE}{THOUGHTS[0]}(?s:.*)/" if self.thinks is None else "")
+
     def _up_to(self, rule: str, end: str) -> list[str]:
         """A rule for any text up to an end."""
-        before = self._with_tokens("ANY?", {end})
+        before, written = self._with_tokens("ANY?", {end}), re.escape(end).replace("/", r"\/")
+        lines = [f"ANY: /(?s:.+)/ & ~/(?s:.*){written}(?s:.*)/"]
         if end in self.added:
-            return [f"{rule}: {before} ANY? {self._literal(end)}"]
-        end = re.escape(end).replace("/", r"\/")
-        return [f"{rule}: {before} {rule}_end", f"{rule}_end[lazy]: /(?s:.*){end}/"]
+            return [*lines, f"{rule}: {before} ANY? {self._literal(end)}"]
+        return [*lines, f"{rule}: {before} {rule}_end", f"{rule}_end[lazy]: /(?s:.*){written}/"]
 
     def _with_tokens(self, text: str, without: Collection[str]) -> str:
-        """Any number of the tokens that are no part of a text, each with a text before it."""
-        ids = [number for name, number in self.added.items() if name not in without and number not in self.ends]
+        """Any number of the tokens that stand in texts on their own, each with a text before it."""
+        ids = [number for name, number in self.added.items() if name not in without and number in self.shown]
         return f"({text} <[{','.join(map(str, sorted(ids)))}]>)*" if ids else '""'
 
     def _more(self, call: str) -> str:

@@ -28,8 +28,7 @@ class Phi(ToolFormat):
 
     def _with_calls(self, message: Message) -> Message:
         calls = [
-            f"{self.before}{call['function']['name']}{self.middle}"
-            f"{json.dumps(call['function']['arguments'], ensure_ascii=False)}{self.after}"
+            f"{self.before}{call['function']['name']}{self.middle}{_written(call['function']['arguments'])}{self.after}"
             for call in message.get("tool_calls", ())
         ]
         if not calls:
@@ -38,10 +37,15 @@ class Phi(ToolFormat):
         return {"role": message["role"], "content": text}
 
 
+def _written(arguments: dict[str, Any]) -> str:
+    """Arguments as JSON. They have none of the texts by which control tokens begin."""
+    return json.dumps(arguments, ensure_ascii=False).replace("<|", "\\u003c|")
+
+
 def format_of(template: str) -> ToolFormat | None:
     """The format, if a chat template asks for it."""
     if has(template, "functools["):
-        return ToolFormat("Phi-4-mini", marker="functools", first="functools[", between=", ", last="]")
+        return ToolFormat("Phi-4-mini", marker="functools[", first="functools[", between=", ", last="]")
     if has(template, "message['tools']", "<|tool|>"):
         return Phi("Phi-4-mini", marker="<|tool_call|>", first="<|tool_call|>[", between=", ", last="]<|/tool_call|>")
     return None

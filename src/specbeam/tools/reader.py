@@ -16,8 +16,8 @@ SPACE = r"[ \n\r\t]*"
 FENCE = rf"(?:```(?:json)?{SPACE})?"
 GAP = re.compile(r"(?:[\s,;\]}`]|</tool_call>|<\|/tool_call\|>|json)*")
 """What stands between calls in all formats, beside a marker."""
-PARTS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-"""Of JSON: a string, or a bracket."""
+PARTS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+"""Of JSON: a string, which may be cut, or a bracket."""
 
 
 @dataclass(frozen=True)
@@ -53,33 +53,45 @@ class Reader:
     """Reads one answer. Special tokens that are markers must be written out in its text.
 
     Args:
-        names: of the tools. An object without a marker is a call only if it names one.
-        thinks: the answer begins within the model's thoughts, which have no calls.
+        names: of the tools. Nothing else is called.
+        most: calls in an answer.
+        thinks: the answer begins within the model's thoughts, which have no calls. None: it may begin with them.
+        has_form: an answer without calls has a form of its own. So calls come first, behind their marker.
 
     Attributes:
         content: the content so far.
         calls: the calls so far. More text may add to the arguments of the last one.
     """
 
-    def __init__(self, tool_format: ToolFormat, names: Collection[str], thinks: bool = False) -> None:
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        names: Collection[str],
+        most: int,
+        *,
+        thinks: bool | None = False,
+        has_form: bool = False,
+    ) -> None:
         self.content = ""
         self.calls: list[Call] = []
         self._text = ""
         self._settled = 0  # no call opens before this place
-        self._thinks = thinks
+        self._scanned: dict[int, tuple[int, int]] = {}  # by the place of arguments, how far they are read, and how deep
+        self._thinks, self._has_form = thinks, has_form
+        self._names, self._most = names, most
         self._format = tool_format
         self._head = re.compile(rf"\s*\[?\s*{tool_format.head}", re.DOTALL)
         marker, opened, begun = tool_format.marker, [], []
         if marker:
             opened.append(re.escape(marker))
             begun.append(_begun([*map(re.escape, marker)]))
-        if tool_format.bare:
+        if tool_format.bare and not has_form:
             opened.append(rf"{FENCE}(?P<object>{bare(names, tool_format.key)})")
             key = [*map(re.escape, f'"{tool_format.key}"')]
             parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, '"', r'[^"\\]*', '"', SPACE, ",", SPACE, *key, SPACE]
             begun += [_begun([*"```", *"json"]), FENCE + _begun([*parts, ":"])]
-        self._opening = re.compile(rf"\s*(?:{'|'.join(opened)})")
-        self._begun = re.compile(rf"\s*(?:{'|'.join(begun)})\Z")
+        self._opening = re.compile("|".join(opened))
+        self._begun = re.compile(rf"(?:{'|'.join(begun)})\Z")
 
     def push(self, text: str, is_last: bool = False) -> list[Said]:
         """What more text adds. After the last text nothing is held that might have begun a call."""
@@ -101,17 +113,26 @@ class Reader:
         text, begin = self._text, self._after_thoughts()
         if begin is None:
             return text if is_last or self._thinks or THOUGHTS[0] in text else "", []
-        if (opening := self._opening.search(text, max(begin, self._settled))) is None:
+        opening = self._opening.search(text, max(begin, self._settled))
+        if opening is not None and self._has_form and text[begin : opening.start()].strip():
+            opening = None
+        if opening is None:
             held = self._begun.search(text, max(begin, self._settled))
             assert held is not None
             self._settled = held.start()
-            return text if is_last else text[: held.start()], []
+            return text if is_last else self._before(begin, held.start()), []
         at = opening.end() if opening.groupdict().get("object") is None else opening.start("object")
         calls = self._calls(at)
-        return text if is_last and not calls else text[: opening.start()], calls
+        return text if is_last and not calls else self._before(begin, opening.start()), calls
+
+    def _before(self, begin: int, end: int) -> str:
+        """The text before a call, without the space that precedes it."""
+        return self._text[:begin] + self._text[begin:end].rstrip()
 
     def _after_thoughts(self) -> int | None:
         """Where calls may begin; None within thoughts, or where it is not yet known whether there are any."""
+        if self._thinks is False:
+            return 0
         begun = self._text.lstrip()
         if self._thinks or begun.startswith(THOUGHTS[0]):
             end = self._text.find(THOUGHTS[1])
@@ -121,13 +142,13 @@ class Reader:
     def _calls(self, at: int) -> list[Call]:
         """The calls in the text from a place on."""
         text, marker, calls = self._text, self._format.marker, list[Call]()
-        while True:
-            if head := self._head.match(text, at):
-                end, is_whole = _value(text, head.end())
+        while len(calls) < self._most:
+            if (head := self._head.match(text, at)) and head["name"] in self._names:
+                end, is_whole = self._value(head.end())
                 calls.append(Call(head["name"], text[head.end() : end]))
                 if not is_whole:
                     return calls
-            elif found := _object(text, at):
+            elif (found := _object(text, at)) and found[1].name in self._names:
                 end, call = found
                 calls.append(call)
             else:
@@ -139,6 +160,20 @@ class Reader:
                 at += len(marker)
             elif not text.startswith("{", at):
                 return calls
+        return calls
+
+    def _value(self, begin: int) -> tuple[int, bool]:
+        """Where the JSON object ends that begins at a place, and whether it does."""
+        at, depth = self._scanned.get(begin, (begin, 0))
+        for part in PARTS.finditer(self._text, at):
+            if part[0][0] == '"' and part.end() == len(self._text):
+                break  # a string that may go on
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(part[0], 0)
+            self._scanned[begin] = part.end(), depth
+            if depth == 0:
+                self._scanned[begin] = begin, 0
+                return part.end(), True
+        return len(self._text), False
 
 
 def bare(names: Collection[str], key: str) -> str:
@@ -151,16 +186,6 @@ def bare(names: Collection[str], key: str) -> str:
 def _begun(parts: list[str]) -> str:
     """A regular expression that matches every beginning of a sequence of expressions, also the empty one."""
     return reduce(lambda rest, part: f"(?:{part}{rest})?", reversed(parts), "")
-
-
-def _value(text: str, begin: int) -> tuple[int, bool]:
-    """Where the JSON object ends that begins at a place, and whether it does."""
-    depth = 0
-    for part in PARTS.finditer(text, begin):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(part[0], 0)
-        if depth == 0:
-            return part.end(), True
-    return len(text), False
 
 
 def _object(text: str, begin: int) -> tuple[int, Call] | None:

@@ -41,6 +41,11 @@ class ToolFormat:
     bare: bool = False
 
     @property
+    def marks(self) -> str:
+        """All texts of the format."""
+        return f"{self.first} {self.middle} {self.between or ''} {self.last}"
+
+    @property
     def key(self) -> str:
         """The key of the arguments in an object."""
         return self.middle.split('"')[-2]
