@@ -1,0 +1,1 @@
+"""Speech: sound to text."""

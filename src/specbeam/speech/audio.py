@@ -1,0 +1,172 @@
+"""Sound as samples: 16 kHz, mono.
+
+Files are decoded by FFmpeg in a child process (:mod:`specbeam.speech.av_decoder`) into a temporary file, which the
+system deletes once the samples are no longer used. So sound of hours takes little memory, and a damaged file harms
+nobody. The samples equal faster-whisper's bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam import child_processes
+from specbeam.errors import SpecbeamError, located, shown
+from specbeam.extras import require
+from specbeam.speech.av_decoder import CPU_SECONDS, SAMPLE_RATE, Report
+
+Samples: TypeAlias = NDArray[np.int16] | NDArray[np.float32]
+"""One dimension, 16 kHz. int16 stands for values from -1 to 1 in steps of 1 / 32768."""
+Source: TypeAlias = str | os.PathLike[str] | BinaryIO | Samples
+"""A path, a file that is open for reading bytes, or samples."""
+
+logger = logging.getLogger("specbeam")
+MAX_SECONDS = 24 * 3600.0
+MAX_BYTES = 4 << 30
+"""The most that is read of a pipe or an open file."""
+COPIED_BYTES = 1 << 20
+SHORT_BY_SECONDS, SHORT_BY_SHARE = 1.0, 0.01
+"""Sound that ends sooner than its file says by more than this is cut. Some formats know their length only roughly."""
+
+
+def load(source: Source, *, name: str | None = None, max_seconds: float = MAX_SECONDS) -> Samples:
+    """The samples of a file, or samples that are given.
+
+    Args:
+        source: samples are checked and returned as they are. Files have any format that FFmpeg decodes: of a video the
+            sound is taken. An open file is read from where it is. A file that is cut gives what comes before the cut,
+            and a warning.
+        name: what messages call it; None: its path or name.
+        max_seconds: the longest sound that is taken.
+
+    Raises:
+        SpecbeamError: the file is not there, or has no sound that can be decoded, or too much of it; or samples have
+            another form.
+    """
+    if isinstance(source, np.ndarray):
+        with located(name or "the samples"):
+            return _checked(source, max_seconds)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        with located(name or str(path)), _opened(path) as file:
+            return _decode(file, name or str(path), path.suffix, max_seconds)
+    if not callable(getattr(source, "read", None)):
+        raise SpecbeamError(f"audio={shown(source)} is no sound: give a path, an open file, or an array of samples")
+    own = getattr(source, "name", None)
+    own = own if isinstance(own, str) else ""
+    name = name or own or "the file"
+    with located(name), _copied(source) as file:
+        return _decode(file, name, Path(own).suffix, max_seconds)
+
+
+def seconds_of(samples: Samples) -> float:
+    """How long samples are."""
+    return len(samples) / SAMPLE_RATE
+
+
+def _checked(samples: NDArray[Any], max_seconds: float) -> Samples:
+    if samples.ndim != 1:
+        shape = " x ".join(map(str, samples.shape)) or "no dimensions"
+        raise SpecbeamError(f"they have the shape {shape}: give one dimension, of mono sound at 16 kHz")
+    if samples.dtype not in (np.int16, np.float32):
+        raise SpecbeamError(f"they are of type {samples.dtype}: give float32 from -1 to 1, or int16")
+    if seconds_of(samples) > max_seconds:
+        raise SpecbeamError(f"they are more than {max_seconds:g} seconds of sound")
+    if samples.dtype == np.float32 and len(samples):
+        lowest, highest = float(samples.min()), float(samples.max())  # NaN if one is
+        if not (lowest >= -1 and highest <= 1):
+            raise SpecbeamError(f"they reach from {lowest:g} to {highest:g}: give float32 from -1 to 1")
+    return samples
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file that can be read from any place: the path's, or a copy of what comes through its pipe."""
+    with ExitStack() as stack:
+        try:
+            kind = path.stat().st_mode
+            if not stat.S_ISREG(kind) and not stat.S_ISFIFO(kind):
+                raise SpecbeamError("it is a folder" if stat.S_ISDIR(kind) else "it is no file")
+            file: IO[bytes] = stack.enter_context(path.open("rb"))
+        except OSError as error:
+            raise SpecbeamError(f"it cannot be read: {error.strerror}") from error
+        except ValueError as error:  # a null character
+            raise error if isinstance(error, SpecbeamError) else SpecbeamError(f"it cannot be read: {error}") from error
+        yield file if stat.S_ISREG(kind) else stack.enter_context(_copied(file))
+
+
+@contextmanager
+def _copied(source: Any) -> Iterator[IO[bytes]]:
+    """A temporary file with what is left of an open file."""
+    with TemporaryFile() as file:
+        try:
+            while piece := source.read(COPIED_BYTES):
+                file.write(piece)
+                if file.tell() > MAX_BYTES:
+                    raise SpecbeamError(f"it has more than {MAX_BYTES >> 30} GB")
+            file.seek(0)
+        except OSError as error:
+            raise SpecbeamError(f"it cannot be copied to a temporary file: {error.strerror}") from error
+        except TypeError as error:
+            raise SpecbeamError("it gives text: open it for reading bytes") from error
+        yield file
+
+
+def _decode(file: IO[bytes], name: str, suffix: str, max_seconds: float, cpu_seconds: float = CPU_SECONDS) -> Samples:
+    """The samples of a file that can be read from any place.
+
+    Raises:
+        SpecbeamError: it has no sound that can be decoded, or too much of it.
+    """
+    require("reading files of sound", "av", extra="speech")
+    if not os.fstat(file.fileno()).st_size:
+        raise SpecbeamError("it is empty")
+    suffix = suffix if re.fullmatch(r"\.\w{1,8}", suffix, re.ASCII) else ""
+    limits = (str(int(max_seconds * SAMPLE_RATE)), str(cpu_seconds))
+    with TemporaryFile() as samples:
+        report = _report_of(file, samples, suffix, *limits)
+        if report["error"] is not None:
+            raise SpecbeamError(report["error"])
+        if not report["samples"]:
+            raise SpecbeamError("its sound cannot be decoded" if report["damaged"] else "it has no sound")
+        _warn_of_damage(name, report)
+        return np.frombuffer(mmap.mmap(samples.fileno(), 0, access=mmap.ACCESS_READ), np.int16)
+
+
+def _report_of(file: IO[bytes], samples: IO[bytes], *arguments: str) -> Report:
+    """Run the child. It reads and writes these files."""
+    how = {"stdin": file, "stdout": samples, "stderr": subprocess.PIPE}
+    with child_processes.start("specbeam.speech.av_decoder", *arguments, **how) as child:
+        try:
+            _, said = child.communicate()
+        except BaseException:  # an interrupt
+            child.kill()
+            raise
+    try:
+        report: Report = json.loads(said.splitlines()[-1])
+    except (ValueError, IndexError):
+        if child_processes.ran_out_of_time(child.returncode):
+            raise SpecbeamError("decoding it takes too much processor time") from None
+        raise SpecbeamError(f"the process that decodes it ended with status {child.returncode}") from None
+    return report
+
+
+def _warn_of_damage(name: str, report: Report) -> None:
+    has, said = report["samples"] / SAMPLE_RATE, report["seconds"]
+    if said is not None and has < said * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
+        logger.warning("%s is cut or damaged: of %.1f seconds of sound, %.1f could be read", name, said, has)
+    elif report["damaged"]:
+        logger.warning("%s is damaged: %.1f seconds of sound could be read", name, has)
