@@ -119,7 +119,7 @@ class Renderer:
         if self._process is None:
             pipe = subprocess.PIPE
             how = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL}
-            self._process = child_processes.start("specbeam.chat_templates", **how)
+            self._process = child_processes.start(__file__, **how)
         return self._process
 
     def _end(self) -> None:

@@ -13,14 +13,15 @@ import sys
 from typing import Any
 
 
-def start(module: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
-    """Run a module as a program. It finds the packages that this process finds, and no Ctrl-C of a terminal.
+def start(file: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
+    """Run a file as a program. It finds the packages that this process finds, and no Ctrl-C of a terminal.
 
     Args:
+        file: of a module of this package. It is run by its path, so that the package that it is in is not imported.
         how: arguments of :class:`subprocess.Popen`.
     """
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+        [sys.executable, "-P", file, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
         start_new_session=True,
         **how,

@@ -181,8 +181,8 @@ def test_a_file_that_names_other_files_reads_none_of_them(tmp_path, wav):
 
 def test_decoding_ends_at_its_limit_of_time_and_a_crash_ends_the_child_alone(tmp_path, wav, monkeypatch):
     long = write_wav(tmp_path / "long.wav", tones(600, 8000), 8000)
-    with long.open("rb") as file, pytest.raises(SpecbeamError, match="too much processor time"):
-        audio._decode(file, "long", ".wav", 1000, cpu_seconds=1e-4)
+    with audio.begin(long, cpu_seconds=1e-4) as decoding, pytest.raises(SpecbeamError, match="too much processor time"):
+        decoding.samples()
     crash = [sys.executable, "-c", "import os; os.abort()"]
     monkeypatch.setattr(
         child_processes, "start", lambda *_, **how: partial(child_processes.subprocess.Popen, crash)(**how)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from specbeam import child_processes
 from specbeam.errors import SpecbeamError, located, shown
 from specbeam.extras import require
+from specbeam.speech import av_decoder
 from specbeam.speech.av_decoder import CPU_SECONDS, SAMPLE_RATE, Report
 
 Samples: TypeAlias = NDArray[np.int16] | NDArray[np.float32]
@@ -59,17 +60,99 @@ def load(source: Source, *, name: str | None = None, max_seconds: float = MAX_SE
     if isinstance(source, np.ndarray):
         with located(name or "the samples"):
             return _checked(source, max_seconds)
+    with begin(source, name=name, max_seconds=max_seconds) as decoding:
+        return decoding.samples()
+
+
+def begin(
+    source: str | os.PathLike[str] | BinaryIO,
+    *,
+    name: str | None = None,
+    max_seconds: float = MAX_SECONDS,
+    cpu_seconds: float = CPU_SECONDS,
+) -> Decoding:
+    """Begin to decode a file, and do not wait.
+
+    Args:
+        source, name, max_seconds: as for :func:`load`.
+        cpu_seconds: as in :mod:`specbeam.speech.av_decoder`.
+
+    Raises:
+        SpecbeamError: the file is not there, or empty, or PyAV is missing.
+    """
+    limits = str(int(max_seconds * SAMPLE_RATE)), str(cpu_seconds)
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         with located(name or str(path)), _opened(path) as file:
-            return _decode(file, name or str(path), path.suffix, max_seconds)
+            return Decoding(file, name or str(path), path.suffix, *limits)
     if not callable(getattr(source, "read", None)):
         raise SpecbeamError(f"audio={shown(source)} is no sound: give a path, an open file, or an array of samples")
     own = getattr(source, "name", None)
     own = own if isinstance(own, str) else ""
     name = name or own or "the file"
     with located(name), _copied(source) as file:
-        return _decode(file, name, Path(own).suffix, max_seconds)
+        return Decoding(file, name, Path(own).suffix, *limits)
+
+
+class Decoding:
+    """A child process that decodes a file. A context manager that ends it.
+
+    Args:
+        file: it can be read from any place, and may be closed at once.
+        name: what messages call it.
+        suffix: the end of its name, such as ".mp3".
+        limits: as the child takes them.
+
+    Raises:
+        SpecbeamError: the file is empty, or PyAV is missing.
+    """
+
+    def __init__(self, file: IO[bytes], name: str, suffix: str, *limits: str) -> None:
+        require("reading files of sound", "av", extra="speech")
+        if not os.fstat(file.fileno()).st_size:
+            raise SpecbeamError("it is empty")
+        suffix = suffix if re.fullmatch(r"\.\w{1,8}", suffix, re.ASCII) else ""
+        self._name = name
+        self._samples = TemporaryFile()  # noqa: SIM115  # closed by close
+        how = {"stdin": file, "stdout": self._samples, "stderr": subprocess.PIPE}
+        self._child = child_processes.start(av_decoder.__file__, suffix, *limits, **how)
+
+    def __enter__(self) -> Decoding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child if it still runs."""
+        self._child.kill()
+        with self._child:  # closes the pipe and waits
+            self._samples.close()
+
+    def samples(self) -> NDArray[np.int16]:
+        """Wait for the samples, once.
+
+        Raises:
+            SpecbeamError: the file has no sound that can be decoded, or too much of it.
+        """
+        with located(self._name):
+            report = self._report()
+            if report["error"] is not None:
+                raise SpecbeamError(report["error"])
+            if not report["samples"]:
+                raise SpecbeamError("its sound cannot be decoded" if report["damaged"] else "it has no sound")
+            _warn_of_damage(self._name, report)
+            return np.frombuffer(mmap.mmap(self._samples.fileno(), 0, access=mmap.ACCESS_READ), np.int16)
+
+    def _report(self) -> Report:
+        _, said = self._child.communicate()
+        try:
+            report: Report = json.loads(said.splitlines()[-1])
+        except (ValueError, IndexError):
+            if child_processes.ran_out_of_time(self._child.returncode):
+                raise SpecbeamError("decoding it takes too much processor time") from None
+            raise SpecbeamError(f"the process that decodes it ended with status {self._child.returncode}") from None
+        return report
 
 
 def seconds_of(samples: Samples) -> float:
@@ -123,45 +206,6 @@ def _copied(source: Any) -> Iterator[IO[bytes]]:
         except TypeError as error:
             raise SpecbeamError("it gives text: open it for reading bytes") from error
         yield file
-
-
-def _decode(file: IO[bytes], name: str, suffix: str, max_seconds: float, cpu_seconds: float = CPU_SECONDS) -> Samples:
-    """The samples of a file that can be read from any place.
-
-    Raises:
-        SpecbeamError: it has no sound that can be decoded, or too much of it.
-    """
-    require("reading files of sound", "av", extra="speech")
-    if not os.fstat(file.fileno()).st_size:
-        raise SpecbeamError("it is empty")
-    suffix = suffix if re.fullmatch(r"\.\w{1,8}", suffix, re.ASCII) else ""
-    limits = (str(int(max_seconds * SAMPLE_RATE)), str(cpu_seconds))
-    with TemporaryFile() as samples:
-        report = _report_of(file, samples, suffix, *limits)
-        if report["error"] is not None:
-            raise SpecbeamError(report["error"])
-        if not report["samples"]:
-            raise SpecbeamError("its sound cannot be decoded" if report["damaged"] else "it has no sound")
-        _warn_of_damage(name, report)
-        return np.frombuffer(mmap.mmap(samples.fileno(), 0, access=mmap.ACCESS_READ), np.int16)
-
-
-def _report_of(file: IO[bytes], samples: IO[bytes], *arguments: str) -> Report:
-    """Run the child. It reads and writes these files."""
-    how = {"stdin": file, "stdout": samples, "stderr": subprocess.PIPE}
-    with child_processes.start("specbeam.speech.av_decoder", *arguments, **how) as child:
-        try:
-            _, said = child.communicate()
-        except BaseException:  # an interrupt
-            child.kill()
-            raise
-    try:
-        report: Report = json.loads(said.splitlines()[-1])
-    except (ValueError, IndexError):
-        if child_processes.ran_out_of_time(child.returncode):
-            raise SpecbeamError("decoding it takes too much processor time") from None
-        raise SpecbeamError(f"the process that decodes it ended with status {child.returncode}") from None
-    return report
 
 
 def _warn_of_damage(name: str, report: Report) -> None:
