@@ -16,7 +16,7 @@ from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 from specbeam.option_names import nearest_name
 
 COMMANDS = [
-    *("generate", "chat", "serve", "demo", "compare", "batch"),
+    *("generate", "chat", "serve", "demo", "compare", "batch", "transcribe"),
     *("score", "study", "verify", "ladder", "tokens", "models"),
 ]
 """In the order of ``--help``. Each is a module beside this one."""

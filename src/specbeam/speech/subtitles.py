@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specbeam.speech.transcribe import Segment, Transcript
+    from specbeam.speech.results import Segment, Transcript
 
 
 def txt(segments: Iterable[Segment]) -> Iterator[str]:
@@ -40,22 +39,17 @@ def tsv(segments: Iterable[Segment]) -> Iterator[str]:
 
 STREAMED: dict[str, Callable[[Iterable[Segment]], Iterator[str]]] = {"txt": txt, "srt": srt, "vtt": vtt, "tsv": tsv}
 """The formats whose text can be written while segments come. Each piece ends with a line."""
-FORMATS = (*STREAMED, "json")
 
 
 def document(transcript: Transcript) -> dict[str, Any]:
-    """The object of the json format."""
-    segments = [{"id": number, **asdict(segment)} for number, segment in enumerate(transcript.segments)]
-    return {
-        "text": transcript.text,
-        "segments": segments,
-        "language": transcript.language,
-        "duration": transcript.duration,
-    }
+    """The object of the json format: the transcript, with a number for each segment."""
+    whole = transcript.to_dict()
+    segments = [{"id": number, **segment} for number, segment in enumerate(whole["segments"])]
+    return whole | {"segments": segments}
 
 
 def written(transcript: Transcript, form: str) -> str:
-    """A whole transcript in one of the FORMATS."""
+    """A whole transcript in one of the formats."""
     if form == "json":
         return json.dumps(document(transcript), ensure_ascii=False) + "\n"
     return "".join(STREAMED[form](transcript.segments))
