@@ -111,7 +111,7 @@ def placed(backend, features):
     positions = backend.source_slots(features)
     slots = Slots(Tree([0] * positions), backend)
     own = slots.segment(slots.prepare(slots.tree.prefix), NO_NODES).slots
-    return backend.encode([features], [own])[0], slots
+    return backend.place(backend.states(features), own), slots
 
 
 def logits(backend, tree, nodes, features):
@@ -201,10 +201,8 @@ def test_threads_and_instruction_sets_change_no_bit(save, quantize):
 
 def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monkeypatch):
     _, lm = pair()
-    read, encode = [], lm.backend.encode
-    monkeypatch.setattr(
-        lm.backend, "encode", lambda sources, slots: read.append(len(sources)) or encode(sources, slots)
-    )
+    read, states = [], lm.backend.states
+    monkeypatch.setattr(lm.backend, "states", lambda source: read.append(1) or states(source))
     engine = Engine(lm)
     requests = [engine.submit(PROMPT, {"max_new_tokens": 12}, features=sound())]
     engine.step()
@@ -215,7 +213,7 @@ def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monk
     engine.run()
     assert len({tuple(request.result().token_ids) for request in requests}) == 1
     run(lm, [sound()] * 3, {"max_new_tokens": 2})
-    assert read == [1, 1, 1, 1, 3]
+    assert read == [1] * 7
 
 
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):
