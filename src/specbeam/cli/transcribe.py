@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -56,7 +56,7 @@ def add_to(commands: Any) -> None:
     add_placement_to(model)
     about = "proposes the next tokens: a smaller Whisper, ngram or suffix. The text stays the same"
     source = model.add_argument("--draft", metavar="SOURCE", help=about)
-    source.completer = completer(*LOOKUPS)  # type: ignore[attr-defined]
+    source.completer = completer(*LOOKUPS)
     add_options_to(parser)
     parser.set_defaults(run=run, model=MODEL, raw=True, adapter=None, draft_corpus=None)
 
@@ -133,7 +133,7 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
     """
     from specbeam.speech import Settings
 
-    values = {one.name: getattr(given, one.name, None) for one in fields(Settings)}
+    values: dict[str, Any] = {one.name: getattr(given, one.name, None) for one in fields(Settings)}
     values = {name: value for name, value in values.items() if value is not None}
     for name in ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold"):
         if name in values:
@@ -180,9 +180,13 @@ def transcriber(given: argparse.Namespace, settings: dict[str, Any]) -> Callable
     from specbeam.speech import speech_engine, transcribe_stream
 
     lm = load_model(given)
-    transcribe = partial(transcribe_stream, lm, draft=load_draft(given, lm), **settings)
+    draft, engine = load_draft(given, lm), speech_engine(lm)
+
+    def transcribe(samples: Samples) -> TranscriptStream:
+        return transcribe_stream(lm, samples, draft=draft, engine=engine, **settings)
+
     transcribe(np.zeros(0, np.int16))  # wrong options are reported once, and not for each file
-    return partial(transcribe, engine=speech_engine(lm))
+    return transcribe
 
 
 def print_while_it_comes(path: str, stream: TranscriptStream, form: str) -> Transcript:
@@ -258,7 +262,7 @@ def results_of(paths: Sequence[str], form: str) -> dict[str, str]:
     return {path: name for name, path in names.items()}
 
 
-def begun_ahead(paths: Iterable[str]) -> Iterator[tuple[str, Decoding | SpecbeamError]]:
+def begun_ahead(paths: Iterable[str]) -> Generator[tuple[str, Decoding | SpecbeamError]]:
     """Each file with its decoding, or why it cannot be read. The next one is decoded meanwhile."""
     waiting: deque[tuple[str, Decoding | SpecbeamError]] = deque()
     try:

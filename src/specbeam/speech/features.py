@@ -12,9 +12,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-Samples = NDArray[np.int16] | NDArray[np.float32]
-"""Sound at 16 kHz, one channel. An int16 sample s stands for s / 32768."""
-SAMPLE_RATE = 16_000
+from specbeam.speech.audio import Samples
+from specbeam.speech.av_decoder import SAMPLE_RATE
+
 HOP = 160
 """Samples from one frame to the next: a frame is 10 ms."""
 FFT = 400

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, overload
 
-import numpy as np
-
 from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft, load_draft
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.model import LanguageModel
+from specbeam.speech.audio import Samples, load
+from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
-from specbeam.speech.features import SAMPLE_RATE, LogMel, Samples
+from specbeam.speech.features import LogMel
 from specbeam.speech.results import Segment, Transcript
 from specbeam.speech.settings import Settings
 from specbeam.speech.together import Steps, Task, run_together
@@ -153,7 +153,7 @@ class _File:
     def steps(self, transcriber: Transcriber) -> Steps:
         """Read the file, find the language, and begin the parts."""
         settings, vocabulary = transcriber.settings, transcriber.vocabulary
-        samples = _samples(self._audio)
+        samples = load(self._audio)
         mel = LogMel(samples, transcriber.bands)
         chains = _chains(samples, mel, transcriber)
         first, probability = None, 1.0
@@ -195,15 +195,6 @@ def _run(
             yield file, certain
 
 
-def _samples(audio: Audio) -> Samples:
-    if isinstance(audio, np.ndarray) and audio.ndim == 1 and audio.dtype in (np.int16, np.float32):
-        samples: Samples = audio
-        return samples
-    from specbeam.speech.audio import load  # its decoder is an extra
-
-    return load(audio)
-
-
 def _chains(samples: Samples, mel: LogMel, transcriber: Transcriber) -> list[list[Clip]]:
     """The clips of a file, in chains whose windows follow each other. Chains do not depend on each other."""
     settings = transcriber.settings
@@ -215,5 +206,5 @@ def _chains(samples: Samples, mel: LogMel, transcriber: Transcriber) -> list[lis
         return [found] if found else []
     from specbeam.speech.vad import stretches  # it is an extra
 
-    found = stretches(samples, **(settings.vad_parameters or {}))
-    return [[clip] for clip in spoken_clips(found, mel.frames, transcriber.frames)]
+    speech = stretches(samples, **(settings.vad_parameters or {}))
+    return [[clip] for clip in spoken_clips(speech, mel.frames, transcriber.frames)]
