@@ -1,4 +1,4 @@
-"""Child processes for work on what others wrote: the kernel limits their memory and their processor time.
+"""Child processes for work on files of others: the kernel limits their memory and their processor time.
 
 A library in C may take all memory and time in one call, which no thread can interrupt, and it may crash. So such work
 is done in a child, which is a module of this package run as a program.

@@ -1,4 +1,4 @@
-"""Files equal those of openai-whisper's writers. Recorded with openai-whisper 20250625."""
+"""Files equal openai-whisper's. Recorded with openai-whisper 20250625."""
 
 import json
 from pathlib import Path

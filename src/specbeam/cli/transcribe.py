@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
         "transcribe",
         help="write down what is said in files of sound",
         description="Write down what is said in files of sound or videos. The text of one file goes to standard output "
-        "while it comes, or with --output into a folder, as those of several files do. Finished files are noted there: "
+        "while it comes. With --output each file gets a result in a folder. Finished files are noted there: "
         "if the command is interrupted, the same command goes on with the others.",
     )
     parser.add_argument("audio", nargs="+", metavar="FILE", help="files of sound or videos; - reads standard input")
@@ -62,7 +62,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_options_to(parser: argparse.ArgumentParser) -> None:
-    """The fields of Settings, under the same names. Those that are not given have their defaults there."""
+    """The fields of Settings, under the same names. Settings has the defaults."""
     options = parser.add_argument_group("transcription (faster-whisper's names; see specbeam.speech.Settings)")
     add = options.add_argument
     yes_or_no = partial(add, action=argparse.BooleanOptionalAction)

@@ -177,7 +177,7 @@ def _checked(samples: NDArray[Any], max_seconds: float) -> Samples:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file that can be read from any place: the path's, or a copy of what comes through its pipe."""
+    """A file that can be read from any place: the path's, or a copy of all that comes through its pipe."""
     with ExitStack() as stack:
         try:
             kind = path.stat().st_mode
@@ -193,7 +193,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _copied(source: Any) -> Iterator[IO[bytes]]:
-    """A temporary file with what is left of an open file."""
+    """A temporary file with the rest of an open file."""
     with TemporaryFile() as file:
         try:
             while piece := source.read(COPIED_BYTES):

@@ -38,7 +38,7 @@ class Report(TypedDict):
         error: why no sound could be read; None: it was.
         samples: how many were written.
         seconds: the length that the file names; None: it names none.
-        damaged: parts that are damaged. Of them, those that cannot be decoded were left out.
+        damaged: damaged packets, which may be left out.
     """
 
     error: str | None
@@ -98,7 +98,7 @@ def _named_seconds(container: Any, stream: Any) -> float | None:
 
 
 def _decoded(container: Any, stream: Any, report: Report) -> Iterator[AudioFrame]:
-    """The frames of a stream, without those that cannot be decoded. Damaged packets are counted."""
+    """The frames of a stream. Packets that cannot be decoded are left out, and damaged ones are counted."""
     from av.error import FFmpegError
 
     packets = container.demux(stream)
