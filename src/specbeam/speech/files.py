@@ -14,6 +14,7 @@ from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft, load_draft
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.model import LanguageModel
+from specbeam.options import refuse_unknown_keywords
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
 from specbeam.speech.features import SAMPLE_RATE, LogMel, Samples
 from specbeam.speech.results import Segment, Transcript
@@ -215,5 +216,5 @@ def _chains(samples: Samples, mel: LogMel, transcriber: Transcriber) -> list[lis
         return [found] if found else []
     from specbeam.speech.vad import stretches  # it is an extra
 
-    found = stretches(samples, **(settings.vad_parameters or {}))
+    found = refuse_unknown_keywords(stretches)(samples, **(settings.vad_parameters or {}))
     return [[clip] for clip in spoken_clips(found, mel.frames, transcriber.frames)]
