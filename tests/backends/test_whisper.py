@@ -19,6 +19,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.engine.features import Sound
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.tree import NO_NODES, Tree
 from tests.backends.test_cpu import ALIKE
@@ -214,6 +215,23 @@ def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monk
     assert len({tuple(request.result().token_ids) for request in requests}) == 1
     run(lm, [sound()] * 3, {"max_new_tokens": 2})
     assert read == [1] * 7
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
+def test_requests_about_one_sound_share_the_encoder(pair, save, backend, monkeypatch):
+    model, lm = pair(backend="torch" if backend == "torch" else "cpu")
+    if backend == "transformers":
+        lm = specbeam.load(save(model, byte_tokenizer()), backend=backend, device="cpu")
+    read, states = [], lm.backend.states
+    monkeypatch.setattr(lm.backend, "states", lambda source: read.append(1) or states(source))
+    shared, expected = Sound(sound()), run(lm, [sound()], {"max_new_tokens": 9})
+    assert len(read) == 1
+    for options in ({"max_new_tokens": 9}, {"max_new_tokens": 9}, {"max_new_tokens": 9, "num_beams": 3}):
+        found = run(lm, [shared], options)
+        assert found == expected or "num_beams" in options
+    assert len(read) == 2
+    with pytest.raises(SpecbeamError, match="have the shape"):
+        Engine(lm).submit(PROMPT, features=Sound(sound(positions=7)))
 
 
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):

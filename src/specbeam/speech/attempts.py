@@ -106,7 +106,7 @@ def compression_ratio(text: str) -> float:
 
 
 def _log_prob(sequence: Hypotheses) -> float:
-    """The log-probability of a sequence among those that were allowed."""
+    """The log-probability of a sequence, of each token among the allowed ones."""
     assert sequence.allowed_log_probs is not None
     return math.fsum(sequence.log_probs) - math.fsum(sequence.allowed_log_probs)
 

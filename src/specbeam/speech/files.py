@@ -12,6 +12,7 @@ from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft, load_draft
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.model import LanguageModel
+from specbeam.options import refuse_unknown_keywords
 from specbeam.speech.audio import Samples, load
 from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
@@ -206,5 +207,5 @@ def _chains(samples: Samples, mel: LogMel, transcriber: Transcriber) -> list[lis
         return [found] if found else []
     from specbeam.speech.vad import stretches  # it is an extra
 
-    speech = stretches(samples, **(settings.vad_parameters or {}))
+    speech = refuse_unknown_keywords(stretches)(samples, **(settings.vad_parameters or {}))
     return [[clip] for clip in spoken_clips(speech, mel.frames, transcriber.frames)]

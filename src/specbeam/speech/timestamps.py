@@ -41,10 +41,9 @@ class TranscriptRules(Constraint):
         self._end, self._first_time, self._latest_first = tokens.end, times.start, latest_first
         self._has_times = latest_first is not None
         self.together = (times.start, times.stop) if self._has_times else None
-        never = packed([*suppressed, *([tokens.no_timestamps] if self._has_times else [])], size)
+        never = packed([*suppressed, tokens.no_timestamps], size)
         self._times = packed([*times], size) & ~never
-        no_time = ~packed([*range(times.start, size)], size) & packed([*range(size)], size)
-        self._text = (no_time if self._has_times else packed([*range(size)], size)) & ~never
+        self._text = packed([*range(times.start)], size) & ~never
         self._no_text = self._text & ~packed([*range(tokens.end)], size)
         self._first_text = self._text & ~packed([*suppressed_first], size)
 

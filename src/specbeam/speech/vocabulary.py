@@ -79,7 +79,7 @@ class Vocabulary:
             raise SpecbeamError(
                 f"{lm.source} has no tokenizer, which transcripts need: put its tokenizer.json beside it"
             )
-        found = lm.tokenizer.get_vocab()
+        found = _special_tokens(lm)
 
         def special(*names: str) -> int:
             for name in names:
@@ -133,7 +133,7 @@ class Vocabulary:
     @cached_property
     def _not_said(self) -> set[int]:
         """The tokens of tasks, and the one that Whisper does not use: in English-only vocabularies, too."""
-        found = self.lm.tokenizer.get_vocab()
+        found = _special_tokens(self.lm)
         return {found[name] for name in ("<|translate|>", "<|transcribe|>", "<|startoflm|>") if name in found}
 
     @cached_property
@@ -153,3 +153,8 @@ class Vocabulary:
 
     def _ids(self, text: str) -> list[int]:
         return token_ids(self.lm.tokenizer, text)
+
+
+def _special_tokens(lm: LanguageModel) -> dict[str, int]:
+    """The ids of the tokens that a tokenizer reads as a whole, by their texts."""
+    return {token.content: int(number) for number, token in lm.tokenizer.added_tokens_decoder.items()}

@@ -262,7 +262,7 @@ def window(transcriber: Transcriber, mel: LogMel, clip: Clip, start: int, frames
 
 
 def seed_of(seed: int, clip: Clip, start: int, attempt: int) -> int:
-    """The seed of an attempt's draws. It depends on the place in the file alone, not on what else is transcribed."""
+    """The seed of an attempt's draws. It depends on the place in the file alone, and not on other files."""
     ((place, _), *_) = clip.part(start, start + 1)
     digest = hashlib.sha256(f"{seed} {place} {attempt}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
