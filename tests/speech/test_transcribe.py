@@ -1,6 +1,7 @@
 """Transcription as a whole: on tiny random models, and Whisper base against transformers' long form."""
 
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,21 @@ def test_stretches_of_speech_are_read_for_themselves_and_in_order(whisper, monke
     found.clear()
     nothing = transcribe(whisper, sound, **options)
     assert (nothing.language, nothing.text, nothing.duration) == (None, "", 12.0)
+
+
+def test_memory_does_not_grow_with_the_length(whisper):
+    options = {"num_beams": 1, "without_timestamps": True, "max_new_tokens": 1, "no_speech_threshold": None, **PLAIN}
+
+    def peak(seconds):
+        sound = noise(seconds)
+        tracemalloc.start()
+        assert transcribe(whisper, sound, "en", **options).duration == seconds
+        _, highest = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return highest
+
+    peak(2)  # what is made once
+    assert peak(100) < 1.2 * peak(40)
 
 
 def test_a_stream_can_be_left(whisper):

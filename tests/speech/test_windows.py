@@ -93,6 +93,12 @@ def test_a_text_without_pairs_is_one_segment(whisper):
         assert [(s.start, s.end, s.text) for s in segments] == [(0, end, "one")]
 
 
+def test_a_segment_that_begins_behind_the_end_is_left_out(whisper):
+    text = [*said("one", 0, 40), *said(" two", 40, 49), *said(" three", 50, 50)]
+    segments, _ = play(whisper, [(sequence(text), 0.1)], 0.45, temperature=0)
+    assert [(s.start, s.end, s.text) for s in segments] == [(0, 0.45, "one")]
+
+
 def test_segments_without_text_or_length_are_left_out_and_no_prompt(whisper):
     text = [*said("", 0, 20), *said("  ", 20, 35), *said("x", 40, 40)]
     segments, asked = play(whisper, [(sequence(text), 0.1), (sequence(said("y")), 0.1)], 1.7, temperature=0)

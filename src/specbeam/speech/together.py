@@ -82,8 +82,8 @@ def run_together(
         for request in waiting:
             request.cancel()
         with suppress(Exception):
-            while waiting and not engine.is_running and engine.step():
-                pass
+            while not (engine.is_running or all(request.done for request in waiting)):
+                engine.step()
 
 
 def _submit(engine: Engine, attempt: Attempt, draft: Draft | None) -> Request:

@@ -195,12 +195,13 @@ class Windows:
                 shown = []
                 for part in parts:
                     written = self.transcriber.vocabulary.decode(part.tokens)
-                    if part.start == part.end or not written.strip():
+                    begin, end = clip.seconds(start + part.start), clip.seconds(start + part.end, is_end=True)
+                    if begin >= end or not written.strip():  # it has no length, or begins where the sound has ended
                         continue
                     shown += part.tokens
                     yield Segment(
-                        start=clip.seconds(start + part.start),
-                        end=clip.seconds(start + part.end, is_end=True),
+                        start=begin,
+                        end=end,
                         text=written,
                         tokens=part.tokens,
                         avg_logprob=text.avg_logprob,
