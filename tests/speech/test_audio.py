@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,6 +86,20 @@ def test_no_temporary_file_is_left(wav, tmp_path, monkeypatch):
     assert np.array_equal(*samples)
     with pytest.raises(ValueError, match="read-only"):
         samples[0][0] = 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
+def test_the_memory_of_a_file_is_given_back(tmp_path):
+    def mapped():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("RssFile", "RssShmem"))) * 1024
+
+    samples = audio.load(write_wav(tmp_path / "long.wav", tones(300)))
+    total, before = samples.sum(), mapped()
+    audio.release(samples[5:])
+    assert before - mapped() > 0.9 * samples.nbytes
+    assert samples.sum() == total
+    audio.release(tones(1))  # of no file
 
 
 def test_arrays_are_checked_and_given_back():

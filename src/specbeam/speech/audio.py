@@ -155,6 +155,15 @@ class Decoding:
         return report
 
 
+def release(samples: Samples) -> None:
+    """Give back the memory of samples that come from a file. They are read from it again when they are used again."""
+    base: Any = samples
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
 def seconds_of(samples: Samples) -> float:
     """How long samples are."""
     return len(samples) / SAMPLE_RATE

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from specbeam.speech.audio import Samples
+from specbeam.speech.audio import Samples, release
 from specbeam.speech.av_decoder import SAMPLE_RATE
 
 HOP = 160
@@ -79,6 +79,7 @@ class LogMel:
         begin, stop = first * HOP - FFT // 2, (end - 1) * HOP + FFT // 2
         own = self._samples[max(0, begin) : stop]
         sound = own.astype(np.float32) / np.float32(32768) if own.dtype == np.int16 else own.astype(np.float32)
+        release(self._samples)
         beyond = max(0, -begin), max(0, stop - len(self._samples))
         around = np.pad(sound, beyond, mode="reflect") if len(sound) > 1 else np.resize(sound, stop - begin)
         spectrum = np.fft.rfft(sliding_window_view(around, FFT)[::HOP] * self._window)

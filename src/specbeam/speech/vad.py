@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from specbeam.extras import require
-from specbeam.speech.audio import Samples
+from specbeam.speech.audio import Samples, release
 from specbeam.speech.av_decoder import SAMPLE_RATE
 
 WINDOW = 512
@@ -72,6 +72,7 @@ def probabilities(samples: Samples) -> Iterator[float]:
         block.flat[len(part) :] = 0
         if part.dtype == np.int16:
             block /= 32768
+        release(samples)
         for window in windows[: -(-len(part) // WINDOW)]:
             yield float(model.process(window))
 
