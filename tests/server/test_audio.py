@@ -146,3 +146,11 @@ def test_a_client_that_goes_away_ends_its_windows(served, samples):
     while engine.live or engine.waiting:
         time.sleep(0.01)
     assert served.http.get("/health").status_code == 200
+
+
+def test_the_text_so_far_is_the_answer_after_the_timeout(whisper, samples):
+    with serving({"whisper": whisper}, limits=Limits(timeout=0)) as server:
+        create = server.client().audio.transcriptions.create
+        made = create(model="whisper", file=file(samples), language="en", extra_body={"vad_filter": False})
+        assert made.text == ""
+        assert (server.engine.live, server.engine.waiting) == (0, 0)

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
@@ -183,6 +184,7 @@ class TranscriptionCall:
         self._draft = model.draft(fields.draft)
         self._engine: Any = CancellableEngine(model.engine)
         self._stream: TranscriptStream | None = None
+        self._segments: list[Segment] = []
 
     def cancel(self) -> None:
         """End the call, after the pass that runs."""
@@ -222,15 +224,23 @@ class TranscriptionCall:
             assert self._stream is not None
             try:
                 for segment in self._stream:
+                    if self._engine.is_cancelled:  # it may be cut
+                        return
+                    self._segments.append(segment)
                     loop.call_soon_threadsafe(queue.put_nowait, segment)
             except Cancelled:
                 pass
             except Exception as error:
                 raise refusal_of(error, {}) from error
 
+        def ended(working: asyncio.Future[None]) -> None:
+            if not working.cancelled():
+                working.exception()  # it is of no use if nobody waits any more
+            queue.put_nowait(None)
+
         end = None if self._limits.timeout is None else loop.call_later(self._limits.timeout, self.cancel)
         working = asyncio.ensure_future(self._threads.do(work))
-        working.add_done_callback(lambda _: queue.put_nowait(None))  # also where too many others wait
+        working.add_done_callback(ended)
         try:
             while (segment := await queue.get()) is not None:
                 yield segment
@@ -248,7 +258,7 @@ class TranscriptionCall:
     @property
     def _transcript(self) -> Transcript:
         assert self._stream is not None
-        return self._stream.transcript
+        return replace(self._stream.transcript, segments=self._segments)
 
     @property
     def _usage(self) -> dict[str, Any]:
