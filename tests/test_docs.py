@@ -30,10 +30,11 @@ from specbeam.option_names import OTHER_NAMES
 from specbeam.plugins import GROUPS
 from specbeam.server.chat import ChatRequest
 from tests.backends.test_encoder_decoder import make
-from tests.backends.test_whisper import random_whisper
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
 from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
 from tests.server.conftest import serving
+from tests.speech.conftest import random_whisper, whisper_tokenizer
+from tests.speech.sounds import tones, write_wav
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -59,7 +60,7 @@ def stand_ins(save, tmp_path_factory):
     translator = save(make("marian", max_position_embeddings=1024, forced_eos_token_id=EOS))
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(causal), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(adapter := tmp_path_factory.mktemp("adapter"))
-    speech = save(random_whisper(max_target_positions=448), byte_tokenizer())
+    speech = save(random_whisper(max_target_positions=448), whisper_tokenizer())
     return {"causal": causal, "gpt2": gpt2, "translator": translator, "adapter": adapter, "speech": speech}
 
 
@@ -75,6 +76,7 @@ def workplace(stand_ins, tmp_path, monkeypatch):
         monkeypatch.setattr(f"{module}.locate", locate)
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(loader, "from_pretrained", from_folder(loader.from_pretrained, locate))
+    monkeypatch.setattr("specbeam.speech.vocabulary.MULTILINGUAL", 0)  # the stand-in is small, and has languages
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("sys.stdin", io.StringIO())  # a conversation ends at once
     monkeypatch.chdir(tmp_path)
@@ -207,6 +209,9 @@ def check_specbeam(command, words, request):
             shutil.copytree(request.getfixturevalue("finished_study"), word, dirs_exist_ok=True)
     if "prompts.parquet" in words:
         pandas.DataFrame({"prompt": ["one", "two"]}).to_parquet("prompts.parquet")
+    for word in words:
+        if word.endswith((".mp3", ".mp4")):
+            write_wav(Path(word), tones())
     sizes = SHORT.get(command, {}).items()
     shorter = [word for size in sizes for word in size]  # the last of two values holds
     if command == "study":

@@ -101,7 +101,7 @@ def test_the_documentation_names_the_way_to_the_wheel_for_the_cpu():
 LARGE = ("torch", "transformers", "gguf", "threadpoolctl", "nvidia", "accelerate")
 
 
-@pytest.mark.parametrize("extra", ["", "[chat]", "[server]", "[completion]"])
+@pytest.mark.parametrize("extra", ["", "[chat]", "[server]", "[completion]", "[speech]"])
 def test_an_installation_has_none_of_the_large_packages(extra):
     """Of all requirements of the package, and of their own requirements."""
     left, seen = [(f"specbeam{extra}")], set()

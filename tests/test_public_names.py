@@ -17,7 +17,7 @@ from tests.conftest import needs_torch
 @needs_torch
 def test_dir_shows_the_public_names_and_there_is_no_other_name():
     shown = {name for name in dir(specbeam) if not name.startswith("__")}
-    modules = {"constraints", "hf", "labels", "ladder", "reference", "scoring"}
+    modules = {"constraints", "hf", "labels", "ladder", "reference", "scoring", "speech"}
     assert shown - {"lm_eval"} == {*specbeam.__all__, *modules}  # lm_eval if a test has imported it
     assert all(getattr(specbeam, name) for name in shown)
     with pytest.raises(AttributeError, match="no attribute 'generat'"):

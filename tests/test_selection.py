@@ -84,6 +84,7 @@ def random_request(rng, n, vocab, kind):
         edits=tuple(edit(name) for name in ("add", "repeat", "ban", "set", "raise") if options.random() < 0.5),
         allowed=None if allowed is None else np.packbits(allowed, axis=-1, bitorder="little"),
         one_of=(0, 1) if options.random() < 0.3 else (),
+        together=(vocab // 2, vocab) if options.random() < 0.3 else None,
         temperature=1.7 if drawn else None,
         top_k=5 if options.random() < 0.3 else None,
         top_p=0.8 if options.random() < 0.3 else None,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specbeam import lm_eval as lm_eval
     from specbeam import reference as reference
     from specbeam import scoring as scoring
+    from specbeam import speech as speech
     from specbeam.callers import tensors as tensors
     from specbeam.constraints import Choice as Choice
     from specbeam.constraints import Grammar as Grammar
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from specbeam.results import Result as Result
     from specbeam.results import Sequence as Sequence
     from specbeam.results import Stats as Stats
+    from specbeam.speech import Segment as Segment
+    from specbeam.speech import Transcript as Transcript
+    from specbeam.speech import transcribe as transcribe
+    from specbeam.speech import transcribe_stream as transcribe_stream
     from specbeam.tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {
@@ -66,9 +71,11 @@ _HOMES = {
     "Request": "engine",
     "Result": "results",
     "Sequence": "results",
+    "Segment": "speech",
     "SpecbeamError": "errors",
     "Stats": "results",
     "TokenTrie": "constraints",
+    "Transcript": "speech",
     "Choice": "constraints",
     "Grammar": "constraints",
     "JsonSchema": "constraints",
@@ -81,9 +88,11 @@ _HOMES = {
     "stream": "generation",
     "suffix_automaton": "drafting.lookup",
     "tensors": "callers",
+    "transcribe": "speech",
+    "transcribe_stream": "speech",
 }
 
-_MODULES = ("constraints", "labels", "reference", "scoring")
+_MODULES = ("constraints", "labels", "reference", "scoring", "speech")
 _MODULES_OF_EXTRAS = {"hf": ("torch", "transformers"), "ladder": ("torch",), "lm_eval": ("lm_eval",)}
 """The modules that need more packages than the core, and these packages."""
 

@@ -1,8 +1,8 @@
 """Chat templates, rendered in a process of their own.
 
 A chat template is a program that comes with a checkpoint. Jinja's sandbox keeps it from files, but lets it take all
-memory and time. A single call of C code may do so, and no thread can interrupt that. So templates run in a child
-process, which is this module run as a program, and the kernel limits its memory and its processor time.
+memory and time. So templates run in a child process with limits (:mod:`specbeam.child_processes`), which is this
+module run as a program.
 :mod:`specbeam.template_sandbox` renders, with transformers' results.
 
 Most templates read the content of a message as a text, and some read it only as a list of parts. The child finds out
@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,6 +21,8 @@ from contextlib import suppress
 from functools import lru_cache
 from threading import Lock
 from typing import Any
+
+from specbeam import child_processes
 
 CPU_SECONDS = 2.0
 """Processor time for one prompt. Most take a millisecond. Time in which the child waits for a processor is free."""
@@ -116,14 +117,9 @@ class Renderer:
         if self._process is not None and self._process.poll() is not None:
             self._end()
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "specbeam.chat_templates"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C in a terminal is not for the child
-            )
+            pipe = subprocess.PIPE
+            how = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL}
+            self._process = child_processes.start(__file__, **how)
         return self._process
 
     def _end(self) -> None:
@@ -139,7 +135,7 @@ class Renderer:
             return f"it needs more than {MEMORY_BYTES >> 20} MB of memory"
         if status == TOO_LONG:
             return f"it writes more than {MAX_CHARACTERS:,} characters"
-        if hasattr(signal, "SIGPROF") and status == -signal.SIGPROF:
+        if child_processes.ran_out_of_time(status):
             return f"it needs more than {self._cpu_seconds:g} seconds of processor time"
         return f"the process that renders it ended with status {status}"
 
@@ -260,13 +256,13 @@ def _serve() -> None:
     """The child: read tasks from standard input, one in a line, and answer each with a line on standard output."""
     import specbeam.template_sandbox  # noqa: F401  # its memory is no template's
 
-    memory = _memory_of_this_process()
+    memory = child_processes.memory_of_this_process()
     for line in sys.stdin.buffer:
-        _limit(memory + MEMORY_BYTES + MEMORY_PER_BYTE * len(line))
+        child_processes.limit_memory(memory + MEMORY_BYTES + MEMORY_PER_BYTE * len(line))
         text, refusal = "", None
         try:
             cpu_seconds, task = _read(line)
-            _end_after(cpu_seconds)
+            child_processes.end_after(cpu_seconds)
             text = _rendered(_in_form_of_template(task))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
@@ -276,31 +272,7 @@ def _serve() -> None:
             os._exit(TOO_LONG)
         sys.stdout.buffer.write(_line([text, refusal]))
         sys.stdout.flush()
-        _end_after(0)
-
-
-def _limit(memory: int) -> None:
-    """Limit the address space of this process."""
-    if sys.platform == "linux":
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (memory if most < 0 else min(memory, most), most))
-
-
-def _end_after(cpu_seconds: float) -> None:
-    """End this process after some seconds of processor time from now; 0 for never."""
-    if hasattr(signal, "setitimer"):  # not Windows
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-
-
-def _memory_of_this_process() -> int:
-    """Bytes of its address space; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+        child_processes.end_after(0)
 
 
 if __name__ == "__main__":

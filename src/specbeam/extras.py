@@ -1,4 +1,4 @@
-"""Packages that the native core does without. They come with ``specbeam[torch]``."""
+"""Packages that the native core does without. They come with extras, most of them with ``specbeam[torch]``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ def are_installed(*packages: str) -> bool:
     return all(find_spec(package) is not None for package in packages)
 
 
-def require(what: str, *packages: str) -> None:
+def require(what: str, *packages: str, extra: str = "torch") -> None:
     """Raises SpecbeamError if a package is missing.
 
     Args:
         what: needs the packages.
+        extra: the one that has them.
     """
     missing = [package for package in packages if not are_installed(package)]
     if missing:
-        raise SpecbeamError(f"{what} needs {' and '.join(missing)}: pip install 'specbeam[torch]'")
+        raise SpecbeamError(f"{what} needs {' and '.join(missing)}: pip install 'specbeam[{extra}]'")

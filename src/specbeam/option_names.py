@@ -8,6 +8,7 @@ from collections.abc import Sequence
 BACKENDS = ("cpu", "torch", "transformers")
 LOOKUPS = ("ngram", "suffix")
 """The drafts that are no model."""
+TRANSCRIPT_FORMATS = ("txt", "srt", "vtt", "tsv", "json")
 NO_DRAFT = "none"
 """The draft of a server's request that is to have none."""
 

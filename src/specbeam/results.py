@@ -41,6 +41,8 @@ class Sequence:
         top_logprobs: with ``top_logprobs=k``, one dictionary per new token: the log-probabilities of the k likeliest
             tokens at its position, by token id, the likeliest first. The new token need not be among them. A dictionary
             is empty where a strategy of the caller added a token without the model's logits. Otherwise None.
+        allowed_log_probs: for each new token, the log-probability of all tokens together that the constraint allowed at
+            its position, if the constraint measures it (:class:`specbeam.constraints.Constraint`). Otherwise None.
     """
 
     text: str
@@ -51,6 +53,7 @@ class Sequence:
     finish_reason: str
     top_logprobs: TopLogProbs | None = None
     is_complete: bool | None = None
+    allowed_log_probs: list[float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The object for one sequence in ``specbeam generate --json``: ``log_probs`` only beside ``top_logprobs``."""

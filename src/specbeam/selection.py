@@ -69,6 +69,8 @@ class SelectionRequest:
             A mask of the target's vocabulary serves a draft that has fewer tokens, too.
         functions: take all scores, float32 [n, vocab], and return new ones.
         one_of: in each row only the likeliest of these tokens keeps its score.
+        together: the first of some adjacent tokens, and the one after the last. Where these together are likelier than
+            each other token, no other token keeps its score (the timestamps of Whisper, Radford et al. 2022, 4.5).
         temperature, top_k, top_p, min_p, typical_p: the warpers of transformers; None for none.
         renormalize: make log-probabilities of the changed scores.
         noise: rank by score and noise. The highest is then a draw from the softmax of the scores (Gumbel-max). The k
@@ -84,6 +86,7 @@ class SelectionRequest:
     allowed: NDArray[np.uint8] | None = None
     functions: tuple[Callable[[NDArray[np.float32]], NDArray[np.float32]], ...] = ()
     one_of: tuple[int, ...] = ()
+    together: tuple[int, int] | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None

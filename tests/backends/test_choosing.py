@@ -69,6 +69,7 @@ def request_of(rng, n, vocab, tied, plain=0.6):
         allowed=maybe(np.packbits(rng.random((n, vocab)) < rng.choice([0, 0.01, 0.7]), axis=1, bitorder="little")),
         functions=(lambda scores: scores * 2,) if rng.random() < 0.05 else (),
         one_of=tuple(rng.permutation(vocab + 1)[:3].tolist()) if rng.random() > plain else (),
+        together=maybe(tuple(sorted(rng.integers(0, vocab + 3, 2).tolist()))),
         temperature=maybe(float(rng.uniform(0.1, 3))),
         top_k=maybe(int(rng.integers(1, vocab + 5))),
         top_p=None if tied else maybe(float(rng.uniform(0, 1))),  # transformers keeps any of equal tokens
@@ -189,6 +190,7 @@ NOISE = Noise(1, np.zeros(1, np.uint32), np.zeros(2, np.uint32))
         ((0, 2), {"vocab": 0, "top": 1}, "a vocabulary that the logits lack"),
         ((0, 1), {"given": np.array([[9]])}, "given token is not in the vocabulary"),
         ((0, 1), {"one_of": (-1,)}, "a token is negative"),
+        ((0, 1), {"together": (2, 1)}, "end before they begin"),
         ((0, 1), {"edits": (Edit("ban", np.array([1]), np.array([1])),)}, "a row that its request lacks"),
         ((0, 1), {"temperature": 0.0}, "temperature is not a positive number"),
         ((0, 1), {"top_k": -3}, "top_k is negative"),

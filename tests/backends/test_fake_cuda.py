@@ -193,7 +193,9 @@ KINDS = {
     "none": lambda n, vocab: SelectionRequest(top=0),
     "draws": lambda n, vocab: SelectionRequest(top=2, noise=Noise(2**64 - 1, ids(n), ids(n))),
     "edits": lambda n, vocab: SelectionRequest(edits=tuple(edit(kind, vocab) for kind in ("repeat", "add", "ban"))),
-    "a mask": lambda n, vocab: SelectionRequest(allowed=np.full((n, -(-vocab // 8)), 85, np.uint8), one_of=(0, 2)),
+    "a mask": lambda n, vocab: SelectionRequest(
+        allowed=np.full((n, -(-vocab // 8)), 85, np.uint8), one_of=(0, 2), together=(vocab // 2, vocab)
+    ),
     "warpers": lambda n, vocab: SelectionRequest(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9),
     "given": lambda n, vocab: SelectionRequest(given=np.full((n, 2), 3), total=True),
     "few": lambda n, vocab: SelectionRequest(top=3, vocab=33),

@@ -19,6 +19,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.engine.features import Sound
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.tree import NO_NODES, Tree
 from tests.backends.test_cpu import ALIKE
@@ -111,7 +112,7 @@ def placed(backend, features):
     positions = backend.source_slots(features)
     slots = Slots(Tree([0] * positions), backend)
     own = slots.segment(slots.prepare(slots.tree.prefix), NO_NODES).slots
-    return backend.encode([features], [own])[0], slots
+    return backend.place(backend.states(features), own), slots
 
 
 def logits(backend, tree, nodes, features):
@@ -201,10 +202,8 @@ def test_threads_and_instruction_sets_change_no_bit(save, quantize):
 
 def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monkeypatch):
     _, lm = pair()
-    read, encode = [], lm.backend.encode
-    monkeypatch.setattr(
-        lm.backend, "encode", lambda sources, slots: read.append(len(sources)) or encode(sources, slots)
-    )
+    read, states = [], lm.backend.states
+    monkeypatch.setattr(lm.backend, "states", lambda source: read.append(1) or states(source))
     engine = Engine(lm)
     requests = [engine.submit(PROMPT, {"max_new_tokens": 12}, features=sound())]
     engine.step()
@@ -215,7 +214,24 @@ def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monk
     engine.run()
     assert len({tuple(request.result().token_ids) for request in requests}) == 1
     run(lm, [sound()] * 3, {"max_new_tokens": 2})
-    assert read == [1, 1, 1, 1, 3]
+    assert read == [1] * 7
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
+def test_requests_about_one_sound_share_the_encoder(pair, save, backend, monkeypatch):
+    model, lm = pair(backend="torch" if backend == "torch" else "cpu")
+    if backend == "transformers":
+        lm = specbeam.load(save(model, byte_tokenizer()), backend=backend, device="cpu")
+    read, states = [], lm.backend.states
+    monkeypatch.setattr(lm.backend, "states", lambda source: read.append(1) or states(source))
+    shared, expected = Sound(sound()), run(lm, [sound()], {"max_new_tokens": 9})
+    assert len(read) == 1
+    for options in ({"max_new_tokens": 9}, {"max_new_tokens": 9}, {"max_new_tokens": 9, "num_beams": 3}):
+        found = run(lm, [shared], options)
+        assert found == expected or "num_beams" in options
+    assert len(read) == 2
+    with pytest.raises(SpecbeamError, match="have the shape"):
+        Engine(lm).submit(PROMPT, features=Sound(sound(positions=7)))
 
 
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):

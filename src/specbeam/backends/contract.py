@@ -30,8 +30,8 @@ class Segment:
             own position mean nothing. m is 0 if all nodes are on the prefix.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
-        source: the result of :meth:`EncodingBackend.encode` for the tree, or what was given to the engine instead. None
-            for models without an encoder otherwise. Every node sees all of it.
+        source: the result of :meth:`EncodingBackend.encode` or :meth:`HearingBackend.place` for the tree, or what was
+            given to the engine instead. None for models without an encoder otherwise. Every node sees all of it.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
     """
 
@@ -154,7 +154,7 @@ class AheadBackend(Backend, Protocol):
 
 
 class EncodingBackend(Backend, Protocol):
-    """A backend whose model has an encoder."""
+    """A backend whose model has an encoder of text."""
 
     def source_slots(self, source: Any) -> int:
         """The slots of the KV cache that hold a source. 0 if the backend keeps sources elsewhere."""
@@ -163,9 +163,26 @@ class EncodingBackend(Backend, Protocol):
         """Run the encoder over sources, before the first pass of their trees.
 
         Args:
-            sources: prompts' token ids; or features of sound, float32 ``features_shape``.
+            sources: prompts' token ids.
             slots: where each of them goes, int64 [``source_slots``].
 
         Returns:
             The ``source`` of each tree's segments.
+        """
+
+
+class HearingBackend(Backend, Protocol):
+    """A backend whose model has an encoder of sound. It works in two steps, so that several trees share the first."""
+
+    def source_slots(self, source: NDArray[np.float32]) -> int:
+        """The slots of the KV cache that hold sound. 0 if the backend keeps it elsewhere."""
+
+    def states(self, source: NDArray[np.float32]) -> Any:
+        """The encoder's output for features of sound, float32 ``features_shape``."""
+
+    def place(self, states: Any, slots: NDArray[np.int64]) -> Any:
+        """Keys and values of an encoder's output, in slots, int64 [``source_slots``].
+
+        Returns:
+            The ``source`` of a tree's segments.
         """

@@ -71,7 +71,9 @@ class EncoderDecoderBackend(TransformersBackend):
         return None
 
     def _source_to_measure(self) -> Source:
-        (source,) = self.encode([[0] if self.features_shape is None else np.zeros(self.features_shape, np.float32)])
+        if self.features_shape is not None:
+            return self.place(self.states(np.zeros(self.features_shape, np.float32)))
+        (source,) = self.encode([[0]])
         return source
 
     def source_slots(self, source: Any) -> int:
@@ -80,9 +82,6 @@ class EncoderDecoderBackend(TransformersBackend):
     @torch.no_grad()
     def encode(self, sources: Sequence[Any], slots: Sequence[NDArray[np.int64]] = ()) -> list[Source]:
         found: dict[int, Source] = {}
-        if self.features_shape is not None:
-            with self._one_pass:
-                return [self._attended([self._states_of_sound(source)])[0] for source in sources]
         with self._one_pass:
             for numbers in _of_like_length(sources):
                 together = [sources[number] for number in numbers]
@@ -96,11 +95,18 @@ class EncoderDecoderBackend(TransformersBackend):
         with self._one_pass:
             return self._attended(states)
 
-    def _states_of_sound(self, features: NDArray[np.float32]) -> Tensor:
-        """The encoder's output for features [bands, frames], [positions, features]."""
+    @torch.no_grad()
+    def states(self, features: NDArray[np.float32]) -> Tensor:
+        """The encoder's output for features of sound [bands, frames], [positions, features]."""
         read = to_device(features[None], self.device).to(self.dtype)
-        states: Tensor = self.model.get_encoder()(read).last_hidden_state[0]
+        with self._one_pass:
+            states: Tensor = self.model.get_encoder()(read).last_hidden_state[0]
         return states
+
+    @torch.no_grad()
+    def place(self, states: Tensor, slots: NDArray[np.int64] | None = None) -> Source:
+        """Sound as the encoder has read it, from its output [positions, features]. It takes no slots."""
+        return self.attended([states])[0]
 
     def _states_of(self, sources: list[list[int]]) -> Tensor:
         """The encoder's output for some prompts, [prompts, tokens of the longest, features]."""

@@ -16,12 +16,21 @@ from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 from specbeam.option_names import nearest_name
 
 COMMANDS = [
-    *("generate", "chat", "serve", "demo", "compare", "batch"),
+    *("generate", "chat", "serve", "demo", "compare", "batch", "transcribe"),
     *("score", "study", "verify", "ladder", "tokens", "models"),
 ]
 """In the order of ``--help``. Each is a module beside this one."""
 PATHS = ("FILE", "DIR", "IN", "OUT", "SOURCE")
 """The metavars of arguments that may be paths."""
+
+
+class CommandsHelp(argparse.HelpFormatter):
+    """Gives the names of commands their room: argparse forgets that they are indented."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
 
 
 class Parser(argparse.ArgumentParser):
@@ -100,13 +109,14 @@ def _with_flags(message: str, arguments: Sequence[str]) -> str:
 
 
 def _run(words: list[str]) -> int:
-    parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
+    about = "Exact and fast decoding of open causal language models."
+    parser = Parser(prog="specbeam", description=about, formatter_class=CommandsHelp)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in words[:1] if words and words[0] in COMMANDS else COMMANDS:  # one parser is made sooner than all
         import_module(f"specbeam.cli.{command}").add_to(commands)
-    about = commands.add_parser("help", help="explain a command, as COMMAND --help does")
-    about.add_argument("name", nargs="?", choices=[*commands.choices], metavar="COMMAND", help="the command")
+    explain = commands.add_parser("help", help="explain a command, as COMMAND --help does")
+    explain.add_argument("name", nargs="?", choices=[*commands.choices], metavar="COMMAND", help="the command")
     if "_ARGCOMPLETE" in os.environ:  # the shell asks how the line may go on (docs/reference/command-line.md)
         import argcomplete
 

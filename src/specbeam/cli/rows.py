@@ -41,7 +41,7 @@ OPTION_NAMES = [field.name for field in fields(Options)]
 SETTINGS_WITHOUT_EFFECT = (
     *("command", "run", "input", "output", "batch_size"),
     *("threads", "launcher", "address", "workers", "cpus", "gpus"),
-    *("column", "candidates", "given", "template", "labels", "choices"),
+    *("column", "candidates", "given", "template", "labels", "choices", "audio"),
 )
 """Settings on which no answer depends, or which a task's facts have in another form. The fingerprint has all others."""
 BATCHES_PER_JOB = 4

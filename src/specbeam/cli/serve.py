@@ -115,6 +115,8 @@ def add_to(commands: Any) -> None:
         help="tokens in the KV cache of each model (default: enough for --max-requests)",
     )
     add("--max-body-bytes", help=f"bytes of a request (default {Limits.max_body_bytes})")
+    add("--max-audio-bytes", help=f"bytes of a request with a file of sound (default {Limits.max_audio_bytes})")
+    add("--max-audio-seconds", help=f"seconds of its sound (default {Limits.max_audio_seconds})")
     limits.add_argument(
         "--max-pass-seconds",
         type=float,

@@ -24,6 +24,10 @@ class Constraint(Protocol):
     The engine keeps a state for as long as the sequence may go on. One constraint may serve many requests at once, so
     its methods must not depend on earlier calls.
 
+    A constraint may have two more attributes. ``together`` is the first of some adjacent tokens and the one after the
+    last: where these together are likelier than each other allowed token, only they are allowed. ``measures``, if it is
+    true, asks for the probability of all allowed tokens at each place (:attr:`specbeam.Sequence.allowed_log_probs`).
+
     Attributes:
         start: the state after the prompt.
     """

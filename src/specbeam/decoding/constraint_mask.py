@@ -17,10 +17,16 @@ MIN_STATES_TO_FORGET = 8
 
 
 class ConstraintMask:
-    """The tokens that a constraint allows at the nodes of one request's tree."""
+    """The tokens that a constraint allows at the nodes of one request's tree.
+
+    Attributes:
+        together, measures: of the constraint, or None and False.
+    """
 
     def __init__(self, constraint: Constraint, eos_token_ids: Iterable[int], vocab_size: int) -> None:
         self.constraint = constraint
+        self.together: tuple[int, int] | None = getattr(constraint, "together", None)
+        self.measures: bool = getattr(constraint, "measures", False)
         self.vocab_size = vocab_size
         self._ends = packed([*eos_token_ids], vocab_size)
         start = constraint.start  # where the request is submitted: a grammar may be compiled for it

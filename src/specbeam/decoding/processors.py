@@ -66,7 +66,7 @@ class Processors:
         if options.constraint is not None:
             self.constraint = ConstraintMask(options.constraint, eos_token_ids, vocab_size)
         self._eos = tuple(sorted(eos_token_ids))
-        self.has_one_end = self.constraint is not None and options.num_beams > 1
+        self.has_one_end = self.constraint is not None and options.num_beams > 1 and len(eos_token_ids) > 1
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
         self.functions = options.logits_processor
         lowest = min(0.0, self.frequency_penalty, self.presence_penalty)
@@ -102,6 +102,8 @@ class Processors:
             changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)),)
         if self.has_one_end:
             changes["one_of"] = self._eos
+        if self.constraint is not None and self.constraint.together is not None:
+            changes["together"] = self.constraint.together
         return changes
 
     def unchanged(self, tree: Tree, node: int) -> int:

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.backends.contract import Backend, HearingBackend
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 
 
-def check_features(lm: LanguageModel, features: Any) -> NDArray[np.float32] | None:
-    """A copy of features, float32 [bands, frames]; None for a model that reads no sound.
+class Sound:
+    """Features of sound that several requests are about, one after another. The encoder reads them once.
+
+    It keeps the encoder's output, so let go of it after the last request.
+
+    Args:
+        features: float32 [bands, frames] (``Engine.submit``).
+    """
+
+    def __init__(self, features: NDArray[np.float32]) -> None:
+        self.features = features
+        self._states: WeakKeyDictionary[Backend, Any] = WeakKeyDictionary()
+
+    def states(self, backend: HearingBackend) -> Any:
+        """The encoder's output."""
+        if backend not in self._states:
+            self._states[backend] = backend.states(self.features)
+        return self._states[backend]
+
+
+def check_features(lm: LanguageModel, features: Any) -> NDArray[np.float32] | Sound | None:
+    """A copy of features, float32 [bands, frames], or the given sound; None for a model that reads no sound.
 
     Raises:
         SpecbeamError: the model reads other features, or none at all.
@@ -26,6 +48,7 @@ def check_features(lm: LanguageModel, features: Any) -> NDArray[np.float32] | No
     hint = f"give log-mel features of sound, float32 [{bands}, {frames}]"
     if features is None:
         raise SpecbeamError(f"{lm.source} {described(expected)}, and there are none: {hint}, to Engine.submit")
+    sound, features = (features, features.features) if isinstance(features, Sound) else (None, features)
     try:
         found = np.array(features, np.float32)
     except (TypeError, ValueError) as error:
@@ -36,7 +59,7 @@ def check_features(lm: LanguageModel, features: Any) -> NDArray[np.float32] | No
         )
     if not np.isfinite(found).all():
         raise SpecbeamError(f"the features hold NaN or infinity: {hint}")
-    return found
+    return found if sound is None else sound
 
 
 def described(shape: tuple[int, int] | None) -> str:

@@ -12,6 +12,7 @@ from specbeam.cache.budget import Budget
 from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.prefixes import NO_SLOTS, Ints
 from specbeam.cache.slots import Slots
+from specbeam.engine.features import Sound
 from specbeam.engine.setup import Setup
 from specbeam.tree import NO_NODES, Nodes, Tree
 
@@ -48,7 +49,7 @@ class ModelState:
         draft_tokens: int,
         max_rows: int,
         source: Any = None,
-        features: NDArray[np.float32] | None = None,
+        features: NDArray[np.float32] | Sound | None = None,
     ) -> None:
         self.backend = backend
         self.tree = tree
@@ -59,7 +60,8 @@ class ModelState:
         self._encoder_reads: Any = features if backend.start_token_ids is None else prompt_ids
         cache, positions = budget.cache_of(backend), 0
         if source is None and self._encoder_reads is not None:
-            positions = cast(EncodingBackend, backend).source_slots(self._encoder_reads)
+            read = features.features if isinstance(features, Sound) else self._encoder_reads
+            positions = cast(EncodingBackend, backend).source_slots(read)
         # A sequence of as many positions, of which only the slots are used.
         self._source_slots = Slots(Tree([0] * positions), backend, cache) if positions else None
         in_encoder = 0 if positions or backend.start_token_ids is None else len(prompt_ids)
@@ -97,13 +99,13 @@ class ModelState:
 
     @property
     def unread_source(self) -> Any:
-        """What the encoder has to read before the next pass: token ids or features. None if there is nothing."""
+        """What the encoder has to read before the next pass: token ids, features or sound. None for nothing."""
         return self._encoder_reads if self.source is None else None
 
     @property
     def has_unread_sound(self) -> bool:
         """Whether the encoder has to read sound before the next pass."""
-        return self.source is None and isinstance(self._encoder_reads, np.ndarray)
+        return self.source is None and isinstance(self._encoder_reads, np.ndarray | Sound)
 
     def place_source(self) -> Ints:
         """Give the encoder's output slots, int64 [n]. It gets none where the backend keeps it elsewhere."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Sequential
 from typing import Any
 
 from specbeam.decoding import Hypothesis
+from specbeam.decoding.allowed_mass import AllowedMass
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.engine.costs import MIN_PASS_SECONDS
 from specbeam.engine.model_state import ModelState
@@ -42,6 +43,7 @@ class Output:
 
     Attributes:
         alternatives: the likeliest tokens after each node, if they were asked for.
+        allowed_mass: of a constraint that measures.
     """
 
     def __init__(self, lm: LanguageModel, setup: Setup, request: Request, inputs: dict[str, Any]) -> None:
@@ -53,6 +55,8 @@ class Output:
         self._streamed = setup.tree.prompt_length  # tokens that were handed out
         k = setup.options.top_logprobs
         self.alternatives = None if k is None else Alternatives(setup.tree, k)
+        constraint = setup.selector.process.constraint
+        self.allowed_mass = AllowedMass(setup.tree) if constraint is not None and constraint.measures else None
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
         self._spent: dict[str, float] = {}  # until the last round in the trace
@@ -152,7 +156,11 @@ class Output:
 
     def _sequence(self, hypothesis: Hypothesis, text: str | None = None) -> Sequence:
         tree = self._setup.tree
-        token_ids, log_probs, top_logprobs = self._tokens(tree.path(hypothesis.node)[tree.prompt_length :])
+        nodes = tree.path(hypothesis.node)[tree.prompt_length :]
+        token_ids, log_probs, top_logprobs = self._tokens(nodes)
+        allowed = None
+        if self.allowed_mass is not None:
+            allowed = [self.allowed_mass.after(before) for before in tree.parents(nodes).tolist()]
         if text is None:
             text = self._setup.stop.new_text.of(self._setup.stop.begin(tree), token_ids)
         log_prob = float(tree.scores(hypothesis.node))
@@ -165,6 +173,7 @@ class Output:
             hypothesis.finish_reason,
             top_logprobs,
             self._is_complete(hypothesis),
+            allowed,
         )
 
     def _is_complete(self, hypothesis: Hypothesis) -> bool | None:

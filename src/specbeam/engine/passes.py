@@ -12,8 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from specbeam.backends.contract import AheadBackend, EncodingBackend
+from specbeam.backends.contract import AheadBackend, EncodingBackend, HearingBackend
+from specbeam.cache.prefixes import Ints
 from specbeam.engine.failures import forget_frames, is_out_of_memory
+from specbeam.engine.features import Sound
+from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
 from specbeam.selection import Logits, Selection
 
@@ -82,11 +85,21 @@ def _read_sources(batch: Batch, scheduler: Scheduler) -> None:
     start = time.perf_counter()
     slots = [model.place_source() for model in unread]
     with scheduler.passing():
-        backend = cast(EncodingBackend, unread[0].backend)
-        sources = backend.encode([model.unread_source for model in unread], slots)
+        sources = [*map(_hear, unread, slots)] if unread[0].is_to_hear else _read_texts(unread, slots)
     for model, source in zip(unread, sources, strict=True):
         model.source = source
         model.seconds += (time.perf_counter() - start) / len(unread)
+
+
+def _read_texts(unread: list[ModelState], slots: list[Ints]) -> list[Any]:
+    return cast(EncodingBackend, unread[0].backend).encode([model.unread_source for model in unread], slots)
+
+
+def _hear(model: ModelState, slots: Ints) -> Any:
+    """Let the encoder read sound, unless it has. One after another: a pass over all of it uses all threads."""
+    backend, sound = cast(HearingBackend, model.backend), model.unread_source
+    states = sound.states(backend) if isinstance(sound, Sound) else backend.states(sound)
+    return backend.place(states, slots)
 
 
 def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], list[list[Selection]], int]:

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Segment
 from specbeam.cache.budget import Budget
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
+from specbeam.decoding.allowed_mass import AllowedMass
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.decoding.forced import MAX_FORCED_TOKENS
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
+from specbeam.engine.features import Sound
 from specbeam.engine.inputs import inputs_of
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
@@ -63,7 +65,7 @@ class RequestState:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
-        features: NDArray[np.float32] | None = None,
+        features: NDArray[np.float32] | Sound | None = None,
         writes: bool = True,
         cancellations: deque[RequestState],
         budget: Budget,
@@ -276,6 +278,8 @@ class RequestState:
                 rows = slice(0, len(logits))
                 if requests := self._selection_requests():
                     selections = backend.choose(logits, [(rows, one) for one in requests])
+            if (mass := self._allowed_mass) is not None:
+                mass.add(self._rows.nodes, selections.pop())
             if (alternatives := self._alternatives) is not None:
                 alternatives.add(self._rows.nodes, selections.pop())
             self._advance(self._selection(selections[0]) if selections else backend.array(logits))
@@ -339,13 +343,20 @@ class RequestState:
         """The memory for the likeliest tokens at the wanted nodes, if they were asked for."""
         return None if self.step.drafting else self._output.alternatives
 
+    @property
+    def _allowed_mass(self) -> AllowedMass | None:
+        """The memory for the mass of the allowed tokens at the wanted nodes, if the constraint measures it."""
+        return None if self.step.drafting or self.step.selection_request is None else self._output.allowed_mass
+
     def _selection_requests(self) -> list[SelectionRequest]:
-        """The strategy's selection request, if it has one, then the one for alternatives, if they were asked for."""
+        """The strategy's selection request, if it has one, then those for alternatives and for the allowed mass."""
         requests = []
         if (own := self.step.selection_request) is not None:
             requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own.after(len(self._held)))
         if self._alternatives is not None:
             requests.append(self._alternatives.selection_request)
+        if own is not None and self._allowed_mass is not None:
+            requests.append(self._allowed_mass.selection_request(own))
         return requests
 
     def _selection(self, selection: Selection) -> Selection:

@@ -24,13 +24,14 @@ from starlette.exceptions import HTTPException
 
 import specbeam
 from specbeam.server.arrivals import Arrivals
+from specbeam.server.audio import FORM, Transcribers, TranscriptionCall, TranscriptionRequest
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
 from specbeam.server.errors import Refusal, failed, refusal_of_body, refusal_of_json, stopping
 from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard
 from specbeam.server.json import json_response
-from specbeam.server.limits import Access, Limits
+from specbeam.server.limits import AUDIO_PATHS, Access, Limits
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
 from specbeam.server.notes import Notes
@@ -200,6 +201,28 @@ def make_app(
     generating: Any = (chat, completions, responses, rounds_of_chat, rounds_of_completion)
     for path, endpoint in zip(GENERATING_PATHS, generating, strict=True):
         app.add_api_route(path, endpoint, methods=["POST"], responses=stream)
+
+    transcribers = Transcribers(limits)
+
+    def transcribing(task: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def transcribe(request: Request) -> Response:
+            notes = Notes.of(request.scope)
+            fields, file = await TranscriptionRequest.of(request)
+            call = TranscriptionCall(fields, task, _models(request).get(fields.model), limits, transcribers)
+            notes.turn.close()
+            try:
+                await while_connected(request.receive, call.prepare(file.file), call)
+                if fields.stream:
+                    return EventStream(call.frames(), call)
+                return call.answer(await while_connected(request.receive, call.transcript(), call))
+            except ClientGone:
+                notes.outcome = "cancelled"
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+        return transcribe
+
+    for path, task in AUDIO_PATHS.items():
+        app.add_api_route(path, transcribing(task), methods=["POST"], responses=stream, openapi_extra=FORM)
 
     @app.post("/tokenize")
     async def tokenize(fields: TokenizeRequest, request: Request) -> Response:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specbeam.server.errors import Refusal, stopping
-from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
+from specbeam.server.limits import AUDIO_PATHS, LOOPBACK_ADDRESSES, Access, Limits
 from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.notes import KEY, Notes
 from specbeam.server.page import is_page
@@ -136,14 +136,15 @@ class Guard:
             )
         length = headers.get("content-length", "0")
         if length.isdecimal():
-            self._check_size(int(length[:20]))
+            self._check_size(scope, int(length[:20]))
 
     def _allows(self, origin: str) -> bool:
         _, _, host = origin.partition("://")
         return bool({origin, "*"} & {*self._access.cors_origins}) or _hostname(host) in self._hosts
 
-    def _check_size(self, num_bytes: int) -> None:
-        limit = self._limits.max_body_bytes
+    def _check_size(self, scope: Scope, num_bytes: int) -> None:
+        has_sound = scope["path"] in AUDIO_PATHS
+        limit = self._limits.max_audio_bytes if has_sound else self._limits.max_body_bytes
         if num_bytes > limit:
             raise Refusal(f"the body is larger than this server's limit of {limit} bytes", None, "body_too_large", 413)
 
@@ -166,7 +167,7 @@ class Guard:
                 raise ClientGone
             body += message.get("body", b"")
             is_whole = not message.get("more_body", False)
-            self._check_size(max(len(body), scope.get(ANNOUNCED_BYTES, 0)))
+            self._check_size(scope, max(len(body), scope.get(ANNOUNCED_BYTES, 0)))
         return {"type": "http.request", "body": bytes(body)}
 
     def _note(self, scope: Scope, notes: Notes, seconds: float) -> None:

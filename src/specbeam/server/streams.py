@@ -6,17 +6,22 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specbeam.server.call import Call
 from specbeam.server.errors import Refusal, failed
 from specbeam.server.notes import Notes
 
 logger = logging.getLogger("specbeam.server")
 T = TypeVar("T")
+
+
+class Cancellable(Protocol):
+    """A call, which ends when its client goes away."""
+
+    def cancel(self) -> object: ...
 
 
 class ClientGone(Exception):
@@ -29,7 +34,7 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def while_connected(receive: Receive, work: Awaitable[T], call: Call | None = None) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T], call: Cancellable | None = None) -> T:
     """The outcome of work. If the client goes away meanwhile, the work and the call are cancelled.
 
     Raises:
@@ -55,7 +60,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncIterator[bytes], call: Call) -> None:
+    def __init__(self, frames: AsyncIterator[bytes], call: Cancellable) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._frames = frames

@@ -90,6 +90,9 @@ Choice choice_of(Input &in, Arrays &a) {
     r.one_of_begin = int64_t(one_of.size());
     for (int64_t j = in.ConsumeIntegralInRange(0, 3); j > 0; j--) one_of.push_back(in.number(0, vocab + 3));
     r.one_of_end = in.rarely() ? in.wild() : int64_t(one_of.size());
+    const auto first = in.ConsumeIntegralInRange<int64_t>(0, vocab + 3);
+    r.together_begin = in.rarely() ? in.wild() : first;
+    r.together_end = in.rarely() ? in.wild() : first + in.ConsumeIntegralInRange<int64_t>(0, vocab);
     r.allowed_place = in.ConsumeBool() ? int64_t(allowed.size()) : -1;
     for (int64_t j = 0; r.allowed_place >= 0 && j < rows * ((vocab + 7) / 8); j++)
       allowed.push_back(in.ConsumeBool() ? 255 : in.ConsumeIntegral<uint8_t>());

@@ -99,12 +99,6 @@ class CpuBackend(Backend):
     def source_slots(self, source: NDArray[np.float32]) -> int:
         return 0 if self._states_shape is None else self._states_shape[0]
 
-    def encode(
-        self, sources: Sequence[NDArray[np.float32]], slots: Sequence[NDArray[np.int64]]
-    ) -> list[NDArray[np.int64]]:
-        # One after another: a pass over a whole source uses all threads, and its buffers are large.
-        return [self.place(self.states(source), own) for source, own in zip(sources, slots, strict=True)]
-
     @fork_guard
     def states(self, source: NDArray[np.float32]) -> NDArray[np.float32]:
         """The encoder's output for one source, float32 [positions, hidden]."""

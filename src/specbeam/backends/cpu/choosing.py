@@ -162,6 +162,7 @@ class Choice:
             edits + len(request.edits),
             one_of,
             one_of + len(request.one_of),
+            *(request.together or (0, 0)),
             allowed_place,
             noise_place,
             request.normalize,

@@ -22,7 +22,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 BASELINE = "portable"
 """The instruction set that any processor has."""
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """As in native/model.h. Raise both when a function changes."""
 
 
@@ -62,6 +62,7 @@ class SelectionRequestStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("first_row", "rows", "vocab", "top", "top_place", "given", "given_place")),
         *((name, c_int64) for name in ("row_place", "edits_begin", "edits_end", "one_of_begin", "one_of_end")),
+        *((name, c_int64) for name in ("together_begin", "together_end")),
         *((name, c_int64) for name in ("allowed_place", "noise_place", "normalize", "renormalize", "total", "top_k")),
         *((name, c_double) for name in ("temperature", "top_p", "min_p", "typical_p")),
         ("seed", c_uint64),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from threading import Lock
 
@@ -70,13 +70,6 @@ class TorchBackend(TensorBackend):
     def source_slots(self, source: NDArray[np.float32]) -> int:
         return source.shape[1] // 2
 
-    def encode(
-        self, sources: Sequence[NDArray[np.float32]], slots: Sequence[NDArray[np.int64]]
-    ) -> list[NDArray[np.int64]]:
-        for source, own in zip(sources, slots, strict=True):
-            self.place(self.states(source), own)
-        return [*slots]
-
     @torch.inference_mode()
     def states(self, source: NDArray[np.float32]) -> Tensor:
         """The encoder's output for one source, [positions, features]."""
@@ -85,10 +78,11 @@ class TorchBackend(TensorBackend):
         return states
 
     @torch.inference_mode()
-    def place(self, states: Tensor, slots: NDArray[np.int64]) -> None:
-        """Let slots hold the keys and values of an encoder's output."""
+    def place(self, states: Tensor, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Let slots hold the keys and values of an encoder's output. Returns the slots."""
         with self._one_pass:
             self.model.place(states, self._store, index(slots, self.device))
+        return slots
 
     @torch.inference_mode()
     def forward(self, segments: list[Segment]) -> Tensor:

@@ -15,7 +15,15 @@ from torch import Tensor
 from specbeam.backends.contract import Backend
 from specbeam.backends.torch.noise import gumbel
 from specbeam.backends.torch.transfer import Values, to_cpu, to_device
-from specbeam.backends.torch.warpers import min_p, only_the_likeliest, temperature, top_k, top_p, typical_p
+from specbeam.backends.torch.warpers import (
+    min_p,
+    only_the_likeliest,
+    only_together,
+    temperature,
+    top_k,
+    top_p,
+    typical_p,
+)
 from specbeam.callers import returned_scores
 from specbeam.selection import MASKED, Edit, Noise, Selection, SelectionRequest
 
@@ -165,6 +173,8 @@ def changed(logits: Tensor, request: SelectionRequest, normalizers: Tensor) -> T
         scores = to_device(returned_scores(function, scores.cpu().numpy().copy()), logits.device)
     if one_of := [token for token in request.one_of if token < logits.shape[-1]]:
         scores = only_the_likeliest(scores, one_of)
+    if request.together is not None:
+        scores = only_together(scores, *request.together)
     for warp in (temperature, top_k, top_p, min_p, typical_p):
         if (value := getattr(request, warp.__name__)) is not None:
             scores = warp(scores, value)
@@ -224,7 +234,16 @@ def _kind(request: SelectionRequest) -> tuple[Any, ...]:
     has_none = request.noise is None, request.allowed is None
     given = None if request.given is None else request.given.shape[1]
     edits = tuple(edit.kind for edit in request.edits)
-    return (*flags, *has_none, given, edits, request.one_of, *warpers, id(request) if request.functions else None)
+    return (
+        *flags,
+        *has_none,
+        given,
+        edits,
+        request.one_of,
+        request.together,
+        *warpers,
+        id(request) if request.functions else None,
+    )
 
 
 def _merged(parts: Sequence[tuple[Tensor, SelectionRequest]]) -> tuple[SelectionRequest, NDArray[np.uint64]]:

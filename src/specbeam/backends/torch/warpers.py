@@ -22,6 +22,17 @@ def only_the_likeliest(scores: Tensor, tokens: Sequence[int]) -> Tensor:
     return scores
 
 
+def only_together(scores: Tensor, first: int, end: int) -> Tensor:
+    """Scores [n, vocab] where the tokens from first to before end are alone if together they beat each other token."""
+    among, others = scores[:, first:end], torch.cat([scores[:, :first], scores[:, end:]], dim=-1)
+    if not among.shape[-1] or not others.shape[-1]:
+        return scores
+    alone = (among.logsumexp(-1) > others.amax(-1))[:, None]
+    is_other = torch.ones(scores.shape[-1], dtype=torch.bool, device=scores.device)
+    is_other[first:end] = False
+    return scores.masked_fill(alone & is_other, MASKED)
+
+
 def temperature(scores: Tensor, value: float) -> Tensor:
     """Divide by the temperature."""
     return scores / value

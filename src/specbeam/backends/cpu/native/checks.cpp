@@ -181,6 +181,8 @@ const char *wrong(const Choice &c) {
       return "a request lacks edits";
     if (r->one_of_begin < 0 || r->one_of_begin > r->one_of_end || r->one_of_end > c.one_of_count)
       return "a request lacks the tokens of one_of";
+    if (r->together_begin < 0 || r->together_begin > r->together_end)
+      return "the tokens of together end before they begin";
     for (const Edit *e = c.edits + r->edits_begin; e != c.edits + r->edits_end; e++) {
       if ((entries += e->end - e->begin) > INT32_MAX) return "there are too many entries of edits";
       for (int64_t i = e->begin; i < e->end; i++)

@@ -37,6 +37,7 @@ constexpr Field FIELDS[] = {
     AT(SelectionRequest, top), AT(SelectionRequest, top_place), AT(SelectionRequest, given),
     AT(SelectionRequest, given_place), AT(SelectionRequest, row_place), AT(SelectionRequest, edits_begin),
     AT(SelectionRequest, edits_end), AT(SelectionRequest, one_of_begin), AT(SelectionRequest, one_of_end),
+    AT(SelectionRequest, together_begin), AT(SelectionRequest, together_end),
     AT(SelectionRequest, allowed_place), AT(SelectionRequest, noise_place), AT(SelectionRequest, normalize),
     AT(SelectionRequest, renormalize), AT(SelectionRequest, total), AT(SelectionRequest, top_k),
     AT(SelectionRequest, temperature), AT(SelectionRequest, top_p), AT(SelectionRequest, min_p),

@@ -346,16 +346,22 @@ class Row {
   void change() {
     const bool divided = request.temperature != 1, masked = request.allowed_place >= 0;
     const bool edited = entries != entries_end || request.one_of_begin != request.one_of_end;
-    if (!request.normalize && !edited && !masked && !divided) return;
+    const bool joined = request.together_begin < std::min(request.together_end, vocab);
+    if (!request.normalize && !edited && !masked && !divided && !joined) return;
+    const float divisor = joined ? 1 : float(request.temperature);
     if (edited) {
       rewrite(request.normalize, false, 1);
       space.edited.assign(blocks(), false);
       edit();
       keep_likeliest();
-      if (masked || divided) rewrite(false, masked, float(request.temperature));
+      if (masked || divisor != 1) rewrite(false, masked, divisor);
       else note_edited();
     } else {
-      rewrite(request.normalize, masked, float(request.temperature));
+      rewrite(request.normalize, masked, divisor);
+    }
+    if (joined) {
+      keep_together();
+      if (divided) rewrite(false, false, float(request.temperature));
     }
   }
 
@@ -444,6 +450,24 @@ class Row {
       set(token, LOWEST);
     }
     if (likeliest >= 0) set(likeliest, highest);
+  }
+
+  // If the tokens of `together` are likelier together than each other token, only they keep their scores. One thread
+  // adds up, in one order.
+  void keep_together() {
+    const int64_t begin = request.together_begin, end = std::min(request.together_end, vocab);
+    float *own = space.scores.data();
+    const float highest = highest_of(own + begin, end - begin);
+    if (highest == LOWEST) return;
+    F32 sums{};
+    for (int64_t i = begin; i < end; i += LANES) sums += exp_of_negative(load_scores(own + i, end - i) - highest);
+    const float others = std::max(highest_of(own, begin), highest_of(own + end, vocab - end));
+    if (!(highest + std::log(double(sum(sums))) > others)) return;
+    std::fill(own, own + begin, LOWEST), std::fill(own + end, own + vocab, LOWEST);
+    for (int64_t block = 0; block < blocks(); block++) {
+      const int64_t first = block * BLOCK_TOKENS, last = std::min(first + BLOCK_TOKENS, vocab);
+      space.highest[block] = last <= begin || first >= end ? LOWEST : highest_of(own + first, last - first);
+    }
   }
 
   // Calls f(token) for each token whose score may be above bound(), in order.

@@ -22,6 +22,7 @@ struct SelectionRequest {
   int64_t given, given_place;      // tokens per row; the place in Choice::given and given_log_probs
   int64_t row_place;               // in normalizers and totals
   int64_t edits_begin, edits_end, one_of_begin, one_of_end;
+  int64_t together_begin, together_end;         // tokens; equal for none
   int64_t allowed_place, noise_place;           // -1: no mask, no noise. noise_place: in streams and positions
   int64_t normalize, renormalize, total;        // 0 or 1
   int64_t top_k;                                // 0 for none

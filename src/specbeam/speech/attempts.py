@@ -1,0 +1,115 @@
+"""One text of one window: what is asked of the engine, and what its answer says."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
+from specbeam.decoding.drafter import Drafter
+from specbeam.engine import Setup
+from specbeam.engine.features import Sound
+from specbeam.engine.setup import make_strategy
+from specbeam.results import Result
+from specbeam.results import Sequence as Hypotheses
+from specbeam.speech.vocabulary import Vocabulary
+
+
+class LookFirst:
+    """A strategy that first notes how likely some tokens are after one of the prompt, before any mask.
+
+    Args:
+        place: of the token in the prompt.
+        tokens: ids.
+        goes_on: with the method that the options name. Otherwise the request ends there.
+
+    Attributes:
+        log_probs: of the tokens, in their order. Empty until then.
+    """
+
+    def __init__(self, place: int, tokens: Sequence[int], goes_on: bool = True) -> None:
+        self._place, self._tokens, self._goes_on = place, [*tokens], goes_on
+        self.log_probs: list[float] = []
+
+    def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
+        return self._strategy(setup, drafter)
+
+    def _strategy(self, setup: Setup, drafter: Drafter | None) -> Generator[Any, Selection, list[Hypothesis]]:
+        given = np.array([self._tokens], np.int64)
+        selection = yield Evaluate([self._place], SelectionRequest(top=0, given=given))
+        assert selection.given is not None
+        self.log_probs = selection.given[0].tolist()
+        if not self._goes_on:
+            return [Hypothesis(setup.tree.tip, 0.0, "stop")]
+        return (yield from make_strategy(setup, drafter))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A request to the engine, about the sound of one window.
+
+    Attributes:
+        sound: the features, which several attempts share.
+        prompt: token ids.
+        options: of :class:`specbeam.Options`.
+        strategy: as in :meth:`specbeam.Engine.submit`.
+        writes: as there.
+        drafts: whether a draft may be given.
+    """
+
+    sound: Sound
+    prompt: list[int]
+    options: dict[str, Any]
+    strategy: LookFirst | None = None
+    writes: bool = True
+    drafts: bool = True
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of a window. Its measures are as in :class:`specbeam.speech.Segment`.
+
+    Attributes:
+        tokens: without the end token.
+    """
+
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+    @classmethod
+    def of(cls, result: Result, vocabulary: Vocabulary, temperature: float, no_speech_prob: float) -> Text:
+        """The best of the sequences: beams are ranked, and of samples the likeliest per token is taken."""
+        several = result.sequences if temperature else result.sequences[:1]
+        best = max(several, key=lambda one: _log_prob(one) / max(1, len(_without_end(one, vocabulary))))
+        tokens = _without_end(best, vocabulary)
+        return cls(
+            tokens=tokens,
+            temperature=temperature,
+            avg_logprob=_log_prob(best) / (len(tokens) + 1),
+            compression_ratio=compression_ratio(vocabulary.decode(tokens).strip()),
+            no_speech_prob=no_speech_prob,
+        )
+
+
+def compression_ratio(text: str) -> float:
+    """The bytes of a text by the bytes that zlib makes of them."""
+    written = text.encode()
+    return len(written) / len(zlib.compress(written))
+
+
+def _log_prob(sequence: Hypotheses) -> float:
+    """The log-probability of a sequence, of each token among the allowed ones."""
+    assert sequence.allowed_log_probs is not None
+    return math.fsum(sequence.log_probs) - math.fsum(sequence.allowed_log_probs)
+
+
+def _without_end(sequence: Hypotheses, vocabulary: Vocabulary) -> list[int]:
+    return sequence.token_ids[:-1] if sequence.token_ids[-1:] == [vocabulary.end] else sequence.token_ids

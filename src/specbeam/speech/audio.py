@@ -1,0 +1,225 @@
+"""Sound as samples: 16 kHz, mono.
+
+Files are decoded by FFmpeg in a child process (:mod:`specbeam.speech.av_decoder`) into a temporary file, which the
+system deletes once the samples are no longer used. So sound of hours takes little memory, and a damaged file harms
+nobody. The samples equal faster-whisper's bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam import child_processes
+from specbeam.errors import SpecbeamError, located, shown
+from specbeam.extras import require
+from specbeam.speech import av_decoder
+from specbeam.speech.av_decoder import CPU_SECONDS, SAMPLE_RATE, Report
+
+Samples: TypeAlias = NDArray[np.int16] | NDArray[np.float32]
+"""One dimension, 16 kHz. int16 stands for values from -1 to 1 in steps of 1 / 32768."""
+Source: TypeAlias = str | os.PathLike[str] | BinaryIO | Samples
+"""A path, a file that is open for reading bytes, or samples."""
+
+logger = logging.getLogger("specbeam")
+MAX_SECONDS = 24 * 3600.0
+MAX_BYTES = 4 << 30
+"""The most that is read of a pipe or an open file."""
+COPIED_BYTES = 1 << 20
+SHORT_BY_SECONDS, SHORT_BY_SHARE = 1.0, 0.01
+"""Sound that ends sooner than its file says by more than this is cut. Some formats know their length only roughly."""
+
+
+def load(source: Source, *, name: str | None = None, max_seconds: float = MAX_SECONDS) -> Samples:
+    """The samples of a file, or samples that are given.
+
+    Args:
+        source: samples are checked and returned as they are. Files have any format that FFmpeg decodes: of a video the
+            sound is taken. An open file is read from where it is. A file that is cut gives what comes before the cut,
+            and a warning.
+        name: what messages call it; None: its path or name.
+        max_seconds: the longest sound that is taken.
+
+    Raises:
+        SpecbeamError: the file is not there, or has no sound that can be decoded, or too much of it; or samples have
+            another form.
+    """
+    if isinstance(source, np.ndarray):
+        with located(name or "the samples"):
+            return _checked(source, max_seconds)
+    with begin(source, name=name, max_seconds=max_seconds) as decoding:
+        return decoding.samples()
+
+
+def begin(
+    source: str | os.PathLike[str] | BinaryIO,
+    *,
+    name: str | None = None,
+    max_seconds: float = MAX_SECONDS,
+    cpu_seconds: float = CPU_SECONDS,
+) -> Decoding:
+    """Begin to decode a file, and do not wait.
+
+    Args:
+        source, name, max_seconds: as for :func:`load`.
+        cpu_seconds: as in :mod:`specbeam.speech.av_decoder`.
+
+    Raises:
+        SpecbeamError: the file is not there, or empty, or PyAV is missing.
+    """
+    limits = str(int(max_seconds * SAMPLE_RATE)), str(cpu_seconds)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        with located(name or str(path)), _opened(path) as file:
+            return Decoding(file, name or str(path), path.suffix, *limits)
+    if not callable(getattr(source, "read", None)):
+        raise SpecbeamError(f"audio={shown(source)} is no sound: give a path, an open file, or an array of samples")
+    own = getattr(source, "name", None)
+    own = own if isinstance(own, str) else ""
+    name = name or own or "the file"
+    with located(name), _copied(source) as file:
+        return Decoding(file, name, Path(own).suffix, *limits)
+
+
+class Decoding:
+    """A child process that decodes a file. A context manager that ends it.
+
+    Args:
+        file: it can be read from any place, and may be closed at once.
+        name: what messages call it.
+        suffix: the end of its name, such as ".mp3".
+        limits: as the child takes them.
+
+    Raises:
+        SpecbeamError: the file is empty, or PyAV is missing.
+    """
+
+    def __init__(self, file: IO[bytes], name: str, suffix: str, *limits: str) -> None:
+        require("reading files of sound", "av", extra="speech")
+        if not os.fstat(file.fileno()).st_size:
+            raise SpecbeamError("it is empty")
+        suffix = suffix if re.fullmatch(r"\.\w{1,8}", suffix, re.ASCII) else ""
+        self._name = name
+        self._samples = TemporaryFile()  # noqa: SIM115  # closed by close
+        how = {"stdin": file, "stdout": self._samples, "stderr": subprocess.PIPE}
+        self._child = child_processes.start(av_decoder.__file__, suffix, *limits, **how)
+
+    def __enter__(self) -> Decoding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child if it still runs."""
+        self._child.kill()
+        with self._child:  # closes the pipe and waits
+            self._samples.close()
+
+    def samples(self) -> NDArray[np.int16]:
+        """Wait for the samples, once.
+
+        Raises:
+            SpecbeamError: the file has no sound that can be decoded, or too much of it.
+        """
+        with located(self._name):
+            report = self._report()
+            if report["error"] is not None:
+                raise SpecbeamError(report["error"])
+            if not report["samples"]:
+                raise SpecbeamError("its sound cannot be decoded" if report["damaged"] else "it has no sound")
+            _warn_of_damage(self._name, report)
+            return np.frombuffer(mmap.mmap(self._samples.fileno(), 0, access=mmap.ACCESS_READ), np.int16)
+
+    def _report(self) -> Report:
+        _, said = self._child.communicate()
+        try:
+            report: Report = json.loads(said.splitlines()[-1])
+        except (ValueError, IndexError):
+            if child_processes.ran_out_of_time(self._child.returncode):
+                raise SpecbeamError("decoding it takes too much processor time") from None
+            raise SpecbeamError(f"the process that decodes it ended with status {self._child.returncode}") from None
+        return report
+
+
+def release(samples: Samples) -> None:
+    """Give back the memory of samples that come from a file. They are read from it again when they are used again."""
+    base: Any = samples
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+def seconds_of(samples: Samples) -> float:
+    """How long samples are."""
+    return len(samples) / SAMPLE_RATE
+
+
+def _checked(samples: NDArray[Any], max_seconds: float) -> Samples:
+    if samples.ndim != 1:
+        shape = " x ".join(map(str, samples.shape)) or "no dimensions"
+        raise SpecbeamError(f"they have the shape {shape}: give one dimension, of mono sound at 16 kHz")
+    if samples.dtype not in (np.int16, np.float32):
+        raise SpecbeamError(f"they are of type {samples.dtype}: give float32 from -1 to 1, or int16")
+    if seconds_of(samples) > max_seconds:
+        raise SpecbeamError(f"they are more than {max_seconds:g} seconds of sound")
+    if samples.dtype == np.float32 and len(samples):
+        lowest, highest = float(samples.min()), float(samples.max())  # NaN if one is
+        if not (lowest >= -1 and highest <= 1):
+            raise SpecbeamError(f"they reach from {lowest:g} to {highest:g}: give float32 from -1 to 1")
+    return samples
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file that can be read from any place: the path's, or a copy of all that comes through its pipe."""
+    with ExitStack() as stack:
+        try:
+            kind = path.stat().st_mode
+            if not stat.S_ISREG(kind) and not stat.S_ISFIFO(kind):
+                raise SpecbeamError("it is a folder" if stat.S_ISDIR(kind) else "it is no file")
+            file: IO[bytes] = stack.enter_context(path.open("rb"))
+        except OSError as error:
+            raise SpecbeamError(f"it cannot be read: {error.strerror}") from error
+        except ValueError as error:  # a null character
+            raise error if isinstance(error, SpecbeamError) else SpecbeamError(f"it cannot be read: {error}") from error
+        yield file if stat.S_ISREG(kind) else stack.enter_context(_copied(file))
+
+
+@contextmanager
+def _copied(source: Any) -> Iterator[IO[bytes]]:
+    """A temporary file with the rest of an open file."""
+    with TemporaryFile() as file:
+        try:
+            while piece := source.read(COPIED_BYTES):
+                file.write(piece)
+                if file.tell() > MAX_BYTES:
+                    raise SpecbeamError(f"it has more than {MAX_BYTES >> 30} GB")
+            file.seek(0)
+        except OSError as error:
+            raise SpecbeamError(f"it cannot be copied to a temporary file: {error.strerror}") from error
+        except TypeError as error:
+            raise SpecbeamError("it gives text: open it for reading bytes") from error
+        yield file
+
+
+def _warn_of_damage(name: str, report: Report) -> None:
+    has, said = report["samples"] / SAMPLE_RATE, report["seconds"]
+    if said is not None and has < said * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
+        logger.warning("%s is cut or damaged: of %.1f seconds of sound, %.1f could be read", name, said, has)
+    elif report["damaged"]:
+        logger.warning("%s is damaged: %.1f seconds of sound could be read", name, has)

@@ -1,0 +1,150 @@
+"""The program that decodes a file of sound: a child process with limits, in which FFmpeg runs, by way of PyAV.
+
+It reads the file on standard input and writes samples to standard output: 16 kHz, mono, int16. The last line on
+standard error is a :class:`Report` as JSON.
+
+A file of sound may be made to harm its reader. Some formats name other files or addresses to read, so once the modules
+are loaded this process may open no file and no connection.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from specbeam import child_processes
+
+if TYPE_CHECKING:
+    from av import AudioFrame
+
+SAMPLE_RATE = 16_000
+GROUP_SAMPLES = 500_000
+"""Samples of the file that are resampled together. Faster-whisper has the same number."""
+CPU_SECONDS = 10.0
+"""Processor time until the first group, and then for each. Most take a tenth of a second."""
+MEMORY_BYTES = 512 << 20
+"""Memory beside what the process has at its start."""
+
+
+class Report(TypedDict):
+    """What became of a file.
+
+    Attributes:
+        error: why no sound could be read; None: it was.
+        samples: how many were written.
+        seconds: the length that the file names; None: it names none.
+        damaged: damaged packets, which may be left out.
+    """
+
+    error: str | None
+    samples: int
+    seconds: float | None
+    damaged: int
+
+
+def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
+    """Decode the file.
+
+    Args:
+        suffix: the end of its name, such as ".mp3". For some formats FFmpeg looks at nothing else.
+        max_samples: the most that are written. More is an error.
+        cpu_seconds: as for ``CPU_SECONDS``.
+    """
+    import av
+    import av.subtitles.stream  # PyAV imports it when it opens a file, and then no file can be opened any more
+
+    report = Report(error=None, samples=0, seconds=None, damaged=0)
+    source: Any = io.FileIO(0)
+    source.name = f"sound{suffix}"
+    child_processes.limit_memory(child_processes.memory_of_this_process() + MEMORY_BYTES)
+    _open_nothing_more()
+    child_processes.end_after(cpu_seconds)
+    try:
+        with av.open(source, metadata_errors="ignore") as container:
+            if not container.streams.audio:
+                return report | {"error": "it has no sound"}
+            stream = container.streams.audio[0]
+            report["seconds"] = _named_seconds(container, stream)
+            for frame in _resampled(_decoded(container, stream, report)):
+                report["samples"] += frame.samples
+                if report["samples"] > max_samples:
+                    return report | {"error": f"it has more than {max_samples / SAMPLE_RATE:g} seconds of sound"}
+                sys.stdout.buffer.write(memoryview(frame.planes[0])[: 2 * frame.samples])
+                child_processes.end_after(cpu_seconds)
+        sys.stdout.buffer.flush()
+    except MemoryError:
+        report["error"] = f"it needs more than {MEMORY_BYTES >> 20} MB of memory"
+    except av.error.InvalidDataError:
+        report["error"] = "it is no file of sound, or its beginning is damaged"
+    except (av.error.FFmpegError, ValueError) as error:
+        report["error"] = f"it cannot be decoded: {getattr(error, 'strerror', None) or error}"
+    except OSError as error:
+        report["error"] = f"it cannot be read, or its samples cannot be written: {error.strerror}"
+    return report
+
+
+def _named_seconds(container: Any, stream: Any) -> float | None:
+    """The length that a file names for its sound."""
+    if stream.duration is not None and stream.time_base is not None:
+        return float(stream.duration * stream.time_base)
+    if container.duration is not None and len(container.streams) == 1:
+        return float(container.duration / 1e6)
+    return None
+
+
+def _decoded(container: Any, stream: Any, report: Report) -> Iterator[AudioFrame]:
+    """The frames of a stream. Packets that cannot be decoded are left out, and damaged ones are counted."""
+    from av.error import FFmpegError
+
+    packets = container.demux(stream)
+    while True:
+        try:
+            if (packet := next(packets, None)) is None:
+                return
+            report["damaged"] += packet.is_corrupt  # cut, for example
+            yield from packet.decode()
+        except FFmpegError:  # after an error of reading there are no more packets
+            report["damaged"] += 1
+
+
+def _resampled(frames: Iterator[AudioFrame]) -> Iterator[AudioFrame]:
+    """Frames of 16 kHz, mono, int16, as faster-whisper makes them. A file may change its form in the middle."""
+    from av import AudioResampler
+
+    for _, alike in groupby(frames, key=lambda frame: (frame.format.name, frame.layout.name, frame.sample_rate)):
+        resampler = AudioResampler(format="s16", layout="mono", rate=SAMPLE_RATE)
+        for group in chain(_grouped(alike), [None]):  # None: what the resampler still has
+            yield from resampler.resample(group)
+
+
+def _grouped(frames: Iterator[AudioFrame]) -> Iterator[AudioFrame]:
+    """The same samples in larger frames."""
+    from av.audio.fifo import AudioFifo
+
+    fifo = AudioFifo()
+    for frame in frames:
+        frame.pts = None  # times of damaged files contradict each other
+        fifo.write(frame)
+        if fifo.samples >= GROUP_SAMPLES and (group := fifo.read()):
+            yield group
+    if group := fifo.read():
+        yield group
+
+
+def _open_nothing_more() -> None:
+    """Let this process open no further file, pipe or connection."""
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+
+
+if __name__ == "__main__":
+    suffix, max_samples, cpu_seconds = sys.argv[1:]
+    os.write(2, json.dumps(main(suffix, int(max_samples), float(cpu_seconds))).encode())
+    os._exit(0)  # FFmpeg's memory need not be freed

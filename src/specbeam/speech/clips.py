@@ -1,0 +1,89 @@
+"""Which parts of a file are transcribed: all of it, the clips that a caller names, or the stretches of speech."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from specbeam.errors import SpecbeamError
+from specbeam.speech.features import FRAMES_PER_SECOND, HOP
+
+Piece = tuple[int, int]
+"""The first frame of a piece of the file, and the one after its last."""
+
+
+class Clip:
+    """Pieces of a file that windows read one after another, as if there was nothing between them.
+
+    Attributes:
+        frames: of all pieces together.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = [*pieces]
+        self._starts = [*accumulate((end - first for first, end in pieces), initial=0)]
+        self.frames = self._starts[-1]
+
+    def __repr__(self) -> str:
+        return f"Clip({self.pieces})"
+
+    def part(self, first: int, end: int) -> list[Piece]:
+        """The pieces of the file that some frames of the clip stand for."""
+        found = []
+        for (start, after), (begin, stop) in zip(pairwise(self._starts), self.pieces, strict=True):
+            if start < end and first < after:
+                found.append((begin + max(0, first - start), min(stop, begin + end - start)))
+        return found
+
+    def seconds(self, frame: int, is_end: bool = False) -> float:
+        """The time in the file of a frame of the clip. Where two pieces meet, an end is in the first of them."""
+        frame = min(max(frame, 0), self.frames)
+        number = bisect_left(self._starts, frame) - 1 if is_end else bisect_right(self._starts, frame) - 1
+        number = min(max(number, 0), len(self.pieces) - 1)
+        return (self.pieces[number][0] + frame - self._starts[number]) / FRAMES_PER_SECOND
+
+
+def whole_file(frames: int) -> list[Clip]:
+    """All of a file."""
+    return [Clip([(0, frames)])] if frames else []
+
+
+def named_clips(times: Sequence[float], frames: int) -> list[Clip]:
+    """The clips that a caller names: the start of each and its end, in seconds. The last end may be left out.
+
+    Raises:
+        SpecbeamError: a clip ends before it begins, or times are negative.
+    """
+    points = [round(time * FRAMES_PER_SECOND) for time in times]
+    if len(points) % 2:
+        points.append(max(frames, points[-1]))
+    clips = [*zip(points[::2], points[1::2], strict=True)]
+    for start, end in clips:
+        if not 0 <= start <= end:
+            seconds = f"{start / FRAMES_PER_SECOND:g} to {end / FRAMES_PER_SECOND:g}"
+            raise SpecbeamError(f"clip_timestamps has a clip from {seconds} seconds: give start, end, start, end, ...")
+    return [Clip([(start, min(end, frames))]) for start, end in clips if start < min(end, frames)]
+
+
+def spoken_clips(stretches: Iterable[tuple[int, int]], frames: int, window: int) -> list[Clip]:
+    """Stretches of speech as clips. Short ones are read together, as many as one window holds.
+
+    Args:
+        stretches: in samples.
+        window: its frames.
+    """
+    clips: list[list[Piece]] = []
+    room = 0
+    for start, end in stretches:
+        first, stop = start // HOP, min(-(-end // HOP), frames)
+        if clips and clips[-1][-1][1] > first:  # rounding made them overlap
+            first = clips[-1][-1][1]
+        if stop <= first:
+            continue
+        if stop - first > room:
+            clips.append([])
+            room = window
+        clips[-1].append((first, stop))
+        room -= stop - first
+    return [Clip(pieces) for pieces in clips]

@@ -1,0 +1,171 @@
+"""The options of transcription: one dataclass with faster-whisper's names, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Any
+
+from specbeam.errors import SpecbeamError, shown
+from specbeam.generation_defaults import is_number
+from specbeam.options import check_names
+from specbeam.speech.vocabulary import TASKS
+
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "beam_size": ((), "it is num_beams here"),
+    "patience": ((None, 1), "beam search ends by the rules of transformers"),
+    "prefix": ((None,), "give an initial_prompt"),
+    "word_timestamps": ((False,), "segments have times, words have none yet"),
+    "prepend_punctuations": ((None,), "it is about the times of words"),
+    "append_punctuations": ((None,), "it is about the times of words"),
+    "hallucination_silence_threshold": ((None,), "it needs the times of words"),
+    "multilingual": ((False,), "a file has one language"),
+    "chunk_length": ((None, 30), "a window is as long as the encoder reads"),
+    "language_detection_segments": ((None, 1), "the first window decides"),
+    "language_detection_threshold": ((None, 0.5), "the first window decides"),
+    "log_progress": ((False,), "iterate over transcribe_stream to see the progress"),
+    "batch_size": ((), "what can share passes does"),
+    "fp16": ((), "load the model with dtype= or quantize="),
+}
+"""Options of openai-whisper and faster-whisper that are not here: the values that ask for nothing, and the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of :func:`specbeam.transcribe`. Names and defaults are faster-whisper's, but that ``vad_filter`` is on.
+
+    Attributes:
+        language: the code of the language that is spoken, such as "en". None: the likeliest in the first window.
+        task: "transcribe", or "translate" into English.
+        num_beams: the beams of beam search; 1 for greedy search.
+        best_of: how many texts are drawn at a temperature over 0. The likeliest is taken.
+        length_penalty, repetition_penalty, no_repeat_ngram_size: as in :class:`specbeam.Options`.
+        temperature: one, or several of which each is tried where a text of the one before is rejected. 0 searches, and
+            any other draws.
+        seed: of the draws. The same seed gives the same text.
+        compression_ratio_threshold: a text is rejected whose compression ratio is above this; None for no limit.
+        log_prob_threshold: a text is rejected whose average log-probability is below this; None for no limit.
+        no_speech_threshold: a window is silent if the probability of no speech is above this, unless its text is
+            likelier than ``log_prob_threshold``. None: no window is silent.
+        condition_on_previous_text: the text of a window goes on from the text before it. Clips of ``vad_filter`` do not
+            see each other's text.
+        prompt_reset_on_temperature: a text that was drawn at a temperature above this is not gone on from.
+        initial_prompt: text before the first window, or its token ids.
+        hotwords: text before every window.
+        suppress_blank: no text begins with a space or the end.
+        suppress_tokens: ids of tokens that never follow. -1 stands for symbols that nobody speaks.
+        without_timestamps: the text of a window is one segment.
+        max_initial_timestamp: the first timestamp of a window is at most this, in seconds.
+        max_new_tokens: of a window. None for half of the model's context.
+        vad_filter: leave out silence (Silero VAD). It has no effect beside ``clip_timestamps``.
+        vad_parameters: arguments of :func:`specbeam.speech.vad.stretches`.
+        clip_timestamps: the parts of the file to transcribe: start, end, start, end, ... in seconds, as numbers or as a
+            text with commas. The last end may be left out. None for all of it.
+
+    Raises:
+        SpecbeamError: a value out of its range.
+    """
+
+    language: str | None = None
+    task: str = "transcribe"
+    num_beams: int = 5
+    best_of: int = 5
+    length_penalty: float = 1.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    temperature: Any = TEMPERATURES
+    seed: int = 0
+    compression_ratio_threshold: float | None = 2.4
+    log_prob_threshold: float | None = -1.0
+    no_speech_threshold: float | None = 0.6
+    condition_on_previous_text: bool = True
+    prompt_reset_on_temperature: float = 0.5
+    initial_prompt: Any = None
+    hotwords: str | None = None
+    suppress_blank: bool = True
+    suppress_tokens: Any = (-1,)
+    without_timestamps: bool = False
+    max_initial_timestamp: float = 1.0
+    max_new_tokens: int | None = None
+    vad_filter: bool = True
+    vad_parameters: Mapping[str, Any] | None = None
+    clip_timestamps: Any = None
+
+    def __post_init__(self) -> None:
+        self._check("task", self.task in TASKS, " or ".join(map(repr, TASKS)))
+        self._check("language", self.language is None or isinstance(self.language, str), "a code such as 'en', or None")
+        for name in ("num_beams", "best_of"):
+            self._check(name, _is_number(getattr(self, name), whole=True) and getattr(self, name) >= 1, "at least 1")
+        seed = self.seed
+        self._check("seed", _is_number(seed, whole=True) and 0 <= seed < 2**63, "0 to 2**63 - 1")
+        new = self.max_new_tokens
+        self._check("max_new_tokens", new is None or (_is_number(new, whole=True) and new >= 1), "at least 1, or None")
+        for name in ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold"):
+            value = getattr(self, name)
+            self._check(name, value is None or _is_number(value), "a number, or None")
+        self._check("prompt_reset_on_temperature", _is_number(self.prompt_reset_on_temperature), "a number")
+        self._check("max_initial_timestamp", _is_number(self.max_initial_timestamp), "seconds")
+        self._check("max_initial_timestamp", self.max_initial_timestamp >= 0, "seconds, at least 0")
+        for name in ("condition_on_previous_text", "suppress_blank", "without_timestamps", "vad_filter"):
+            self._check(name, isinstance(getattr(self, name), bool), "true or false")
+        self._check("hotwords", self.hotwords is None or isinstance(self.hotwords, str), "a text, or None")
+        given = self.vad_parameters
+        self._check("vad_parameters", given is None or isinstance(given, Mapping), "arguments by their names, or None")
+        temperatures = self._numbers("temperature", "0, a number over 0, or several of them, such as (0.0, 0.2)")
+        known = all(value == 0 or 1e-5 <= value <= 1e5 for value in temperatures)
+        self._check("temperature", bool(temperatures) and known, "0, or 0.00001 to 100000")
+        suppressed = () if self.suppress_tokens is None else self.suppress_tokens
+        object.__setattr__(self, "suppress_tokens", suppressed)
+        self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", whole=True)
+        self._make_clips()
+        self._make_initial_prompt()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Settings from options by their names.
+
+        Raises:
+            SpecbeamError: a name that is not known, or that cannot be honoured.
+        """
+        for name, (neutral, why) in OTHERS.items():
+            if name in given and not any(given[name] is value or given[name] == value for value in neutral):
+                raise SpecbeamError(f"{name}={shown(given[name])} cannot be honoured: {why}")
+        own = {name: value for name, value in given.items() if name not in OTHERS}
+        check_names(own, [one.name for one in fields(cls)], "option")
+        return cls(**own)
+
+    def _make_clips(self) -> None:
+        if isinstance(given := self.clip_timestamps, str):
+            try:
+                object.__setattr__(self, "clip_timestamps", [float(part) for part in given.split(",") if part.strip()])
+            except ValueError:
+                self._check("clip_timestamps", False, "seconds, such as '0,30,60,90'")
+        if self.clip_timestamps is not None:
+            self._numbers("clip_timestamps", "seconds, such as [0, 30, 60, 90]")
+            if self.clip_timestamps in ((), (0.0,)):  # faster-whisper's default is "0"
+                object.__setattr__(self, "clip_timestamps", None)
+
+    def _make_initial_prompt(self) -> None:
+        given = self.initial_prompt
+        if given is not None and not isinstance(given, str):
+            self._numbers("initial_prompt", "a text, or token ids", whole=True)
+
+    def _numbers(self, name: str, allowed: str, whole: bool = False) -> tuple[Any, ...]:
+        """Check one number or several, and make them a tuple."""
+        given = getattr(self, name)
+        several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+        numbers = tuple(given) if several else (given,)
+        self._check(name, all(_is_number(number, whole) for number in numbers), allowed)
+        numbers = tuple(int(number) if whole else float(number) for number in numbers)
+        object.__setattr__(self, name, numbers)
+        return numbers
+
+    def _check(self, name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise SpecbeamError(f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}")
+
+
+def _is_number(value: Any, whole: bool = False) -> bool:
+    return is_number(value, whole) and isfinite(value)

@@ -1,0 +1,160 @@
+"""Whisper's tokens that are no text: what begins a transcript, languages, tasks, timestamps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.prompts import token_ids
+
+TASKS = ("transcribe", "translate")
+MULTILINGUAL = 51_865
+"""Tokens of the smallest multilingual vocabulary. English-only models have one less, and large-v3 one more."""
+LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
+"""The names of one token, which was renamed."""
+SYMBOLS = tuple('"#()*+/:;<=>@[\\]^_`{|}~「」『』')
+SEQUENCES = (
+    "<<",
+    ">>",
+    "<<<",
+    ">>>",
+    "--",
+    "---",
+    "-(",
+    "-[",
+    "('",
+    '("',
+    "((",
+    "))",
+    "(((",
+    ")))",
+    "[[",
+    "]]",
+    "{{",
+    "}}",
+)
+NOTES = "♩♪♫♬♭♮♯"
+"""They may be several tokens each. The first is then one that all of these symbols begin with."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The special tokens of a Whisper model, by their ids. Their order differs between its vocabularies.
+
+    Attributes:
+        start: begins a transcript.
+        previous: begins the text before it.
+        end: ends a text. Tokens below it are text.
+        no_speech: its probability after ``start`` says that nobody speaks.
+        no_timestamps: asks for a text without timestamps.
+        timestamps: they stand for 0, 0.02, ... seconds.
+        tasks, languages: by their names; empty for an English-only model.
+    """
+
+    lm: LanguageModel
+    start: int
+    previous: int
+    end: int
+    no_speech: int
+    no_timestamps: int
+    timestamps: range
+    tasks: dict[str, int]
+    languages: dict[str, int]
+
+    @classmethod
+    def of(cls, lm: LanguageModel) -> Vocabulary:
+        """The special tokens of a model.
+
+        Raises:
+            SpecbeamError: it is no Whisper model, or it has no tokenizer.
+        """
+        shape = lm.backend.features_shape
+        if shape is None:
+            raise SpecbeamError(f"{lm.source} reads no sound: give a Whisper model")
+        if lm.tokenizer is None:
+            raise SpecbeamError(
+                f"{lm.source} has no tokenizer, which transcripts need: put its tokenizer.json beside it"
+            )
+        found = _special_tokens(lm)
+
+        def special(*names: str) -> int:
+            for name in names:
+                if name in found:
+                    return int(found[name])
+            raise SpecbeamError(f"the tokenizer of {lm.source} has no {names[0]}: give a Whisper model")
+
+        no_timestamps = special("<|notimestamps|>")
+        own = lm.backend.vocab_size >= MULTILINGUAL
+        languages = {m[1]: token for name, token in found.items() if (m := LANGUAGE.fullmatch(name))}
+        return cls(
+            lm=lm,
+            start=special("<|startoftranscript|>"),
+            previous=special("<|startofprev|>"),
+            end=special("<|endoftext|>"),
+            no_speech=special(*NO_SPEECH),
+            no_timestamps=no_timestamps,
+            timestamps=range(no_timestamps + 1, min(no_timestamps + 2 + shape[1] // 2, lm.backend.vocab_size)),
+            tasks={task: special(f"<|{task}|>") for task in TASKS} if own else {},
+            languages=dict(sorted(languages.items(), key=lambda pair: pair[1])) if own else {},
+        )
+
+    @property
+    def is_multilingual(self) -> bool:
+        return bool(self.languages)
+
+    def encode(self, text: str, what: str) -> list[int]:
+        """The tokens of a text as it follows other text.
+
+        Args:
+            what: the name of the option, for messages.
+
+        Raises:
+            SpecbeamError: the text has a special token, such as ``<|en|>``.
+        """
+        ids = token_ids(self.lm.tokenizer, " " + text.strip())
+        for token in ids:
+            if token >= self.end:
+                raise SpecbeamError(f"{what} has the special token {self.lm.decode_token([token])!r}: give plain text")
+        return ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, without timestamps."""
+        return self.lm.decode([token for token in tokens if token < self.end])
+
+    def suppressed(self, given: tuple[int, ...]) -> list[int]:
+        """The tokens that may never follow. -1 stands for symbols that nobody speaks, and special tokens are added."""
+        asked = [token for token in given if token >= 0] + ([*self.non_speech] if -1 in given else [])
+        return sorted({*asked, self.start, self.previous, self.no_speech, *self._not_said})
+
+    @cached_property
+    def _not_said(self) -> set[int]:
+        """The tokens of tasks, and the one that Whisper does not use: in English-only vocabularies, too."""
+        found = _special_tokens(self.lm)
+        return {found[name] for name in ("<|translate|>", "<|transcribe|>", "<|startoflm|>") if name in found}
+
+    @cached_property
+    def non_speech(self) -> frozenset[int]:
+        """Symbols that mark speakers or sounds, as openai-whisper has them. Marks within words stay possible."""
+        found = {self._ids(" -")[0], self._ids(" '")[0]}
+        for symbol in (*SYMBOLS, *SEQUENCES, *NOTES, "♪♪", "♪♪♪"):
+            for ids in (self._ids(symbol), self._ids(" " + symbol)):
+                if len(ids) == 1 or symbol in NOTES:
+                    found.add(ids[0])
+        return frozenset(found)
+
+    @cached_property
+    def blank(self) -> list[int]:
+        """A space and the end, which may not begin a text."""
+        return [*self._ids(" "), self.end]
+
+    def _ids(self, text: str) -> list[int]:
+        return token_ids(self.lm.tokenizer, text)
+
+
+def _special_tokens(lm: LanguageModel) -> dict[str, int]:
+    """The ids of the tokens that a tokenizer reads as a whole, by their texts."""
+    return {token.content: int(number) for number, token in lm.tokenizer.added_tokens_decoder.items()}

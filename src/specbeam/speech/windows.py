@@ -1,0 +1,269 @@
+"""The windows of a file, one after another: the last timestamp of a window says where the next one begins.
+
+The rules are openai-whisper's (Radford et al. 2022, 4.5): for silence, for texts that are rejected and drawn again at a
+higher temperature, and for the text that the next window goes on from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from specbeam.engine.features import Sound
+from specbeam.errors import SpecbeamError
+from specbeam.results import Result
+from specbeam.speech.attempts import Attempt, LookFirst, Text
+from specbeam.speech.clips import Clip
+from specbeam.speech.features import LogMel
+from specbeam.speech.results import Segment
+from specbeam.speech.settings import Settings
+from specbeam.speech.timestamps import TranscriptRules, split
+from specbeam.speech.vocabulary import Vocabulary
+
+SECONDS_PER_TIMESTAMP = 0.02
+
+
+@dataclass(frozen=True)
+class Transcriber:
+    """What all windows of a call share.
+
+    Attributes:
+        hotwords, initial_prompt: their token ids.
+    """
+
+    vocabulary: Vocabulary
+    settings: Settings
+    rules: TranscriptRules
+    hotwords: list[int]
+    initial_prompt: list[int]
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, settings: Settings) -> Transcriber:
+        """Check the settings against the model.
+
+        Raises:
+            SpecbeamError: an unknown language, a language or a task that an English-only model lacks, a prompt that is
+                too long.
+        """
+        _check_language(vocabulary, settings)
+        hotwords = vocabulary.encode(settings.hotwords, "hotwords") if settings.hotwords else []
+        given = settings.initial_prompt
+        if isinstance(given, str):
+            given = vocabulary.encode(given, "initial_prompt") if given.strip() else []
+        latest = round(settings.max_initial_timestamp / SECONDS_PER_TIMESTAMP)
+        made = cls(
+            vocabulary,
+            settings,
+            TranscriptRules(
+                vocabulary,
+                vocabulary.suppressed(settings.suppress_tokens) if settings.suppress_tokens else [],
+                vocabulary.blank if settings.suppress_blank else [],
+                None if settings.without_timestamps else min(latest, len(vocabulary.timestamps) - 1),
+            ),
+            hotwords,
+            [*(given or ())],
+        )
+        made._check_lengths()
+        return made
+
+    def _check_lengths(self) -> None:
+        prompt, size = len(self.hotwords) + len(self.initial_prompt), self.vocabulary.lm.backend.vocab_size
+        if foreign := [token for token in self.initial_prompt if not 0 <= token < size]:
+            raise SpecbeamError(f"initial_prompt: the token id {foreign[0]} is not in the vocabulary of {size}")
+        if prompt > self.max_prompt:
+            named = [name for name in ("hotwords", "initial_prompt") if getattr(self, name)]
+            raise SpecbeamError(
+                f"{' and '.join(named)} of {prompt} tokens are too long: a prompt holds at most {self.max_prompt}"
+            )
+        most = self.context // 2
+        if (new := self.settings.max_new_tokens) is not None and new > most:
+            raise SpecbeamError(f"max_new_tokens={new} is not allowed: a window has at most {most} new tokens")
+
+    @property
+    def context(self) -> int:
+        return self.vocabulary.lm.backend.context_length
+
+    @property
+    def max_prompt(self) -> int:
+        """The most tokens of hotwords and earlier text: with the token before them, half of the context."""
+        return self.context // 2 - 1
+
+    @property
+    def bands(self) -> int:
+        """Of the features."""
+        return self._shape[0]
+
+    @property
+    def frames(self) -> int:
+        """Of a window."""
+        return self._shape[1]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        assert self.vocabulary.lm.backend.features_shape is not None
+        return self.vocabulary.lm.backend.features_shape
+
+    def prompt(self, language: str | None, earlier: list[int]) -> list[int]:
+        """The prompt of a window: hotwords and the end of the earlier text, then what begins its own text."""
+        room = self.max_prompt - len(self.hotwords)
+        before = [*self.hotwords, *(earlier[-room:] if room else [])]
+        begin = [self.vocabulary.start]
+        if language is not None and self.vocabulary.is_multilingual:
+            begin += [self.vocabulary.languages[language], self.vocabulary.tasks[self.settings.task]]
+        if self.settings.without_timestamps:
+            begin.append(self.vocabulary.no_timestamps)
+        return [*([self.vocabulary.previous, *before] if before else []), *begin]
+
+    def options(self, temperature: float, seed: int) -> dict[str, object]:
+        """Of an attempt at a temperature."""
+        settings = self.settings
+        method: dict[str, object] = {"num_beams": settings.num_beams, "distinct": False}
+        method["length_penalty"] = settings.length_penalty
+        if temperature:
+            method = {"temperature": temperature, "seed": seed, "num_return_sequences": settings.best_of}
+        elif settings.num_beams == 1:
+            method = {}
+        return {
+            **method,
+            "max_new_tokens": settings.max_new_tokens or self.context // 2,
+            "repetition_penalty": settings.repetition_penalty,
+            "no_repeat_ngram_size": settings.no_repeat_ngram_size,
+            "constraint": self.rules,
+            "eos_token_id": self.vocabulary.end,
+        }
+
+
+def _check_language(vocabulary: Vocabulary, settings: Settings) -> None:
+    source, language = vocabulary.lm.source, settings.language
+    if vocabulary.is_multilingual:
+        if language is not None and language not in vocabulary.languages:
+            raise SpecbeamError(f"language={language!r} is not known: {source} knows {', '.join(vocabulary.languages)}")
+        return
+    if language not in (None, "en"):
+        raise SpecbeamError(f"language={language!r} is not allowed: {source} knows English only")
+    if settings.task != "transcribe":
+        raise SpecbeamError(f"task={settings.task!r} is not allowed: {source} knows English only")
+
+
+def detect_language(transcriber: Transcriber, first: Sound) -> Generator[Attempt, Result, tuple[str, float]]:
+    """The likeliest language of sound, and its probability among all languages."""
+    languages = transcriber.vocabulary.languages
+    look = LookFirst(0, [*languages.values()], goes_on=False)
+    options = {"max_new_tokens": 1, "eos_token_id": transcriber.vocabulary.end}
+    yield Attempt(first, [transcriber.vocabulary.start], options, look, writes=False, drafts=False)
+    highest = max(look.log_probs)
+    total = math.fsum(math.exp(value - highest) for value in look.log_probs)
+    return [*languages][look.log_probs.index(highest)], 1 / total
+
+
+@dataclass
+class Windows:
+    """The windows of some clips of a file, which follow each other.
+
+    Args:
+        language: its code; None for an English-only model.
+        first: the sound of the first window, if the encoder has read it.
+
+    Attributes:
+        earlier: the tokens that the next window goes on from.
+    """
+
+    transcriber: Transcriber
+    mel: LogMel
+    clips: list[Clip]
+    language: str | None
+    first: Sound | None = None
+    earlier: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.earlier = [*self.transcriber.initial_prompt]
+
+    def segments(self) -> Generator[Attempt | Segment, Any, None]:
+        """Ask for texts of windows, and hand out their segments."""
+        for clip in self.clips:
+            start = 0
+            while start < clip.frames:
+                frames = min(self.transcriber.frames, clip.frames - start)
+                text, rejected = yield from self._text(clip, start, frames)
+                if self._is_silent(text):
+                    start += frames
+                    continue
+                parts, step = split(text.tokens, self.transcriber.vocabulary.timestamps, frames)
+                shown = []
+                for part in parts:
+                    written = self.transcriber.vocabulary.decode(part.tokens)
+                    begin, end = clip.seconds(start + part.start), clip.seconds(start + part.end, is_end=True)
+                    if begin >= end or not written.strip():  # it has no length, or begins where the sound has ended
+                        continue
+                    shown += part.tokens
+                    yield Segment(
+                        start=begin,
+                        end=end,
+                        text=written,
+                        tokens=part.tokens,
+                        avg_logprob=text.avg_logprob,
+                        no_speech_prob=text.no_speech_prob,
+                        compression_ratio=text.compression_ratio,
+                        temperature=text.temperature,
+                        rejected=rejected,
+                    )
+                self._go_on(shown, text.temperature)
+                start += step
+
+    def _text(self, clip: Clip, start: int, frames: int) -> Generator[Attempt, Result, tuple[Text, tuple[str, ...]]]:
+        """The text of a window, and why others were rejected: the first that is good enough, or the last one."""
+        transcriber, vocabulary = self.transcriber, self.transcriber.vocabulary
+        sound = self.first or window(transcriber, self.mel, clip, start, frames)
+        self.first = None
+        prompt = transcriber.prompt(self.language, self.earlier)
+        look = LookFirst(len(prompt) - 1 - prompt[::-1].index(vocabulary.start), [vocabulary.no_speech])
+        rejected: list[str] = []
+        for number, temperature in enumerate(transcriber.settings.temperature):
+            options = transcriber.options(temperature, seed_of(transcriber.settings.seed, clip, start, number))
+            drafts = not temperature or transcriber.settings.best_of == 1
+            result = yield Attempt(sound, prompt, options, None if number else look, drafts=drafts)
+            text = Text.of(result, vocabulary, temperature, math.exp(look.log_probs[0]))
+            reason = self._rejects(text)
+            if reason is None:
+                break
+            if number + 1 < len(transcriber.settings.temperature):
+                rejected.append(f"temperature {temperature:g}: {reason}")
+        return text, tuple(rejected)
+
+    def _rejects(self, text: Text) -> str | None:
+        """Why a text is not good enough; None if it is, and for silence, whose text does not matter."""
+        settings, reason = self.transcriber.settings, None
+        if (most := settings.compression_ratio_threshold) is not None and text.compression_ratio > most:
+            reason = f"compression_ratio {text.compression_ratio:.2f} > {most:g}"
+        if (least := settings.log_prob_threshold) is not None and text.avg_logprob < least:
+            if settings.no_speech_threshold is not None and text.no_speech_prob > settings.no_speech_threshold:
+                return None
+            reason = f"avg_logprob {text.avg_logprob:.2f} < {least:g}"
+        return reason
+
+    def _is_silent(self, text: Text) -> bool:
+        least, most = self.transcriber.settings.log_prob_threshold, self.transcriber.settings.no_speech_threshold
+        is_likely = least is not None and text.avg_logprob > least
+        return most is not None and text.no_speech_prob > most and not is_likely
+
+    def _go_on(self, tokens: list[int], temperature: float) -> None:
+        settings = self.transcriber.settings
+        self.earlier += tokens
+        if not settings.condition_on_previous_text or temperature > settings.prompt_reset_on_temperature:
+            self.earlier = []
+        del self.earlier[: -self.transcriber.max_prompt]
+
+
+def window(transcriber: Transcriber, mel: LogMel, clip: Clip, start: int, frames: int) -> Sound:
+    """The sound of some frames of a clip."""
+    return Sound(mel.window(clip.part(start, start + frames), transcriber.frames))
+
+
+def seed_of(seed: int, clip: Clip, start: int, attempt: int) -> int:
+    """The seed of an attempt's draws. It depends on the place in the file alone, and not on other files."""
+    ((place, _), *_) = clip.part(start, start + 1)
+    digest = hashlib.sha256(f"{seed} {place} {attempt}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")

