@@ -1,5 +1,6 @@
 """Transcription as a whole: on tiny random models, and Whisper base against transformers' long form."""
 
+import json
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -162,14 +163,31 @@ def test_suppressed_tokens_are_those_of_the_checkpoint(base):
     assert tokens.timestamps == range(50364, 51865)
 
 
-@pytest.mark.parametrize("beams", [1, 5])
-def test_whisper_base_writes_what_the_long_form_of_transformers_writes(base, beams):
+def recordings():
+    """The two recordings, and one of more than a minute that is made of them."""
     av = pytest.importorskip("av")
     if not AUDIO.is_dir():
         pytest.skip(f"there is no {AUDIO}")
-    lm, model = base
     first, second = samples(av, AUDIO / "jfk.flac"), samples(av, AUDIO / "hotwords.mp3")
-    sound = np.concatenate([first, second, first[40_000:], second, first, first[:120_000], second, first])
+    parts = [first, second, first[40_000:], second, first, first[:120_000], second, first]
+    return {"jfk": first, "joined": np.concatenate(parts)}
+
+
+@pytest.mark.parametrize("name", ["jfk", "joined"])
+def test_whisper_base_writes_and_measures_what_openai_whisper_does(base, name):
+    """Against openai-whisper 20250625 with the same weights in float32, greedy."""
+    expected = json.loads((Path(__file__).parent / "openai_whisper.json").read_text())[name]
+    transcript = transcribe(base[0], recordings()[name], "en", num_beams=1, vad_filter=False, temperature=0)
+    for segment, theirs in zip(transcript.segments, expected, strict=True):
+        assert segment.tokens == theirs["tokens"]
+        for measure in ("start", "end", "avg_logprob", "no_speech_prob", "compression_ratio"):
+            assert getattr(segment, measure) == pytest.approx(theirs[measure], abs=1e-3)
+
+
+@pytest.mark.parametrize("beams", [1, 5])
+def test_whisper_base_writes_what_the_long_form_of_transformers_writes(base, beams):
+    lm, model = base
+    sound = recordings()["joined"]
     how = {"truncation": False, "padding": "longest", "return_attention_mask": True, "return_tensors": "pt"}
     read = WhisperFeatureExtractor()(sound, sampling_rate=16_000, **how)
     expected = model.generate(
