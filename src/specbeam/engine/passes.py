@@ -85,7 +85,7 @@ def _read_sources(batch: Batch, scheduler: Scheduler) -> None:
     start = time.perf_counter()
     slots = [model.place_source() for model in unread]
     with scheduler.passing():
-        sources = [*map(_hear, unread, slots)] if unread[0].is_to_hear else _read_texts(unread, slots)
+        sources = [*map(_hear, unread, slots)] if unread[0].has_unread_sound else _read_texts(unread, slots)
     for model, source in zip(unread, sources, strict=True):
         model.source = source
         model.seconds += (time.perf_counter() - start) / len(unread)
