@@ -39,7 +39,7 @@ class ToolGrammar(Parsed):
         is_required: the answer begins with a call. Otherwise it is any text up to the opening of a call.
         most: calls in one answer.
         added: the ids of the tokens that a tokenizer finds in a text before all others, by their texts.
-        shown: the ids of those that an answer may show.
+        shown: the ids of added tokens that an answer may show.
         thinks: the answer begins within thoughts, in which nothing is enforced. None: it may begin with thoughts.
         content: what an answer without calls must be; None for any text.
     """
