@@ -1,0 +1,204 @@
+"""Whisper on a CPU against faster-whisper: same weights, same sound, same threads, one run.
+
+    python bench/speech.py MODEL AUDIO... --peer-python FILE [--threads 2] [--repeats 5] [--json FILE]
+
+MODEL is a folder of CTranslate2, which both read; each computes in int8. FILE is the Python of an environment with
+faster-whisper. Each engine has a process of its own, which sleeps while the other one runs, and both take turns. The
+language is given, the temperature is 0, there is no earlier text, and no silence is left out. The sound is the first
+AUDIO, all of them again and again for 66 seconds, and eight pieces of these of 5 to 60 seconds (drawn by seed 0), which
+faster-whisper takes one after another, and in its batches of 8. "Encoder" is one window of 30 seconds through the
+encoder, with the keys and values of cross-attention. Figures are medians of our seconds over theirs, with the worst and
+the best. Where the texts differ, times are per token, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from figures import Figures, add_json_option
+from machine import describe
+from peers import Peer, foreign_environment
+
+from specbeam.speech.audio import load
+
+RATE = 16_000
+LONG_SECONDS = 66
+PIECES, SHORTEST, LONGEST = 8, 5, 60
+ASKED: dict[str, dict[str, Any]] = {
+    "encoder": {"task": "encode"},
+    "11 s, 1 beam": {"files": ["short"], "beams": 1},
+    "11 s, 5 beams": {"files": ["short"], "beams": 5},
+    "66 s, 5 beams": {"files": ["long"], "beams": 5},
+    "8 files, 5 beams": {"files": [f"piece {i}" for i in range(PIECES)], "beams": 5},
+}
+OURS = """
+import json, sys, time
+import numpy as np
+import specbeam
+from specbeam.backends.contract import Segment
+from specbeam.speech import transcribe
+path, threads = sys.argv[1], int(sys.argv[2])
+lm = specbeam.load(path, quantize="int8", threads=threads)
+print("ready", flush=True)
+backend = lm.backend
+slots = np.arange(backend.source_slots(None), dtype=np.int64)
+backend.reserve(len(slots))
+for line in sys.stdin:
+    asked = json.loads(line)
+    start = time.perf_counter()
+    if asked.get("task") == "encode":
+        backend.place(backend.states(np.zeros(backend.features_shape, np.float32)), slots)
+        texts, tokens = [], 1
+    else:
+        how = {"temperature": (0.0,), "condition_on_previous_text": False, "vad_filter": False}
+        found = transcribe(lm, asked["files"], "en", num_beams=asked["beams"], **how)
+        texts = [one.text.strip() for one in found]
+        tokens = sum(len(segment.tokens) for one in found for segment in one.segments)
+    print(json.dumps([time.perf_counter() - start, tokens, texts]), flush=True)
+"""
+THEIRS = """
+import json, sys, time
+import numpy as np
+import ctranslate2
+from faster_whisper import BatchedInferencePipeline, WhisperModel
+path, threads = sys.argv[1], int(sys.argv[2])
+model = WhisperModel(path, device="cpu", compute_type="int8", cpu_threads=threads)
+batched = BatchedInferencePipeline(model)
+print("ready", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    start = time.perf_counter()
+    texts, tokens = [], 1
+    if asked.get("task") == "encode":
+        features = ctranslate2.StorageView.from_array(np.zeros((1, model.model.n_mels, 3000), np.float32))
+        np.asarray(model.model.encode(features))
+    else:
+        how = {"language": "en", "beam_size": asked["beams"], "temperature": 0.0, "vad_filter": False}
+        tokens = 0
+        for file in asked["files"]:
+            if asked.get("batched"):
+                own = how | {"vad_filter": True, "without_timestamps": False, "batch_size": 8}
+                segments, _ = batched.transcribe(file, **own)
+            else:
+                segments, _ = model.transcribe(file, condition_on_previous_text=False, **how)
+            segments = list(segments)
+            texts.append("".join(segment.text for segment in segments).strip())
+            tokens += sum(len(segment.tokens) for segment in segments)
+    print(json.dumps([time.perf_counter() - start, tokens, texts]), flush=True)
+"""
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, python: str | Path, program: str, model: Path, threads: int, own: bool) -> None:
+        environment = dict(os.environ) if own else foreign_environment(OMP_NUM_THREADS=str(threads))
+        command = [python, "-c", program, str(model), str(threads)]
+        self._peer = Peer(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None)
+        self._read()
+        self._peer.pause()
+
+    def _read(self) -> str:
+        assert self._peer.process.stdout is not None
+        line = self._peer.process.stdout.readline()
+        if not line:
+            raise SystemExit("an engine ended")
+        return line
+
+    def ask(self, task: dict[str, Any]) -> tuple[float, int, list[str]]:
+        """Seconds, tokens and texts."""
+        with self._peer.running():
+            assert self._peer.process.stdin is not None
+            self._peer.process.stdin.write(json.dumps(task) + "\n")
+            self._peer.process.stdin.flush()
+            seconds, tokens, texts = json.loads(self._read())
+        time.sleep(0.3)
+        return seconds, tokens, texts
+
+    def end(self) -> None:
+        self._peer.end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("audio", type=Path, nargs="+")
+    parser.add_argument("--peer-python", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=ASKED, default=[*ASKED])
+    add_json_option(parser)
+    given = parser.parse_args()
+    print(describe())
+    figures = Figures.of_this_run()
+    with tempfile.TemporaryDirectory() as folder:
+        files = sounds(given.audio, Path(folder))
+        engines = [
+            Engine(sys.executable, OURS, given.model, given.threads, own=True),
+            Engine(given.peer_python, THEIRS, given.model, given.threads, own=False),
+        ]
+        print("\n| | ours over faster-whisper | ours, s | theirs, s | texts |")
+        print("| --- | --- | --- | --- | --- |")
+        try:
+            for part in given.parts:
+                task = ASKED[part] | {"files": [files[name] for name in ASKED[part].get("files", ())]}
+                ways = [task, task | {"batched": True}] if part.startswith("8") else [task]
+                rows, texts = measured(engines, task, ways, given.repeats)
+                ratio = figures.add(part, "ours over faster-whisper", unit="times", samples=[one[0] for one in rows])
+                own, other = (statistics.median(one[i] for one in rows) for i in (1, 2))
+                about = f"{ratio.value:.2f} ({ratio.max:.2f} to {ratio.min:.2f})"
+                print(f"| {part} | {about} | {own:.3f} | {other:.3f} | {texts} |", flush=True)
+        finally:
+            for engine in engines:
+                engine.end()
+    figures.write(given.json)
+
+
+def measured(
+    engines: list[Engine], task: dict[str, Any], ways: list[dict[str, Any]], repeats: int
+) -> tuple[list[tuple[float, float, float]], str]:
+    """Ratios and seconds of turns, ours first, and whether the texts agree. The first turn warms up."""
+    rows, says = [], ""
+    for number in range(repeats + 1):
+        own, own_tokens, own_texts = engines[0].ask(task)
+        answers = [engines[1].ask(way) for way in ways]
+        other, tokens, texts = min(answers, key=lambda answer: answer[0] / max(answer[1], 1))
+        says = "equal" if own_texts == texts else f"per token: {own_tokens} and {tokens}"
+        scale = 1.0 if own_texts == texts else tokens / max(own_tokens, 1)
+        if number:
+            rows.append((own / other * scale, own, other))
+    return rows, says
+
+
+def sounds(audio: list[Path], folder: Path) -> dict[str, str]:
+    """The files of the tasks by their names."""
+    samples = [np.asarray(load(path)) for path in audio]
+    rng, everything = random.Random(0), np.concatenate(samples)
+    long = np.tile(everything, -(-LONG_SECONDS * RATE // len(everything)))
+    made = {"short": samples[0], "long": long[: LONG_SECONDS * RATE]}
+    for i in range(PIECES):
+        length, start = round(rng.uniform(SHORTEST, LONGEST) * RATE), rng.randrange(len(everything))
+        made[f"piece {i}"] = np.tile(np.roll(everything, -start), 3)[:length]
+    for name, own in made.items():
+        with wave.open(str(folder / f"{name}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(RATE)
+            file.writeframes(own.tobytes())
+    return {name: str(folder / f"{name}.wav") for name in made}
+
+
+if __name__ == "__main__":
+    main()
