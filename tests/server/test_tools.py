@@ -318,6 +318,15 @@ def test_what_is_refused(tooled, fields, param, says):
     assert error["message"].startswith(says)
 
 
+@pytest.mark.parametrize("name", ["hermes", "phi"])
+def test_a_conversation_without_messages(tooled, name):
+    """Reasoning of another model is no message."""
+    for more in ({}, {"tools": FLAT}):
+        reasoning = {"type": "reasoning", "summary": []}
+        answer = tooled.post(RESPONSES, model=name, input=[reasoning], max_output_tokens=1, **more)
+        assert answer.status_code in (200, 400), answer.text  # Phi's tools come with a system message
+
+
 def test_a_stop_string_within_a_call(tooled):
     """The call is not whole, so no client is to make it."""
     asked = {"model": "named", "messages": ASKED, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}

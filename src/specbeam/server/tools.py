@@ -260,7 +260,7 @@ def conversation(
     Raises:
         Refusal: a result is of no call before it, or the template has no tool calls.
     """
-    if messages[-1].get("tool_calls"):
+    if messages and messages[-1].get("tool_calls"):
         raise Refusal(f"{field} end with tool calls: give their results, too", field)
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for message in messages:

@@ -20,7 +20,7 @@ class Phi(ToolFormat):
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[Message], dict[str, Any]]:
         made = [self._with_calls(message) for message in messages]
         if tools:
-            if made[0]["role"] != "system":
+            if not made or made[0]["role"] != "system":
                 made.insert(0, {"role": "system", "content": SYSTEM})
             listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
             made[0] = {**made[0], "tools": listed}
