@@ -24,11 +24,14 @@ from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Continuation, Flags, go_ahead
 from specbeam.backends.torch.inputs import Inputs, Sizes, make_inputs
 from specbeam.backends.torch.kernels import (
+    Addend,
     Greedy,
+    add_and_norm,
     attend,
     attention_bytes,
-    norm,
+    partial_products,
     product,
+    queries_of,
     rotate_and_store,
     shared_bytes,
     summarize,
@@ -76,6 +79,8 @@ class GpuBackend(TorchBackend):
         super().__init__(checkpoint, device, dtype)
         self._group = checkpoint.config.num_heads // checkpoint.config.num_kv_heads
         self._numbers = torch.zeros(MAX_NUMBERS, dtype=torch.int32, device=self.device)
+        arrived = MAX_SHARED_TILES * checkpoint.config.num_kv_heads
+        self._arrived = torch.zeros(arrived, dtype=torch.int32, device=self.device)
         self._captures = self._numbers.is_cuda
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._graphs: dict[tuple[Sizes, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -101,9 +106,9 @@ class GpuBackend(TorchBackend):
     def forward(self, segments: list[Segment]) -> Tensor:
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
-        inputs = make_inputs(segments, self._group)
+        inputs, queries = self._inputs(segments)
         with self._one_pass, self._current():
-            features = self.features(self._ready(inputs))
+            features = self.features(self._ready(inputs, queries))
             if not np.array_equal(wanted, np.arange(len(wanted))):
                 features = features[to_device(wanted, self.device)]
             return self.logits(features[: len(wanted)], logits_wanted(segments, self.vocab_size))
@@ -134,28 +139,33 @@ class GpuBackend(TorchBackend):
         later_slots = [s.ahead[: (passes - 1) * len(s.tokens)] for s in segments]
         segments = [replace(s, ahead=slots) for s, slots in zip(segments, later_slots, strict=True)]
         last = to_device(np.array([*ends], np.int64), self.device)
-        inputs = make_inputs(segments, self._group, more=passes - 1)
+        inputs, queries = self._inputs(segments, more=passes - 1)
         is_plain = not any(beams) and all(_is_plain(request) for request in requests)
         flags = Flags(passes, len(segments), self.device)
         with self._one_pass, self._current():
-            ready = self._ready(inputs)
+            ready = self._ready(inputs, queries)
             if is_plain and ready.may_be_captured and len({request.vocab for request in requests}) == 1:
                 likeliest = Likeliest(self, ready, segments, passes, last, vocab)
                 found = go_ahead(likeliest, passes, flags, halt)
                 if all(selection.finite for selection in found):
                     return found
-                ready, flags = self._ready(inputs), Flags(passes, len(segments), self.device)  # for the logits
+                ready, flags = self._ready(inputs, queries), Flags(passes, len(segments), self.device)  # for the logits
             going = Chosen(self, ready, segments, requests, beams, inputs.suffixes, last, vocab)
             return go_ahead(going, passes, flags, halt)
 
-    def _ready(self, inputs: Inputs) -> Pass:
+    def _inputs(self, segments: list[Segment], more: int = 0) -> tuple[Inputs, int]:
+        """The numbers of a pass, and how many queries read keys together at most."""
+        queries = queries_of(max(len(s.tokens) for s in segments), self._group, self.dtype)
+        return make_inputs(segments, queries // self._group, more), queries
+
+    def _ready(self, inputs: Inputs, queries: int) -> Pass:
         """Bring the numbers of a pass to the device, in one copy."""
         n, b = inputs.nodes.shape[1], len(inputs.blocks)
         padded = _power_of_two(n), _power_of_two(b), _power_of_two(inputs.tiles)
         fits = n <= MAX_CAPTURED_NODES and 4 * (padded[0] + padded[1]) + len(inputs.slots) <= MAX_NUMBERS
         nodes, blocks, tiles = padded if fits else (n, b, inputs.tiles)
         branch = any(own is not None for own in inputs.suffixes)
-        sizes = Sizes(nodes, blocks, tiles if nodes * tiles <= MAX_SHARED_TILES else None, branch)
+        sizes = Sizes(nodes, blocks, tiles if nodes * tiles <= MAX_SHARED_TILES else None, branch, queries)
         numbers = inputs.numbers(sizes)
         if not fits:
             return Pass(to_device(numbers, self.device), sizes, False)
@@ -225,6 +235,7 @@ class GpuBackend(TorchBackend):
 
     def _run(self, ready: Pass) -> Tensor:
         model, config = self.model, self.model.config
+        eps = config.norm_eps
         (tokens, positions, slots, _), ancestors = ready.sizes.views(ready.numbers)
         at = positions.clamp(min=0)
         x = F.embedding(tokens, model.embedding.weight)
@@ -234,22 +245,28 @@ class GpuBackend(TorchBackend):
             x = x * float(torch.tensor(config.embedding_scale, dtype=x.dtype))
         angles = {rope: at[:, None] * frequencies for rope, frequencies in model.frequencies.items()}
         rotations = {rope: (a.cos() * rope.scale, a.sin() * rope.scale) for rope, a in angles.items()}
+        addend: Addend | None = None
         for number, block in enumerate(cast("Iterable[Block]", model.blocks)):
             a = block.attention
             keys, values = self._store.layer(number)
             rotation = None if a.rope is None else rotations[a.rope]
             norms = None if a.q_norm is None or a.k_norm is None else (a.q_norm.weight, a.k_norm.weight)
-            normed = _normed(block.attention_norm, x)
-            qkv = product(normed, a.qkv.weight, a.qkv.bias)
-            q = rotate_and_store(qkv, keys, values, slots, a.heads, rotation, norms, config.norm_eps)
-            attended = attend(q, keys, values, ancestors, a.scale, a.softcap, a.window)
-            y = _added(x, a.output, attended, block.post_attention_norm)
-            if block.mlp_norm is not None:
-                normed = _normed(block.mlp_norm, x if block.parallel else y)
+            x, normed = add_and_norm(x, addend, _of(block.attention_norm), eps)
+            qkv = partial_products(normed, a.qkv.weight)
+            q = rotate_and_store(qkv, a.qkv.bias, keys, values, slots, a.heads, rotation, norms, eps)
+            attended = attend(q, keys, values, ancestors, self._arrived, a.scale, a.softcap, a.window)
+            addend = _added(a.output, attended, block.post_attention_norm)
+            if block.mlp_norm is None:
+                x, _ = add_and_norm(x, addend, None, eps)
+            elif block.parallel:
+                _, normed = add_and_norm(x, None, _of(block.mlp_norm), eps)
+                x, _ = add_and_norm(x, addend, None, eps)
+            else:
+                x, normed = add_and_norm(x, addend, _of(block.mlp_norm), eps)
             into = block.mlp.gate_up if isinstance(block.mlp, GatedMLP) else block.mlp.up
-            inner = product(normed, into.weight, into.bias, None, config.activation, config.gated_mlp)
-            x = _added(y, block.mlp.down, inner, block.post_mlp_norm)
-        return _normed(model.norm, x)
+            inner = product(normed, into.weight, into.bias, config.activation, config.gated_mlp)
+            addend = _added(block.mlp.down, inner, block.post_mlp_norm)
+        return add_and_norm(x, addend, _of(model.norm), eps)[1]
 
     def logits(self, features: Tensor, vocab: int) -> Tensor:
         """Logits of the first tokens, float32 [n, vocab]."""
@@ -371,12 +388,10 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _normed(by: Norm, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    return norm(x, by.weight, by.bias, by.eps, residual)
+def _of(norm: Norm) -> tuple[Tensor, Tensor | None]:
+    return norm.weight, norm.bias
 
 
-def _added(residual: Tensor, weights: Weights, x: Tensor, post_norm: Norm | None) -> Tensor:
-    """The residual plus a product, which may be normed."""
-    if post_norm is None:
-        return product(x, weights.weight, weights.bias, residual)
-    return _normed(post_norm, product(x, weights.weight, weights.bias), residual)
+def _added(weights: Weights, x: Tensor, post_norm: Norm | None) -> Addend:
+    """A product that is added to the residual stream."""
+    return Addend(partial_products(x, weights.weight), weights.bias, None if post_norm is None else _of(post_norm))

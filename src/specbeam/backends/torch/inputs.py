@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment
-from specbeam.backends.torch.kernels import TILE_POSITIONS, Ancestors, nodes_per_block
+from specbeam.backends.torch.kernels import TILE_POSITIONS, Ancestors
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,21 @@ class Sizes:
 
     Attributes:
         nodes, blocks: of the arrays. Passes that are captured have padding.
-        tiles, branch: see :class:`Ancestors`.
+        tiles, branch, queries: see :class:`Ancestors`.
     """
 
     nodes: int
     blocks: int
     tiles: int | None
     branch: bool
+    queries: int
 
     def views(self, numbers: Tensor) -> tuple[Tensor, Ancestors]:
         """What lies in one array of numbers: the nodes, [4, nodes], and their ancestors."""
         ends = 4 * self.nodes, 4 * (self.nodes + self.blocks)
         nodes, blocks = numbers[: ends[0]].view(4, -1), numbers[ends[0] : ends[1]].view(-1, 4)
-        return nodes, Ancestors(nodes[1], blocks, nodes[3], numbers[ends[1] :], self.tiles, self.branch)
+        slots = numbers[ends[1] :]
+        return nodes, Ancestors(nodes[1], blocks, nodes[3], slots, self.tiles, self.branch, self.queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +64,13 @@ class Inputs:
         return np.concatenate([nodes.ravel(), blocks.ravel(), self.slots])
 
 
-def make_inputs(segments: Sequence[Segment], group: int, more: int = 0) -> Inputs:
+def make_inputs(segments: Sequence[Segment], per_block: int, more: int = 0) -> Inputs:
     """The numbers of a pass.
 
     Args:
-        group: the heads that share a key head.
+        per_block: how many nodes of a segment read keys together at most.
         more: for how many later passes the segments have slots.
     """
-    per_block = nodes_per_block(group)
     starts, slots = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     blocks, suffixes = list[tuple[int, int, int, int]](), list[tuple[tuple[int, int], int] | None]()
     first = place = longest = 0

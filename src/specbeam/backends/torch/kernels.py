@@ -19,11 +19,17 @@ from torch import Tensor
 
 TILE_POSITIONS = 64
 """Positions of a sequence that attention reads at once."""
-TILE_QUERIES = 16
+TILE_QUERIES, MAX_TILE_QUERIES = 16, 64
 """Queries of attention that read the same keys at once: nodes times the heads that share a key head."""
 NO_WINDOW = 1 << 30
 CHUNK = 4096
 """Logits that one program summarizes."""
+MAX_PARTS, ROWS_AT_ONCE, MIN_PART_COLUMNS = 4, 8192, 512
+"""A matrix has at most so many parts of columns, so many rows in all parts, and parts of at least so many columns."""
+PART_STEP = 256
+"""The columns of a part are a multiple of this, and of the columns of each tile."""
+MAX_NODES_IN_PARTS = 64
+"""More nodes are programs enough: each adds up all parts of the columns."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -41,6 +47,7 @@ class Ancestors:
         tiles: how many tiles of positions the longest sequence has at most, if programs share it; None if one program
             goes through all of it. No bit changes.
         branch: whether any segment has suffixes.
+        queries: of a block at most, see :func:`queries_of`.
     """
 
     positions: Tensor
@@ -49,6 +56,7 @@ class Ancestors:
     slots: Tensor
     tiles: int | None
     branch: bool
+    queries: int
 
 
 @triton.jit
@@ -64,11 +72,11 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, weight, bias, residual, out, n, rows, columns,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr, TILE_N: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
+    x, weight, bias, out, n, rows, columns, part_columns,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """A program has one part of the columns, or adds up all parts."""
     node = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.arange(0, TILE_COLUMNS)
@@ -77,22 +85,26 @@ def _product(
     w_tile = weight + row[:, None].to(tl.int64) * columns + column[None, :]
     total = tl.zeros((TILE_N, TILE_ROWS), tl.float32)
     gate = tl.zeros((TILE_N, TILE_ROWS), tl.float32)
-    for start in range(0, columns, TILE_COLUMNS):
-        if EVEN:
-            a = tl.load(x_tile + start, mask=is_node[:, None], other=0.0)
-            w = tl.load(w_tile + start)
-        else:
-            is_column = (start + column < columns)[None, :]
-            a = tl.load(x_tile + start, mask=is_node[:, None] & is_column, other=0.0)
-            w = tl.load(w_tile + start, mask=is_row[:, None] & is_column, other=0.0)
-        if GATED:
-            gate = tl.dot(a, tl.trans(w), gate, input_precision=PRECISION)
-            up = w_tile + start + rows.to(tl.int64) * columns
+    for part in tl.static_range(PARTS):
+        begin = (tl.program_id(2) + part) * part_columns
+        one = tl.zeros((TILE_N, TILE_ROWS), tl.float32)
+        for start in range(begin, tl.minimum(begin + part_columns, columns), TILE_COLUMNS):
             if EVEN:
-                w = tl.load(up)
+                a = tl.load(x_tile + start, mask=is_node[:, None], other=0.0)
+                w = tl.load(w_tile + start)
             else:
-                w = tl.load(up, mask=is_row[:, None] & (start + column < columns)[None, :], other=0.0)
-        total = tl.dot(a, tl.trans(w), total, input_precision=PRECISION)
+                is_column = (start + column < columns)[None, :]
+                a = tl.load(x_tile + start, mask=is_node[:, None] & is_column, other=0.0)
+                w = tl.load(w_tile + start, mask=is_row[:, None] & is_column, other=0.0)
+            if GATED:
+                gate = tl.dot(a, tl.trans(w), gate, input_precision="ieee")
+                up = w_tile + start + rows.to(tl.int64) * columns
+                if EVEN:
+                    w = tl.load(up)
+                else:
+                    w = tl.load(up, mask=is_row[:, None] & (start + column < columns)[None, :], other=0.0)
+            one = tl.dot(a, tl.trans(w), one, input_precision="ieee")
+        total = one if part == 0 else total + one
     if HAS_BIAS:
         if GATED:
             gate += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[None, :]
@@ -100,44 +112,65 @@ def _product(
         else:
             total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[None, :]
     total = _activated(gate, ACTIVATION) * total if GATED else _activated(total, ACTIVATION)
-    place = node[:, None].to(tl.int64) * rows + row[None, :]
-    inside = is_node[:, None] & is_row[None, :]
-    if HAS_RESIDUAL:
-        total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    place = (tl.program_id(2) * n + node[:, None]).to(tl.int64) * rows + row[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_node[:, None] & is_row[None, :])
 
 
 def product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
     activation: str = "",
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """activation(x weight^T + bias) + residual, [n, rows].
+    """activation(x weight^T + bias), [n, rows].
 
     Args:
         x: [n, columns].
         weight: [rows, columns]; if ``gated``, two such matrices, and the activation of the first product gates the
             second (Shazeer 2020).
-        residual: [n, rows].
         dtype: of the result; that of x by default.
     """
-    n, columns = x.shape
     rows = len(weight) // 2 if gated else len(weight)
-    out = x.new_empty(n, rows, dtype=dtype or x.dtype)
+    out = x.new_empty(1, len(x), rows, dtype=dtype or x.dtype)
+    _launch_product(x, weight, bias, out, 1, activation, gated)
+    return out[0]
+
+
+def partial_products(x: Tensor, weight: Tensor) -> Tensor:
+    """The products of x [n, columns] and weight [rows, columns] over parts of the columns, float32 [parts, n, rows].
+
+    Few rows are too few programs for a GPU, so several share a row. How many depends on the matrix alone, and their
+    products are added up in order. So one part that is already the sum has the same bits. It comes where there are many
+    nodes.
+    """
+    parts = parts_of(*weight.shape)
+    out = x.new_empty(parts if len(x) <= MAX_NODES_IN_PARTS else 1, len(x), len(weight), dtype=torch.float32)
+    _launch_product(x, weight, None, out, parts)
+    return out
+
+
+def parts_of(rows: int, columns: int) -> int:
+    """How many parts of the columns of a matrix have products of their own."""
+    return max(1, min(MAX_PARTS, ROWS_AT_ONCE // rows, columns // MIN_PART_COLUMNS))
+
+
+def _launch_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: int, activation: str = "", gated: bool = False
+) -> None:
+    """The product of x and weight in so many parts, which lie in ``out`` [1 or parts, n, rows]."""
+    (together, n, rows), columns = out.shape, x.shape[1]
     tile_n, tile_rows, tile_columns, warps, stages = tiles(n, rows, x.dtype, gated)
     stage_bytes = (tile_n + (1 + gated) * tile_rows) * tile_columns * x.element_size()
-    _product[(triton.cdiv(n, tile_n), triton.cdiv(rows, tile_rows))](
-        x, weight, weight if bias is None else bias, x if residual is None else residual, out, n, rows, columns,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation,
-        PRECISION="ieee", TILE_N=tile_n, TILE_ROWS=tile_rows, TILE_COLUMNS=tile_columns,
+    part_columns = -(-columns // (parts * PART_STEP)) * PART_STEP
+    _product[(triton.cdiv(n, tile_n), triton.cdiv(rows, tile_rows), together)](
+        x, weight, weight if bias is None else bias, out, n, rows, columns, part_columns,
+        HAS_BIAS=bias is not None, GATED=gated, ACTIVATION=activation, PARTS=parts // together,
+        TILE_N=tile_n, TILE_ROWS=tile_rows, TILE_COLUMNS=tile_columns,
         EVEN=rows % tile_rows == 0 and columns % tile_columns == 0, num_warps=warps,
         num_stages=max(1, min(stages, shared_bytes(x.device) // stage_bytes)),
     )  # fmt: skip
-    return out
 
 
 @cache
@@ -162,79 +195,134 @@ def tiles(n: int, rows: int, dtype: torch.dtype, gated: bool) -> tuple[int, int,
 
 
 @triton.jit
-def _norm(
-    x, weight, bias, residual, out, size, eps,
-    LAYER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    feature = tl.arange(0, TILE)
-    inside = feature < size
-    place = tl.program_id(0).to(tl.int64) * size + feature
-    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+def _normed(values, weight, bias, feature, inside, size, eps, LAYER: tl.constexpr):
     if LAYER:
         values = tl.where(inside, values - tl.sum(values) / size, 0.0)
     values *= 1 / tl.sqrt_rn(tl.sum(values * values) / size + eps)
     values *= tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
         values += tl.load(bias + feature, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
+    return values
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None) -> Tensor:
-    """RMSNorm, or with a bias LayerNorm, of x [n, size], plus residual [n, size]."""
+@triton.jit
+def _norm(
+    x, parts, parts_bias, post_weight, post_bias, weight, bias, total, out, n, size, eps,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POST: tl.constexpr, HAS_NORM: tl.constexpr, LAYER: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    feature = tl.arange(0, TILE)
+    inside = feature < size
+    place = tl.program_id(0).to(tl.int64) * size + feature
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        added = tl.load(parts + place, mask=inside, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(parts + part * n * size + place, mask=inside, other=0.0)
+        if HAS_BIAS:
+            added += tl.load(parts_bias + feature, mask=inside, other=0.0).to(tl.float32)
+        if HAS_POST:
+            added = _normed(added, post_weight, post_bias, feature, inside, size, eps, LAYER)
+        rounded = (values + added).to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    if HAS_NORM:
+        values = _normed(values, weight, bias, feature, inside, size, eps, LAYER)
+        tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, eq=False)
+class Addend:
+    """What is added to the residual stream.
+
+    Attributes:
+        parts: see :func:`partial_products`.
+        bias: of the product, [size].
+        norm: weight [size] and perhaps bias of a norm of the sum, before it is added.
+    """
+
+    parts: Tensor
+    bias: Tensor | None
+    norm: tuple[Tensor, Tensor | None] | None
+
+
+def add_and_norm(
+    x: Tensor, addend: Addend | None, norm: tuple[Tensor, Tensor | None] | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x + addend, [n, size] both, and its RMSNorm, or with a bias its LayerNorm; the sum itself without a norm."""
     n, size = x.shape
-    out = torch.empty_like(x)
+    total = x if addend is None else torch.empty_like(x)
+    out = total if norm is None else torch.empty_like(x)
+    post = None if addend is None else addend.norm
+    (post_weight, post_bias), (weight, bias) = post or (None, None), norm or (None, None)
+    given = (addend and addend.parts, addend and addend.bias, post_weight, post_bias, weight, bias)
     _norm[(n,)](
-        x, weight, weight if bias is None else bias, x if residual is None else residual, out, size, eps,
-        LAYER=bias is not None, HAS_RESIDUAL=residual is not None, TILE=triton.next_power_of_2(size),
+        x, *(x if one is None else one for one in given), total, out, n, size, eps,
+        PARTS=0 if addend is None else len(addend.parts), HAS_BIAS=given[1] is not None, HAS_POST=post is not None,
+        HAS_NORM=norm is not None, LAYER=bias is not None or post_bias is not None, TILE=triton.next_power_of_2(size),
         num_warps=4 if size <= 4096 else 8,
     )  # fmt: skip
-    return out
+    return total, out
+
+
+@triton.jit
+def _total(parts, place, step, bias, feature, inside, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    x = tl.load(parts + place + feature, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(parts + part * step + place + feature, mask=inside, other=0.0)
+    if HAS_BIAS:
+        x += tl.load(bias + feature, mask=inside, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
 def _rotate_and_store(
-    qkv, q, keys, values, slots, cos, sin, q_weight, k_weight, key_stride, heads, kv_heads, head_dim, half, eps,
-    HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, TILE: tl.constexpr,
+    qkv, bias, q, keys, values, slots, cos, sin, q_weight, k_weight, n, key_stride, heads, kv_heads, head_dim, half,
+    eps, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     node, head = tl.program_id(0), tl.program_id(1)
     feature = tl.arange(0, TILE)
     inside = feature < head_dim
-    row = qkv + (node * (heads + 2 * kv_heads) + head) * head_dim
-    x = tl.load(row + feature, mask=inside, other=0.0)
+    width = (heads + 2 * kv_heads) * head_dim
+    step = n * width
+    place = node.to(tl.int64) * width + head * head_dim
+    bias += head * head_dim
+    x = _total(qkv, place, step, bias, feature, inside, PARTS, HAS_BIAS)
     slot = tl.load(slots + node)
     inside_cache = feature < tl.where(slot >= 0, head_dim, 0)
     if head < heads + kv_heads:
         other = tl.where(feature < half, feature + half, feature - half)
         is_rotated = feature < 2 * half
-        y = tl.load(row + other, mask=is_rotated, other=0.0).to(tl.float32)
-        x = x.to(tl.float32)
+        if HAS_ROPE:
+            y = _total(qkv, place, step, bias, other, is_rotated, PARTS, HAS_BIAS)
         if HAS_NORM:
             scale = 1 / tl.sqrt_rn(tl.sum(x * x) / head_dim + eps)
             weight = q_weight
             if head >= heads:
                 weight = k_weight
             x *= scale * tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32)
-            y *= scale * tl.load(weight + other, mask=is_rotated, other=0.0).to(tl.float32)
+            if HAS_ROPE:
+                y *= scale * tl.load(weight + other, mask=is_rotated, other=0.0).to(tl.float32)
         if HAS_ROPE:
             angle = node * half + tl.where(feature < half, feature, feature - half)
             c = tl.load(cos + angle, mask=is_rotated, other=1.0)
             s = tl.load(sin + angle, mask=is_rotated, other=0.0)
             x = x * c + tl.where(feature < half, -y, y) * s
-        x = x.to(q.dtype.element_ty)
+        rounded = x.to(q.dtype.element_ty)
         if head < heads:
-            tl.store(q + (node * heads + head) * head_dim + feature, x, mask=inside)
+            tl.store(q + (node * heads + head) * head_dim + feature, rounded, mask=inside)
         else:
-            place = (head - heads).to(tl.int64) * key_stride + slot.to(tl.int64) * head_dim
-            tl.store(keys + place + feature, x, mask=inside_cache)
+            to = (head - heads).to(tl.int64) * key_stride + slot.to(tl.int64) * head_dim
+            tl.store(keys + to + feature, rounded, mask=inside_cache)
     else:
-        place = (head - heads - kv_heads).to(tl.int64) * key_stride + slot.to(tl.int64) * head_dim
-        tl.store(values + place + feature, x, mask=inside_cache)
+        to = (head - heads - kv_heads).to(tl.int64) * key_stride + slot.to(tl.int64) * head_dim
+        tl.store(values + to + feature, x.to(q.dtype.element_ty), mask=inside_cache)
 
 
 def rotate_and_store(
     qkv: Tensor,
+    bias: Tensor | None,
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
@@ -246,7 +334,8 @@ def rotate_and_store(
     """Norm and rotate queries and keys, and put keys and values into their slots.
 
     Args:
-        qkv: of each node, [n, (heads + 2 kv_heads) * head_dim].
+        qkv: partial products for each node, float32 [parts, n, (heads + 2 kv_heads) * head_dim].
+        bias: of the product.
         keys, values: of the layer, [kv_heads, capacity, head_dim].
         slots: int32 [n]; -1 for nodes that are padding.
         rotation: cosines and sines of the nodes' positions, float32 [n, half]; None for no rotation.
@@ -255,33 +344,34 @@ def rotate_and_store(
     Returns: the queries, [n, heads, head_dim].
     """
     kv_heads, _, head_dim = keys.shape
-    q = qkv.new_empty(len(qkv), heads, head_dim)
-    cos, sin = rotation or (slots, slots)
-    _rotate_and_store[(len(qkv), heads + 2 * kv_heads)](
-        qkv, q, keys, values, slots, cos, sin, *(norms or (qkv, qkv)), keys.stride(0), heads, kv_heads, head_dim,
-        cos.shape[-1] if rotation else 0, eps, HAS_NORM=norms is not None, HAS_ROPE=rotation is not None,
-        TILE=triton.next_power_of_2(head_dim), num_warps=1,
+    parts, n, _ = qkv.shape
+    q = keys.new_empty(n, heads, head_dim)
+    cos, sin = rotation or (qkv, qkv)
+    _rotate_and_store[(n, heads + 2 * kv_heads)](
+        qkv, qkv if bias is None else bias, q, keys, values, slots, cos, sin, *(norms or (qkv, qkv)), n, keys.stride(0),
+        heads, kv_heads, head_dim, cos.shape[-1] if rotation else 0, eps, PARTS=parts, HAS_BIAS=bias is not None,
+        HAS_NORM=norms is not None, HAS_ROPE=rotation is not None, TILE=triton.next_power_of_2(head_dim), num_warps=1,
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def _attended(
-    q, keys, values, slot, is_visible, scale, softcap, head_dim, PRECISION: tl.constexpr, TILE_D: tl.constexpr
-):
+def _attended(q, keys, values, slot, is_visible, scale, softcap, head_dim, TILE_D: tl.constexpr, TILE_P: tl.constexpr):
     """The sums of a softmax over a tile of positions, [queries, features] and [queries], and the highest scores."""
     feature = tl.arange(0, TILE_D)
     place = slot[:, None].to(tl.int64) * head_dim + feature[None, :]
     there = (slot >= 0)[:, None] & (feature < head_dim)[None, :]
     k = tl.load(keys + place, mask=there, other=0.0)
     v = tl.load(values + place, mask=there, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if softcap > 0:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     scores = tl.where(is_visible, scores * LOG2_E, float("-inf"))
     highest = tl.max(scores, 1)
-    p = tl.exp2(scores - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
-    return tl.dot(p.to(v.dtype), v, input_precision=PRECISION), tl.sum(p, 1), highest
+    p = tl.exp2(scores - tl.where(highest == float("-inf"), 0.0, highest)[:, None]).to(v.dtype)
+    # A product adds up in one order, whatever the number of queries. A sum does not.
+    weights = tl.max(tl.dot(p, tl.full((TILE_P, 16), 1.0, v.dtype), input_precision="ieee"), 1)
+    return tl.dot(p, v, input_precision="ieee"), weights, highest
 
 
 @triton.jit
@@ -298,15 +388,19 @@ def _merged(total, weights, highest, part, part_weights, part_highest):
 
 @triton.jit
 def _attend_tiles(
-    q, keys, values, positions, blocks, suffixes, slots, partial, sums, n, key_stride, heads, head_dim,
+    q, keys, values, positions, blocks, suffixes, slots, partial, sums, arrived, out, n, key_stride, heads, head_dim,
     scale, softcap, window, tiles,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr, TILE_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr,
+    GROUP: tl.constexpr, TILE_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of each tile alone. The first programs have a shared tile each, the others a node and its own tiles."""
+    """The sums of each tile alone, which the last program merges.
+
+    The first programs have a shared tile each, the others a node and its own tiles.
+    """
     block, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(blocks + 4 * block), tl.load(blocks + 4 * block + 1)
     prefix, shared = tl.load(blocks + 4 * block + 2), tl.load(blocks + 4 * block + 3)
     row = tl.arange(0, TILE_Q)
+    feature = tl.arange(0, TILE_D)
     node = first + row // GROUP
     is_row = row < count * GROUP
     start = number * TILE_P
@@ -322,7 +416,6 @@ def _attend_tiles(
     elif stop > shared:  # nodes have tiles of their own
         stop = 0
     if start <= last:
-        feature = tl.arange(0, TILE_D)
         query = node * heads + head * GROUP + row % GROUP
         inside = is_row[:, None] & (feature < head_dim)[None, :]
         q_tile = tl.load(q + query[:, None] * head_dim + feature[None, :], mask=inside, other=0.0)
@@ -336,46 +429,44 @@ def _attend_tiles(
             slot = tl.load(slots + place, mask=p <= last, other=-1)
             seen = (p[None, :] <= position[:, None]) & (p[None, :] > position[:, None] - window)
             part, weights, highest = _attended(
-                q_tile, keys, values, slot, seen, scale, softcap, head_dim, PRECISION, TILE_D
+                q_tile, keys, values, slot, seen, scale, softcap, head_dim, TILE_D, TILE_P
             )
             to = at // TILE_P * n * heads + query
             tl.store(partial + to[:, None].to(tl.int64) * head_dim + feature[None, :], part, mask=inside)
             tl.store(sums + 2 * to, weights, mask=is_row)
             tl.store(sums + 2 * to + 1, highest, mask=is_row)
-
-
-@triton.jit
-def _merge_tiles(
-    partial, sums, positions, out, n, heads, head_dim, window,
-    TILE_D: tl.constexpr, TILE_P: tl.constexpr, UNROLLED: tl.constexpr,
-):  # fmt: skip
-    node, head = tl.program_id(0), tl.program_id(1)
-    position = tl.load(positions + node)
-    feature = tl.arange(0, TILE_D)
-    inside = (feature < head_dim)[None, :]
-    query = node * heads + head
-    total = tl.zeros((1, TILE_D), tl.float32)
-    weights = tl.zeros((1,), tl.float32)
-    highest = tl.full((1,), float("-inf"), tl.float32)
-    last = position // TILE_P
-    for start in range(tl.maximum(position - window + 1, 0) // TILE_P, last + 1, UNROLLED):
-        for i in tl.static_range(UNROLLED):
-            tile = start + i + tl.zeros((1,), tl.int32)
-            to = tile * n * heads + query
-            there = tile <= last
-            place = partial + to[:, None].to(tl.int64) * head_dim + feature[None, :]
-            part = tl.load(place, mask=there[:, None] & inside, other=0.0)
-            part_weights = tl.load(sums + 2 * to, mask=there, other=0.0)
-            part_highest = tl.load(sums + 2 * to + 1, mask=there, other=float("-inf"))
-            total, weights, highest = _merged(total, weights, highest, part, part_weights, part_highest)
-    total = total / weights[:, None]
-    tl.store(out + query * head_dim + feature[None, :], total.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    kv_heads, programs = tl.num_programs(1), tl.num_programs(2)
+    if tl.atomic_add(arrived + block * kv_heads + head, 1) == programs - 1:
+        tl.store(arrived + block * kv_heads + head, 0)
+        is_row = row < count * GROUP
+        node = first + row // GROUP
+        query = node * heads + head * GROUP + row % GROUP
+        position = tl.load(positions + node, mask=is_row, other=-1)
+        inside = is_row[:, None] & (feature < head_dim)[None, :]
+        lowest = tl.maximum(tl.min(tl.where(is_row, position, 1 << 30)) - window + 1, 0) // TILE_P
+        total = tl.zeros((TILE_Q, TILE_D), tl.float32)
+        weights = tl.zeros((TILE_Q,), tl.float32)
+        highest = tl.full((TILE_Q,), float("-inf"), tl.float32)
+        for begin in range(lowest, tl.max(position) // TILE_P + 1, UNROLLED):
+            for i in tl.static_range(UNROLLED):
+                tile = begin + i
+                there = tile * TILE_P <= position  # others hold what earlier passes left
+                to = tile * n * heads + query
+                place = partial + to[:, None].to(tl.int64) * head_dim + feature[None, :]
+                part = tl.load(place, mask=there[:, None] & inside, other=0.0, cache_modifier=".cg")
+                part_weights = tl.load(sums + 2 * to, mask=there, other=0.0, cache_modifier=".cg")
+                part_highest = tl.load(sums + 2 * to + 1, mask=there, other=float("-inf"), cache_modifier=".cg")
+                total, weights, highest = _merged(total, weights, highest, part, part_weights, part_highest)
+        total = total / weights[:, None]
+        place = out + query[:, None] * head_dim + feature[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _attend_whole(
     q, keys, values, positions, blocks, suffixes, slots, out, key_stride, heads, head_dim, scale, softcap, window,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr, TILE_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr,
+    GROUP: tl.constexpr, TILE_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr,
 ):  # fmt: skip
     """The same as tiles that are merged, where there are nodes enough for all processors."""
     block, head = tl.program_id(0), tl.program_id(1)
@@ -403,7 +494,7 @@ def _attend_whole(
         slot = tl.load(slots + prefix + p, mask=p < stop, other=-1)
         seen = (p[None, :] <= position[:, None]) & (p[None, :] > position[:, None] - window)
         part, part_weights, part_highest = _attended(
-            q_tile, keys, values, slot, seen, scale, softcap, head_dim, PRECISION, TILE_D
+            q_tile, keys, values, slot, seen, scale, softcap, head_dim, TILE_D, TILE_P
         )
         total, weights, highest = _merged(total, weights, highest, part, part_weights, part_highest)
     for at in range(whole, stop, TILE_P):  # each node has its own
@@ -414,7 +505,7 @@ def _attend_whole(
             slot = tl.load(slots + place, mask=p <= own, other=-1)
             seen = (p <= own)[None, :] & (p[None, :] > position[:, None] - window) & (row // GROUP == i)[:, None]
             part, part_weights, part_highest = _attended(
-                q_tile, keys, values, slot, seen & is_row[:, None], scale, softcap, head_dim, PRECISION, TILE_D
+                q_tile, keys, values, slot, seen & is_row[:, None], scale, softcap, head_dim, TILE_D, TILE_P
             )
             total, weights, highest = _merged(total, weights, highest, part, part_weights, part_highest)
     total = total / weights[:, None]
@@ -426,6 +517,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     ancestors: Ancestors,
+    arrived: Tensor,
     scale: float,
     softcap: float | None,
     window: int | None,
@@ -435,29 +527,31 @@ def attend(
     Args:
         q: [n, heads, head_dim].
         keys, values: of the layer, [kv_heads, capacity, head_dim].
+        arrived: zeros, int32 [blocks * kv_heads] or more. They are zeros again afterwards.
     """
     n, heads, head_dim = q.shape
     a, kv_heads = ancestors, len(keys)
     out = q.new_empty(n, heads * head_dim)
     group = heads // kv_heads
-    sizes = {"TILE_D": max(16, triton.next_power_of_2(head_dim)), "TILE_P": TILE_POSITIONS}
-    how = sizes | {"GROUP": group, "PRECISION": "ieee", "TILE_Q": max(TILE_QUERIES, triton.next_power_of_2(group))}
+    tile_d = max(16, triton.next_power_of_2(head_dim))
+    tile_q = max(16, triton.next_power_of_2(a.queries))
+    sizes = {"GROUP": group, "TILE_D": tile_d, "TILE_Q": tile_q, "TILE_P": TILE_POSITIONS}
+    warps = 8 if tile_q * tile_d > 64 * 128 else 4
     last = window or NO_WINDOW
     if a.tiles is None:
         _attend_whole[(len(a.blocks), kv_heads)](
             q, keys, values, a.positions, a.blocks, a.suffixes, a.slots, out, keys.stride(0), heads, head_dim, scale,
-            softcap or 0.0, last, **how, num_warps=4,
+            softcap or 0.0, last, **sizes, num_warps=warps,
+            num_stages=2 if 2 * attention_bytes(head_dim, q.element_size()) <= shared_bytes(q.device) else 1,
         )  # fmt: skip
         return out
     partial = q.new_empty(a.tiles * n * heads * head_dim, dtype=torch.float32)
     sums = q.new_empty(a.tiles * n * heads * 2, dtype=torch.float32)
-    programs = a.tiles + (nodes_per_block(group) if a.branch else 0)
+    programs = a.tiles + (a.queries // group if a.branch else 0)
     _attend_tiles[(len(a.blocks), kv_heads, programs)](
-        q, keys, values, a.positions, a.blocks, a.suffixes, a.slots, partial, sums, n, keys.stride(0), heads, head_dim,
-        scale, softcap or 0.0, last, a.tiles, **how, num_warps=4,
-    )  # fmt: skip
-    _merge_tiles[(n, heads)](
-        partial, sums, a.positions, out, n, heads, head_dim, last, **sizes, UNROLLED=8, num_warps=1,
+        q, keys, values, a.positions, a.blocks, a.suffixes, a.slots, partial, sums, arrived, out, n, keys.stride(0),
+        heads, head_dim, scale, softcap or 0.0, last, a.tiles, **sizes, UNROLLED=max(1, 64 // tile_q), num_warps=warps,
+        num_stages=1,
     )  # fmt: skip
     return out
 
@@ -467,13 +561,15 @@ def attention_bytes(head_dim: int, itemsize: int) -> int:
     return 3 * TILE_POSITIONS * triton.next_power_of_2(head_dim) * itemsize
 
 
-def nodes_per_block(group: int) -> int:
-    """How many nodes of a segment read keys together.
+def queries_of(nodes: int, group: int, dtype: torch.dtype) -> int:
+    """How many queries of a segment read keys together: whole nodes, but not more than a tile if they fit into one.
 
     Args:
+        nodes: the most that a segment has.
         group: the heads that share a key head.
     """
-    return max(1, TILE_QUERIES // group)
+    tile = TILE_QUERIES if nodes * group <= TILE_QUERIES or dtype == torch.float32 else MAX_TILE_QUERIES
+    return max(1, tile // group) * group
 
 
 @triton.jit
