@@ -69,9 +69,11 @@ def main(gpu, *folders):
         for count in (1, 3, 40):
             nodes = np.array(tree.add([tree.tip] * count, [*range(count)]))
             logits = backend.forward([slots.segment(nodes, np.arange(count))])
-            backend.normalizers_of(torch.zeros_like(logits))
+            kernels.summarize(logits)
         with mock.patch("specbeam.backends.torch.gpu.MAX_SHARED_TILES", 0):
             backend.forward([slots.segment(nodes, np.arange(count))])
+        kernels.highest(torch.zeros(3, 9000), 8)
+        kernels.gumbel(np.zeros(3, np.uint64), *np.zeros((2, 3), np.uint32), 9000, "cpu")
         more = slots.segment(nodes[:1], np.arange(1), None, None, 1)
         backend.forward_ahead([more], [SelectionRequest()], [None], 2, [1], np.zeros(1, np.int32))
 

@@ -26,11 +26,15 @@ from specbeam.backends.torch.kernels import (
     Ancestors,
     add_and_norm,
     attend,
+    gumbel,
+    highest,
     partial_products,
     parts_of,
     product,
     summarize,
 )
+from specbeam.backends.torch.noise import gumbel as plain_gumbel
+from specbeam.backends.torch.selecting import highest as by_sorting
 from specbeam.backends.torch.transformer import ACTIVATIONS
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
@@ -84,8 +88,9 @@ def test_norms(dtype):
     for own, post in ((None, None), (bias, post_bias)):
 
         def normed(values, weight, bias, is_layer=own is not None):
-            given = weight.float(), 1e-5
-            return F.layer_norm(values, (48,), given[0], bias.float(), 1e-5) if is_layer else F.rms_norm(values, (48,), *given)
+            if is_layer:
+                return F.layer_norm(values, (48,), weight.float(), bias.float(), 1e-5)
+            return F.rms_norm(values, (48,), weight.float(), 1e-5)
 
         for addend, expected in (
             (None, x.float()),
@@ -123,21 +128,18 @@ def test_attention_of_trees(heads, kv_heads, head_dim, window, softcap):
             slots += suffix
         shared = length if any(own) else -(-length // TILE_POSITIONS) * TILE_POSITIONS
         ends.append((first, len(own), begin, shared))
-    q, arrived = drawn(len(positions), heads, head_dim, seed=3), torch.zeros(100, dtype=torch.int32)
+    q = drawn(len(positions), heads, head_dim, seed=3)
 
     def attended(queries, tiles):
         each = queries // group
-        blocks = [
-            [first + i, min(each, own - i), *more] for first, own, *more in ends for i in range(0, own, each)
-        ]
+        blocks = [[first + i, min(each, own - i), *more] for first, own, *more in ends for i in range(0, own, each)]
         padded = int32([*blocks, [0, 0, 0, 0]])
         where = Ancestors(int32(positions), padded, int32(suffixes), int32([*slots, *[0] * 64]), tiles, True, queries)
-        return attend(q, keys, values, where, arrived, head_dim**-0.5, softcap, window)
+        return attend(q, keys, values, where, head_dim**-0.5, softcap, window)
 
     whole = attended(16, None)
     for queries, tiles in ((16, 4), (64, 4), (64, None)):
         torch.testing.assert_close(attended(queries, tiles), whole, atol=1e-6, rtol=0)
-        assert not arrived.any()
     for row, query, sequence in zip(whole, q, sequences, strict=True):
         seen = sequence[-window:] if window else sequence
         k, v = (stored[:, seen].repeat_interleave(group, 0) for stored in (keys, values))
@@ -154,6 +156,23 @@ def test_summaries_of_logits():
     normalizers, tokens = summarize(logits)
     torch.testing.assert_close(normalizers, logits.logsumexp(-1), equal_nan=True)
     assert tokens[[0, 3]].tolist() == [77, int(logits[3].argmax())]
+
+
+@pytest.mark.parametrize(("size", "k"), [(9000, 2), (9000, 9), (300, 40), (40, 40), (9000, 300)])
+def test_highest_scores(size, k):
+    """Of equals the lower first, also among those that are impossible."""
+    scores = drawn(3, size).round(decimals=1)
+    scores[0, 5:] = -torch.inf
+    scores[1, ::2] = -0.0
+    assert torch.equal(highest(scores, k), by_sorting(scores, k))
+
+
+def test_noise():
+    seeds, streams = np.array([3, 2**64 - 1, 5], np.uint64), np.array([0, 7, 2**32 - 1], np.uint32)
+    for vocab in (6, 2050):
+        expected = plain_gumbel(seeds, streams, streams + np.uint32(9), vocab)
+        got = gumbel(seeds, streams, streams + np.uint32(9), vocab, "cpu")
+        torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.fixture(scope="module")
@@ -208,4 +227,4 @@ def test_kernels_compile_for_gpus(save, gpu, family, tmp_path):
     env = own | {"TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert len({line.split()[0] for line in run.stdout.splitlines()}) == 7
+    assert len({line.split()[0] for line in run.stdout.splitlines()}) == 11

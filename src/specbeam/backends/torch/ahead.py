@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment
-from specbeam.backends.torch.selecting import highest
 from specbeam.backends.torch.transfer import to_device
 from specbeam.selection import MASKED, Beams, Selection
 
@@ -73,53 +73,84 @@ class Flags:
         return next((number + 1 for number in range(count) if not self._flags[number].all()), count)
 
 
-class Continuation:
-    """One sequence, or the beams of one search.
+class Group:
+    """Sequences, or searches with as many beams each, that go on together.
 
     Args:
-        segment: its nodes in the first pass.
-        beams: how they go on as beams; None for one sequence.
-        nodes: tokens, positions and slots of the nodes, int32 [3, n]. They are changed in place.
-        suffixes: the slots of the nodes' own suffixes, int32 [n, room]; None if nothing follows the prefix. Likewise.
+        rows: their places among the rows of a selection, int64 [g, n]; n is 1 for sequences.
+        nodes: their places among the nodes of a pass, likewise.
+        beams: how each search goes on; None for sequences.
         ends: token ids, int64.
     """
 
     def __init__(
-        self, segment: Segment, beams: Beams | None, nodes: Tensor, suffixes: Tensor | None, ends: Tensor
+        self, rows: NDArray[np.int64], nodes: NDArray[np.int64], beams: Sequence[Beams] | None, ends: Tensor
     ) -> None:
-        self._beams, self._nodes, self._suffixes, self._ends = beams, nodes, suffixes, ends
-        self._later = to_device(segment.ahead.reshape(-1, len(segment.tokens)).astype(np.int32), nodes.device)
-        self._place = segment.suffixes.shape[1]
-        self._scores = None if beams is None else to_device(beams.scores, nodes.device)
-        self._parents: Tensor | None = None
-        self._tokens = nodes[0]
+        self._rows, self.nodes = to_device(rows, ends.device), to_device(nodes, ends.device)
+        self._ends, self._scores = ends, None
+        if beams is not None:
+            limits = np.array([[one.best_above, one.all_above] for one in beams])
+            self._best_above, self._all_above = to_device(limits, ends.device).unbind(1)
+            self._scores = to_device(np.stack([one.scores for one in beams]), ends.device)
 
-    def choose(self, tokens: Tensor, scores: Tensor, normalizers: Tensor) -> Tensor:
-        """Choose the next nodes by a selection, [n, top] twice and [n].
+    def choose(
+        self, tokens: Tensor, scores: Tensor, normalizers: Tensor, highest: Callable[[Tensor, int], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose the next nodes by a selection, [rows, top] twice and [rows].
 
-        Returns: bool, whether they may be evaluated without a look at them.
+        Returns:
+            Their tokens, [g, n], the places of their parents among the nodes of the pass, likewise, and whether each
+            sequence or search may evaluate them without a look at them, bool [g].
         """
-        is_fine = normalizers.isfinite().all()
-        if self._beams is None or self._scores is None:
-            self._tokens = tokens[:, 0]
-            is_fine &= (scores[:, 0] > MASKED).all()
+        tokens, scores = tokens[self._rows], scores[self._rows]
+        is_fine = normalizers[self._rows].isfinite().all(-1)
+        if self._scores is None:
+            tokens, parents = tokens[..., 0], self.nodes
+            is_fine &= scores[..., 0, 0] > MASKED
         else:
-            sums = (scores + self._scores[:, None]).flatten()
-            order = highest(sums[None], len(self._scores))[0]
-            self._parents, self._tokens = order // tokens.shape[1], tokens.flatten()[order]
-            self._scores = sums[order]
-            best, worst = self._scores[0].double(), self._scores[-1].double()
-            is_fine &= ~sums.isnan().any() & (best > self._beams.best_above) & (worst > self._beams.all_above)
-        return is_fine & ~torch.isin(self._tokens, self._ends).any()
+            sums = (scores + self._scores[..., None]).flatten(1)
+            order = highest(sums, self._scores.shape[1])
+            parents = self.nodes.gather(1, order // tokens.shape[2])
+            tokens, self._scores = tokens.flatten(1).gather(1, order), sums.gather(1, order)
+            best, worst = self._scores[:, 0].double(), self._scores[:, -1].double()
+            is_fine &= ~sums.isnan().any(-1) & (best > self._best_above) & (worst > self._all_above)
+        return tokens, parents, is_fine & ~torch.isin(tokens, self._ends).any(-1)
 
-    def grow(self) -> None:
-        """Go on to the nodes that were chosen."""
-        slots, self._later = self._later[0], self._later[1:]
-        self._nodes[0] = self._tokens
-        self._nodes[1] += 1
-        self._nodes[2] = slots
-        if self._suffixes is not None:
-            if self._parents is not None:
-                self._suffixes.copy_(self._suffixes[self._parents])
-            self._suffixes[:, self._place] = slots
-            self._place += 1
+
+class Suffixes:
+    """The slots of the nodes' own suffixes, which grow by one with each pass.
+
+    Args:
+        shapes: see :class:`Inputs`.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], shapes: Sequence[tuple[tuple[int, int], int] | None], device: str
+    ) -> None:
+        room = max(shape[0][1] for shape in shapes if shape is not None)
+        places, ends = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+        for s, shape in zip(segments, shapes, strict=True):
+            n = len(s.tokens)
+            if shape is None:
+                places.append(np.full((n, room), -1))
+                ends.append(np.full(n, -1))
+                continue
+            (_, own), start = shape
+            first = start + own * np.arange(n)
+            places.append(first[:, None] + np.minimum(np.arange(room), own - 1))
+            ends.append(first + s.suffixes.shape[1])
+        whole, at = np.concatenate(places), np.concatenate(ends)
+        nodes = np.flatnonzero(at >= 0)
+        self._places, self._nodes, self._ends = (to_device(a, device) for a in (whole, nodes, at[nodes]))
+
+    def grow(self, slots: Tensor, parents: Tensor, new: Tensor) -> None:
+        """Go on to the next nodes.
+
+        Args:
+            slots: of prefixes and suffixes, int32. It is changed in place.
+            parents: of each node, among the nodes of the pass, int64 [n].
+            new: the slot of each node, int32 [n].
+        """
+        slots[self._places[self._nodes]] = slots[self._places[parents[self._nodes]]]
+        slots[self._ends] = new[self._nodes]
+        self._ends += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,14 +21,17 @@ from torch import Tensor
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.devices import DTYPES
 from specbeam.backends.torch import TorchBackend
-from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Continuation, Flags, go_ahead
+from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Flags, Group, Suffixes, go_ahead
 from specbeam.backends.torch.inputs import Inputs, Sizes, make_inputs
 from specbeam.backends.torch.kernels import (
+    TILE_POSITIONS,
     Addend,
     Greedy,
     add_and_norm,
     attend,
     attention_bytes,
+    gumbel,
+    highest,
     partial_products,
     product,
     queries_of,
@@ -36,12 +39,12 @@ from specbeam.backends.torch.kernels import (
     shared_bytes,
     summarize,
 )
-from specbeam.backends.torch.selecting import chosen, split
+from specbeam.backends.torch.selecting import Operations, kinds_of
 from specbeam.backends.torch.transfer import Values, to_cpu, to_device
 from specbeam.backends.torch.transformer import Block, GatedMLP, Norm, Weights, cap
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
-from specbeam.selection import Beams, Selection, SelectionRequest, one_after_another
+from specbeam.selection import Beams, Selection, SelectionRequest
 
 MAX_CAPTURED_NODES = 64
 """Passes over more nodes are not captured: their kernels take longer than the launches of these."""
@@ -77,10 +80,12 @@ class GpuBackend(TorchBackend):
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         super().__init__(checkpoint, device, dtype)
+        self._blocks = list(cast("Iterable[Block]", self.model.blocks))
+        each = [[b.attention.qkv, b.attention.output, _into(b), b.mlp.down] for b in self._blocks]
+        weights = [one.weight for some in [*each, [self.model.head]] for one in some]
+        self._following = [weights[4 * i + 1 : 4 * i + 5] for i in range(len(each))]
         self._group = checkpoint.config.num_heads // checkpoint.config.num_kv_heads
         self._numbers = torch.zeros(MAX_NUMBERS, dtype=torch.int32, device=self.device)
-        arrived = MAX_SHARED_TILES * checkpoint.config.num_kv_heads
-        self._arrived = torch.zeros(arrived, dtype=torch.int32, device=self.device)
         self._captures = self._numbers.is_cuda
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._graphs: dict[tuple[Sizes, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -113,9 +118,13 @@ class GpuBackend(TorchBackend):
                 features = features[to_device(wanted, self.device)]
             return self.logits(features[: len(wanted)], logits_wanted(segments, self.vocab_size))
 
-    def normalizers_of(self, logits: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
         with self._current():
-            return summarize(logits)[0]
+            return super().choose(logits, requests)
+
+    @property
+    def operations(self) -> Operations:
+        return OPERATIONS
 
     def _current(self) -> AbstractContextManager[object]:
         """Triton launches kernels on the current device."""
@@ -162,13 +171,14 @@ class GpuBackend(TorchBackend):
         """Bring the numbers of a pass to the device, in one copy."""
         n, b = inputs.nodes.shape[1], len(inputs.blocks)
         padded = _power_of_two(n), _power_of_two(b), _power_of_two(inputs.tiles)
-        fits = n <= MAX_CAPTURED_NODES and 4 * (padded[0] + padded[1]) + len(inputs.slots) <= MAX_NUMBERS
+        size = 4 * (padded[0] + padded[1]) + len(inputs.slots) + TILE_POSITIONS * padded[2]
+        fits = n <= MAX_CAPTURED_NODES and size <= MAX_NUMBERS
         nodes, blocks, tiles = padded if fits else (n, b, inputs.tiles)
         branch = any(own is not None for own in inputs.suffixes)
         sizes = Sizes(nodes, blocks, tiles if nodes * tiles <= MAX_SHARED_TILES else None, branch, queries)
         numbers = inputs.numbers(sizes)
-        if not fits:
-            return Pass(to_device(numbers, self.device), sizes, False)
+        if not fits:  # programs read the slots of whole tiles
+            return Pass(to_device(np.pad(numbers, (0, TILE_POSITIONS * tiles)), self.device), sizes, False)
         self._numbers[: len(numbers)].copy_(torch.from_numpy(numbers), non_blocking=True)
         return Pass(self._numbers, sizes, True)
 
@@ -246,15 +256,15 @@ class GpuBackend(TorchBackend):
         angles = {rope: at[:, None] * frequencies for rope, frequencies in model.frequencies.items()}
         rotations = {rope: (a.cos() * rope.scale, a.sin() * rope.scale) for rope, a in angles.items()}
         addend: Addend | None = None
-        for number, block in enumerate(cast("Iterable[Block]", model.blocks)):
+        for number, (block, following) in enumerate(zip(self._blocks, self._following, strict=True)):
             a = block.attention
             keys, values = self._store.layer(number)
             rotation = None if a.rope is None else rotations[a.rope]
             norms = None if a.q_norm is None or a.k_norm is None else (a.q_norm.weight, a.k_norm.weight)
             x, normed = add_and_norm(x, addend, _of(block.attention_norm), eps)
             qkv = partial_products(normed, a.qkv.weight)
-            q = rotate_and_store(qkv, a.qkv.bias, keys, values, slots, a.heads, rotation, norms, eps)
-            attended = attend(q, keys, values, ancestors, self._arrived, a.scale, a.softcap, a.window)
+            q = rotate_and_store(qkv, a.qkv.bias, keys, values, slots, a.heads, rotation, norms, eps, following)
+            attended = attend(q, keys, values, ancestors, a.scale, a.softcap, a.window)
             addend = _added(a.output, attended, block.post_attention_norm)
             if block.mlp_norm is None:
                 x, _ = add_and_norm(x, addend, None, eps)
@@ -263,7 +273,7 @@ class GpuBackend(TorchBackend):
                 x, _ = add_and_norm(x, addend, None, eps)
             else:
                 x, normed = add_and_norm(x, addend, _of(block.mlp_norm), eps)
-            into = block.mlp.gate_up if isinstance(block.mlp, GatedMLP) else block.mlp.up
+            into = _into(block)
             inner = product(normed, into.weight, into.bias, config.activation, config.gated_mlp)
             addend = _added(block.mlp.down, inner, block.post_mlp_norm)
         return add_and_norm(x, addend, _of(model.norm), eps)[1]
@@ -339,42 +349,70 @@ class Chosen:
         ends: Tensor,
         vocab: int,
     ) -> None:
-        self._backend, self._ready, self._requests, self._vocab = backend, ready, requests, vocab
-        self._rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
+        self._backend, self._ready, self._vocab, device = backend, ready, vocab, backend.device
+        rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
         nodes, ancestors = ready.sizes.views(ready.numbers)
-        self._going = []
-        for s, how, rows, place in zip(segments, beams, self._rows, suffixes, strict=True):
-            own = None
-            if place is not None:
-                shape, start = place
-                own = ancestors.slots[start : start + shape[0] * shape[1]].view(shape)
-            self._going.append(Continuation(s, how, nodes[:3, rows], own, ends))
-        self._kinds: list[list[int]] = []
+        self._nodes, self._slots, self._count = nodes[:3, : rows[-1].stop], ancestors.slots, len(segments)
+        later = [s.ahead.reshape(-1, len(s.tokens)) for s in segments]
+        self._later = to_device(np.concatenate(later, axis=1).astype(np.int32), device)
+        self._kinds = kinds_of(list(zip(rows, requests, strict=True)))
+        self._groups: list[list[tuple[Tensor, Group]]] = []
+        for kind in self._kinds:
+            same: dict[int, list[tuple[int, slice]]] = {}
+            for number, own in zip(kind.numbers, kind.own_rows(), strict=True):
+                width = 0 if beams[number] is None else own.stop - own.start
+                same.setdefault(width, []).append((number, own))
+            groups = []
+            for some in same.values():
+                searches = [how for i, _ in some if (how := beams[i]) is not None]
+                group = Group(
+                    _places(own for _, own in some), _places(rows[i] for i, _ in some), searches or None, ends
+                )
+                groups.append((to_device(np.array([i for i, _ in some]), device), group))
+            self._groups.append(groups)
+        self._suffixes = Suffixes(segments, suffixes, device) if any(suffixes) else None
         self._found: list[list[Values]] = []
         self._logits: list[Tensor] = []
 
     def run(self, number: int) -> Tensor:
-        if number:
-            for one in self._going:
-                one.grow()
+        """As :meth:`Passes.run`."""
         features = self._backend.features(self._ready)
-        logits = self._backend.logits(features[: self._rows[-1].stop], self._vocab)
-        requests = [request.after(number) for request in self._requests]
-        asked = list(zip(self._rows, requests, strict=True))
-        self._kinds, values = chosen(logits, asked, self._backend.normalizers_of)
+        logits = self._backend.logits(features[: self._nodes.shape[1]], self._vocab)
+        kinds = [replace(kind, request=kind.request.after(number)) for kind in self._kinds]
+        values = [kind.select(logits, self._backend.operations) for kind in kinds]
         self._found.append(values)
         self._logits.append(logits)
         self._logits[: -PASSES_IN_FLIGHT - 1] = [logits[:0]] * max(0, len(self._logits) - PASSES_IN_FLIGHT - 1)
-        selections = split(self._kinds, values, [(logits[rows], request) for rows, request in asked])
-        tensors: list[tuple[Any, ...]] = [(own.tokens, own.scores, own.normalizers) for own in selections]
-        return torch.stack([one.choose(*own) for one, own in zip(self._going, tensors, strict=True)])
+        flags = torch.empty(self._count, dtype=torch.bool, device=logits.device)
+        parents = torch.arange(self._nodes.shape[1], device=logits.device)
+        for (tokens, _, scores, normalizers, *_), groups in zip(values, self._groups, strict=True):
+            for which, group in groups:
+                highest = self._backend.operations.highest
+                next_tokens, of, is_fine = group.choose(tokens, scores, normalizers, highest)
+                flags[which], parents[group.nodes] = is_fine, of
+                self._nodes[0, group.nodes] = next_tokens.int()
+        if number < len(self._later):
+            self._nodes[1] += 1
+            self._nodes[2] = self._later[number]
+            if self._suffixes is not None:
+                self._suffixes.grow(self._slots, parents, self._later[number])
+        return flags
 
     def selections(self, count: int) -> list[Selection]:
-        last = self._logits[count - 1]
-        parts = [(last[rows], request) for rows, request in zip(self._rows, self._requests, strict=True)]
-        arrays = iter(to_cpu([values for found in self._found[:count] for values in found]))
-        passes = [split(self._kinds, [next(arrays) for _ in self._kinds], parts) for _ in range(count)]
-        return [one_after_another(of_one) for of_one in zip(*passes, strict=True)]
+        """As :meth:`Passes.selections`."""
+        passes = [
+            [None if one[0] is None else torch.stack(one) for one in zip(*values, strict=True)]
+            for values in zip(*self._found[:count], strict=True)
+        ]
+        last, of = self._logits[count - 1], dict[int, Selection]()
+        for kind, values in zip(self._kinds, to_cpu(passes), strict=True):
+            of.update(kind.selections(values, last))
+        return [of[i] for i in range(self._count)]
+
+
+def _places(parts: Iterable[slice]) -> NDArray[np.int64]:
+    """Slices of one size as rows of indices."""
+    return np.stack([np.arange(part.start, part.stop) for part in parts])
 
 
 def _is_plain(request: SelectionRequest) -> bool:
@@ -388,8 +426,15 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+OPERATIONS = Operations(lambda logits: summarize(logits)[0], gumbel, highest)
+
+
 def _of(norm: Norm) -> tuple[Tensor, Tensor | None]:
     return norm.weight, norm.bias
+
+
+def _into(block: Block) -> Weights:
+    return block.mlp.gate_up if isinstance(block.mlp, GatedMLP) else block.mlp.up
 
 
 def _added(weights: Weights, x: Tensor, post_norm: Norm | None) -> Addend:

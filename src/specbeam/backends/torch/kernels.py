@@ -9,13 +9,19 @@ tiles of positions, wherever the keys lie.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
+
+from specbeam.backends.torch.selecting import highest as by_sorting
+from specbeam.backends.torch.transfer import to_device
 
 TILE_POSITIONS = 64
 """Positions of a sequence that attention reads at once."""
@@ -28,8 +34,13 @@ MAX_PARTS, ROWS_AT_ONCE, MIN_PART_COLUMNS = 4, 8192, 512
 """A matrix has at most so many parts of columns, so many rows in all parts, and parts of at least so many columns."""
 PART_STEP = 256
 """The columns of a part are a multiple of this, and of the columns of each tile."""
+MAX_TAKEN = 256
+"""As many highest scores are taken one after the other. More are sorted."""
 MAX_NODES_IN_PARTS = 64
 """More nodes are programs enough: each adds up all parts of the columns."""
+LINE_BYTES = tl.constexpr(128)
+FETCHED_LINES, MAX_FETCHED_LINES = 256, 1 << 18
+"""Lines of weights that a program fetches into the second cache, and of a layer at most: 32 MB of an H200's 50."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -183,26 +194,30 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def tiles(n: int, rows: int, dtype: torch.dtype, gated: bool) -> tuple[int, int, int, int, int]:
-    """Nodes, rows and columns of a product's tile, its warps, and its stages: the fastest on an H100."""
+    """Nodes, rows and columns of a product's tile, its warps, and its stages: the fastest on an H200."""
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
     if n > 64:
         return 128, 64, 64, 8, 3
     nodes = 16 if n <= 16 else 32 if n <= 32 else 64
-    if rows <= (4096 if n <= 16 else 2048) and not gated:
-        return nodes, 16, 256, 4, 4
-    return nodes, 32, 128, 4, 4 if gated and n <= 16 else 6
+    if gated:
+        return (nodes, 32, 128, 4, 4) if n <= 32 else (nodes, 32, 64, 4, 8)
+    if rows <= ROWS_AT_ONCE and (n <= 32 or rows <= ROWS_AT_ONCE // MAX_PARTS):
+        return nodes, 32, 128, 4, 6
+    return (nodes, 64, 128, 4, 4) if n <= 32 else (nodes, 64, 64, 4, 8)
 
 
 @triton.jit
-def _normed(values, weight, bias, feature, inside, size, eps, LAYER: tl.constexpr):
+def _normed(values, weight, bias, inside, size, eps, LAYER: tl.constexpr):
     if LAYER:
         values = tl.where(inside, values - tl.sum(values) / size, 0.0)
     values *= 1 / tl.sqrt_rn(tl.sum(values * values) / size + eps)
-    values *= tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32)
-    if LAYER:
-        values += tl.load(bias + feature, mask=inside, other=0.0).to(tl.float32)
-    return values
+    return values * weight + bias if LAYER else values * weight
+
+
+@triton.jit
+def _vector(start, feature, inside):
+    return tl.load(start + feature, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -215,19 +230,22 @@ def _norm(
     inside = feature < size
     place = tl.program_id(0).to(tl.int64) * size + feature
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    norm_weight = _vector(weight, feature, inside)  # no load waits for the store below
+    norm_bias = _vector(bias, feature, inside)
     if PARTS > 0:
         added = tl.load(parts + place, mask=inside, other=0.0)
         for part in tl.static_range(1, PARTS):
             added += tl.load(parts + part * n * size + place, mask=inside, other=0.0)
         if HAS_BIAS:
-            added += tl.load(parts_bias + feature, mask=inside, other=0.0).to(tl.float32)
+            added += _vector(parts_bias, feature, inside)
         if HAS_POST:
-            added = _normed(added, post_weight, post_bias, feature, inside, size, eps, LAYER)
+            own_weight = _vector(post_weight, feature, inside)
+            added = _normed(added, own_weight, _vector(post_bias, feature, inside), inside, size, eps, LAYER)
         rounded = (values + added).to(total.dtype.element_ty)
         tl.store(total + place, rounded, mask=inside)
         values = rounded.to(tl.float32)
     if HAS_NORM:
-        values = _normed(values, weight, bias, feature, inside, size, eps, LAYER)
+        values = _normed(values, norm_weight, norm_bias, inside, size, eps, LAYER)
         tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
 
 
@@ -276,12 +294,29 @@ def _total(parts, place, step, bias, feature, inside, PARTS: tl.constexpr, HAS_B
 
 
 @triton.jit
+def _fetch(chunk, one, two, three, four, end_one, end_two, end_three, end_four, LINES: tl.constexpr):
+    """Let the second cache have lines of up to four matrices, which lie one after the other. Nobody waits for them."""
+    line = tl.minimum(chunk * LINES + tl.arange(0, LINES), end_four - 1).to(tl.int64)
+    address = four.to(tl.int64) + (line - end_three) * LINE_BYTES
+    address = tl.where(line < end_three, three.to(tl.int64) + (line - end_two) * LINE_BYTES, address)
+    address = tl.where(line < end_two, two.to(tl.int64) + (line - end_one) * LINE_BYTES, address)
+    address = tl.where(line < end_one, one.to(tl.int64) + line * LINE_BYTES, address)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv, bias, q, keys, values, slots, cos, sin, q_weight, k_weight, n, key_stride, heads, kv_heads, head_dim, half,
-    eps, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
-    TILE: tl.constexpr,
+    eps, one, two, three, four, end_one, end_two, end_three, end_four,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    TILE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
+    """Its last programs fetch the weights of the kernels that follow."""
     node, head = tl.program_id(0), tl.program_id(1)
+    if head >= heads + 2 * kv_heads:
+        chunk = (head - heads - 2 * kv_heads) * tl.num_programs(0) + node
+        _fetch(chunk, one, two, three, four, end_one, end_two, end_three, end_four, LINES)
+        return
     feature = tl.arange(0, TILE)
     inside = feature < head_dim
     width = (heads + 2 * kv_heads) * head_dim
@@ -330,8 +365,11 @@ def rotate_and_store(
     rotation: tuple[Tensor, Tensor] | None,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
+    following: Sequence[Tensor],
 ) -> Tensor:
     """Norm and rotate queries and keys, and put keys and values into their slots.
+
+    Attention reads little. Meanwhile the device's second cache fills with the weights that come next.
 
     Args:
         qkv: partial products for each node, float32 [parts, n, (heads + 2 kv_heads) * head_dim].
@@ -340,6 +378,7 @@ def rotate_and_store(
         slots: int32 [n]; -1 for nodes that are padding.
         rotation: cosines and sines of the nodes' positions, float32 [n, half]; None for no rotation.
         norms: weights of the RMSNorms of queries and of keys, [head_dim] each.
+        following: the next four matrices of weights.
 
     Returns: the queries, [n, heads, head_dim].
     """
@@ -347,10 +386,13 @@ def rotate_and_store(
     parts, n, _ = qkv.shape
     q = keys.new_empty(n, heads, head_dim)
     cos, sin = rotation or (qkv, qkv)
-    _rotate_and_store[(n, heads + 2 * kv_heads)](
+    ends = np.minimum(np.cumsum([one.nbytes // LINE_BYTES for one in following]), MAX_FETCHED_LINES).tolist()
+    chunks = triton.cdiv(ends[-1], FETCHED_LINES) if keys.is_cuda and n <= MAX_NODES_IN_PARTS else 0
+    _rotate_and_store[(n, heads + 2 * kv_heads + triton.cdiv(chunks, n))](
         qkv, qkv if bias is None else bias, q, keys, values, slots, cos, sin, *(norms or (qkv, qkv)), n, keys.stride(0),
-        heads, kv_heads, head_dim, cos.shape[-1] if rotation else 0, eps, PARTS=parts, HAS_BIAS=bias is not None,
-        HAS_NORM=norms is not None, HAS_ROPE=rotation is not None, TILE=triton.next_power_of_2(head_dim), num_warps=1,
+        heads, kv_heads, head_dim, cos.shape[-1] if rotation else 0, eps, *following, *ends, PARTS=parts,
+        HAS_BIAS=bias is not None, HAS_NORM=norms is not None, HAS_ROPE=rotation is not None,
+        TILE=triton.next_power_of_2(head_dim), LINES=FETCHED_LINES, num_warps=1,
     )  # fmt: skip
     return q
 
@@ -388,14 +430,11 @@ def _merged(total, weights, highest, part, part_weights, part_highest):
 
 @triton.jit
 def _attend_tiles(
-    q, keys, values, positions, blocks, suffixes, slots, partial, sums, arrived, out, n, key_stride, heads, head_dim,
+    q, keys, values, positions, blocks, suffixes, slots, partial, sums, n, key_stride, heads, head_dim,
     scale, softcap, window, tiles,
-    GROUP: tl.constexpr, TILE_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr, UNROLLED: tl.constexpr,
+    GROUP: tl.constexpr, TILE_D: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr,
 ):  # fmt: skip
-    """The sums of each tile alone, which the last program merges.
-
-    The first programs have a shared tile each, the others a node and its own tiles.
-    """
+    """The sums of each tile alone. The first programs have a shared tile each, the others a node and its own tiles."""
     block, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(blocks + 4 * block), tl.load(blocks + 4 * block + 1)
     prefix, shared = tl.load(blocks + 4 * block + 2), tl.load(blocks + 4 * block + 3)
@@ -415,52 +454,53 @@ def _attend_tiles(
         stop = last + 1
     elif stop > shared:  # nodes have tiles of their own
         stop = 0
-    if start <= last:
-        query = node * heads + head * GROUP + row % GROUP
-        inside = is_row[:, None] & (feature < head_dim)[None, :]
-        q_tile = tl.load(q + query[:, None] * head_dim + feature[None, :], mask=inside, other=0.0)
-        keys += head.to(tl.int64) * key_stride
-        values += head.to(tl.int64) * key_stride
-        for at in range(start, stop, TILE_P):
-            p = at + tl.arange(0, TILE_P)
-            place = prefix + p
-            if number >= tiles:
-                place = tl.where(p < shared, place, tl.load(suffixes + first + number - tiles) + p - shared)
-            slot = tl.load(slots + place, mask=p <= last, other=-1)
-            seen = (p[None, :] <= position[:, None]) & (p[None, :] > position[:, None] - window)
-            part, weights, highest = _attended(
-                q_tile, keys, values, slot, seen, scale, softcap, head_dim, TILE_D, TILE_P
-            )
-            to = at // TILE_P * n * heads + query
-            tl.store(partial + to[:, None].to(tl.int64) * head_dim + feature[None, :], part, mask=inside)
-            tl.store(sums + 2 * to, weights, mask=is_row)
-            tl.store(sums + 2 * to + 1, highest, mask=is_row)
-    tl.debug_barrier()  # all of this program's stores come before its arrival
-    kv_heads, programs = tl.num_programs(1), tl.num_programs(2)
-    if tl.atomic_add(arrived + block * kv_heads + head, 1) == programs - 1:
-        tl.store(arrived + block * kv_heads + head, 0)
-        is_row = row < count * GROUP
-        node = first + row // GROUP
-        query = node * heads + head * GROUP + row % GROUP
-        position = tl.load(positions + node, mask=is_row, other=-1)
-        inside = is_row[:, None] & (feature < head_dim)[None, :]
-        lowest = tl.maximum(tl.min(tl.where(is_row, position, 1 << 30)) - window + 1, 0) // TILE_P
-        total = tl.zeros((TILE_Q, TILE_D), tl.float32)
-        weights = tl.zeros((TILE_Q,), tl.float32)
-        highest = tl.full((TILE_Q,), float("-inf"), tl.float32)
-        for begin in range(lowest, tl.max(position) // TILE_P + 1, UNROLLED):
-            for i in tl.static_range(UNROLLED):
-                tile = begin + i
-                there = tile * TILE_P <= position  # others hold what earlier passes left
-                to = tile * n * heads + query
-                place = partial + to[:, None].to(tl.int64) * head_dim + feature[None, :]
-                part = tl.load(place, mask=there[:, None] & inside, other=0.0, cache_modifier=".cg")
-                part_weights = tl.load(sums + 2 * to, mask=there, other=0.0, cache_modifier=".cg")
-                part_highest = tl.load(sums + 2 * to + 1, mask=there, other=float("-inf"), cache_modifier=".cg")
-                total, weights, highest = _merged(total, weights, highest, part, part_weights, part_highest)
-        total = total / weights[:, None]
-        place = out + query[:, None] * head_dim + feature[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+    query = node * heads + head * GROUP + row % GROUP
+    inside = is_row[:, None] & (feature < head_dim)[None, :]
+    q_tile = tl.load(q + query[:, None] * head_dim + feature[None, :], mask=inside, other=0.0)
+    keys += head.to(tl.int64) * key_stride
+    values += head.to(tl.int64) * key_stride
+    for at in range(start, stop, TILE_P):
+        p = at + tl.arange(0, TILE_P)
+        place = prefix + p
+        if number >= tiles:
+            place = tl.where(p < shared, place, tl.load(suffixes + first + number - tiles) + p - shared)
+        slot = tl.where(p <= last, tl.load(slots + place), -1)  # the load does not wait for the positions
+        seen = (p[None, :] <= position[:, None]) & (p[None, :] > position[:, None] - window)
+        part, weights, highest = _attended(q_tile, keys, values, slot, seen, scale, softcap, head_dim, TILE_D, TILE_P)
+        to = at // TILE_P * n * heads + query
+        is_stored = is_row & (position >= at)  # nobody merges others
+        store = partial + to[:, None].to(tl.int64) * head_dim + feature[None, :]
+        tl.store(store, part, mask=inside & is_stored[:, None])
+        tl.store(sums + 2 * to, weights, mask=is_stored)
+        tl.store(sums + 2 * to + 1, highest, mask=is_stored)
+
+
+@triton.jit
+def _merge_tiles(
+    partial, sums, positions, out, n, heads, head_dim, window,
+    TILE_D: tl.constexpr, TILE_P: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    node, head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + node)
+    feature = tl.arange(0, TILE_D)
+    inside = (feature < head_dim)[None, :]
+    query = node * heads + head
+    total = tl.zeros((1, TILE_D), tl.float32)
+    weights = tl.zeros((1,), tl.float32)
+    highest = tl.full((1,), float("-inf"), tl.float32)
+    last = position // TILE_P
+    for start in range(tl.maximum(position - window + 1, 0) // TILE_P, last + 1, UNROLLED):
+        for i in tl.static_range(UNROLLED):
+            tile = start + i + tl.zeros((1,), tl.int32)
+            to = tile * n * heads + query
+            there = tile <= last
+            place = partial + to[:, None].to(tl.int64) * head_dim + feature[None, :]
+            part = tl.load(place, mask=there[:, None] & inside, other=0.0)
+            part_weights = tl.load(sums + 2 * to, mask=there, other=0.0)
+            part_highest = tl.load(sums + 2 * to + 1, mask=there, other=float("-inf"))
+            total, weights, highest = _merged(total, weights, highest, part, part_weights, part_highest)
+    total = total / weights[:, None]
+    tl.store(out + query * head_dim + feature[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -517,7 +557,6 @@ def attend(
     keys: Tensor,
     values: Tensor,
     ancestors: Ancestors,
-    arrived: Tensor,
     scale: float,
     softcap: float | None,
     window: int | None,
@@ -527,7 +566,6 @@ def attend(
     Args:
         q: [n, heads, head_dim].
         keys, values: of the layer, [kv_heads, capacity, head_dim].
-        arrived: zeros, int32 [blocks * kv_heads] or more. They are zeros again afterwards.
     """
     n, heads, head_dim = q.shape
     a, kv_heads = ancestors, len(keys)
@@ -549,9 +587,12 @@ def attend(
     sums = q.new_empty(a.tiles * n * heads * 2, dtype=torch.float32)
     programs = a.tiles + (a.queries // group if a.branch else 0)
     _attend_tiles[(len(a.blocks), kv_heads, programs)](
-        q, keys, values, a.positions, a.blocks, a.suffixes, a.slots, partial, sums, arrived, out, n, keys.stride(0),
-        heads, head_dim, scale, softcap or 0.0, last, a.tiles, **sizes, UNROLLED=max(1, 64 // tile_q), num_warps=warps,
-        num_stages=1,
+        q, keys, values, a.positions, a.blocks, a.suffixes, a.slots, partial, sums, n, keys.stride(0), heads, head_dim,
+        scale, softcap or 0.0, last, a.tiles, **sizes, num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    _merge_tiles[(n, heads)](
+        partial, sums, a.positions, out, n, heads, head_dim, last, TILE_D=tile_d, TILE_P=TILE_POSITIONS, UNROLLED=16,
+        num_warps=1,
     )  # fmt: skip
     return out
 
@@ -661,3 +702,80 @@ def summarize(logits: Tensor, greedy: Greedy | None = None) -> tuple[Tensor, Ten
         TILE=triton.next_power_of_2(chunks), num_warps=1,
     )  # fmt: skip
     return normalizers, tokens
+
+
+@triton.jit
+def _gumbel(seeds, at, out, vocab, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    quarter = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.uint32)
+    position = tl.load(at + 2 * row).to(tl.uint32) + quarter * 0
+    stream = tl.load(at + 2 * row + 1).to(tl.uint32) + quarter * 0
+    words = tl.philox(tl.load(seeds + row), quarter, position, stream, quarter * 0)
+    for i in tl.static_range(4):
+        token = 4 * quarter.to(tl.int64) + i
+        uniform = (words[i].to(tl.float64) + 0.5) * 2.3283064365386963e-10
+        tl.store(out + row.to(tl.int64) * vocab + token, -tl.log(-tl.log(uniform)), mask=token < vocab)
+
+
+def gumbel(
+    seeds: NDArray[np.uint64],
+    streams: NDArray[np.uint32],
+    positions: NDArray[np.uint32],
+    vocab: int,
+    device: torch.device | str,
+) -> Tensor:
+    """The same as :func:`specbeam.backends.torch.noise.gumbel`."""
+    n, tile = len(seeds), 512
+    out = torch.empty(n, vocab, dtype=torch.float64, device=device)
+    at = np.stack([positions, streams], axis=1).astype(np.int64)
+    keys = to_device(seeds.view(np.int64), device)
+    _gumbel[(n, triton.cdiv(vocab, 4 * tile))](keys, to_device(at, device), out, vocab, TILE=tile, num_warps=4)
+    return out
+
+
+@triton.jit
+def _keys(x, column):
+    """Numbers whose order is that of float32 numbers, and of equals the lower column is higher."""
+    bits = x.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+
+
+@triton.jit
+def _take_highest(keys, to, k):
+    """Store the k highest of some keys, the highest first. All are different."""
+    for i in range(k):
+        best = tl.max(keys)
+        tl.store(to + i, best)
+        keys = tl.where(keys == best, -0x8000000000000000, keys)
+
+
+@triton.jit
+def _highest_of_chunks(x, found, size, stride, chunks, k, CHUNK: tl.constexpr):
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(x + row.to(tl.int64) * stride + column, mask=column < size, other=0.0) + 0.0  # no -0
+    keys = tl.where(column < size, _keys(values, column), -0x8000000000000000)
+    _take_highest(keys, found + (row * chunks + chunk) * k, k)
+
+
+@triton.jit
+def _highest_of_all(found, sorted_keys, count, k, TILE: tl.constexpr):
+    row, place = tl.program_id(0), tl.arange(0, TILE)
+    keys = tl.load(found + row * count + place, mask=place < count, other=-0x8000000000000000)
+    _take_highest(keys, sorted_keys + row * k, k)
+
+
+def highest(scores: Tensor, k: int) -> Tensor:
+    """The same as :func:`specbeam.backends.torch.selecting.highest`."""
+    n, size = scores.shape
+    chunks = triton.cdiv(size, CHUNK)
+    if k == 1 or k > MAX_TAKEN or chunks * k > MAX_TAKEN * 64 or scores.dtype != torch.float32:
+        return by_sorting(scores, k)
+    found = torch.empty(n, chunks * k, dtype=torch.int64, device=scores.device)
+    _highest_of_chunks[(n, chunks)](scores, found, size, scores.stride(0), chunks, k, CHUNK=CHUNK, num_warps=8)
+    if chunks > 1:
+        candidates, found = found, torch.empty(n, k, dtype=torch.int64, device=scores.device)
+        tile = triton.next_power_of_2(chunks * k)
+        _highest_of_all[(n,)](candidates, found, chunks * k, k, TILE=tile, num_warps=8 if tile > 1024 else 4)
+    return 0x7FFFFFFF - (found & 0xFFFFFFFF)

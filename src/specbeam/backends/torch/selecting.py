@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,20 +31,28 @@ BLOCK_SIZE = 128
 """The highest of many scores are searched in blocks of this size."""
 
 
+class Operations(NamedTuple):
+    """The slow operations of selections. A device may have kernels for them."""
+
+    normalizers: Callable[[Tensor], Tensor]
+    gumbel: Callable[..., Tensor]
+    highest: Callable[[Tensor, int], Tensor]
+
+
 class TensorBackend(Backend):
     """A backend whose logits are tensors, float32 [n, vocab] on its device."""
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
         if requests:
-            return choose(logits, requests, self.normalizers_of)
+            return choose(logits, requests, self.operations)
         if logits.is_cuda:  # the time of a pass counts until then
             torch.cuda.synchronize(logits.device)
         return []
 
-    def normalizers_of(self, logits: Tensor) -> Tensor:
-        """The logsumexp of each row of logits, float32 [n]. A device may have a kernel for it."""
-        return normalizers_of(logits)
+    @property
+    def operations(self) -> Operations:
+        return PLAIN
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         return torch.cat([*rows])
@@ -53,87 +61,99 @@ class TensorBackend(Backend):
         return logits.cpu().numpy()
 
 
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Requests of one kind, which are served together.
+
+    Attributes:
+        numbers: of the requests.
+        parts: the rows of logits of each.
+        request: all of them as one request about all their rows.
+        seeds: of each row's noise, uint64 [n].
+    """
+
+    numbers: Sequence[int]
+    parts: Sequence[slice]
+    request: SelectionRequest
+    seeds: NDArray[np.uint64]
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """The logits of all requests, [n, vocab]."""
+        if all(one.stop == other.start for one, other in pairwise(self.parts)):
+            return logits[self.parts[0].start : self.parts[-1].stop]
+        return torch.cat([logits[rows] for rows in self.parts])
+
+    def own_rows(self) -> list[slice]:
+        """The rows of each request among those of all."""
+        return [slice(*both) for both in pairwise(accumulate((p.stop - p.start for p in self.parts), initial=0))]
+
+    def select(self, logits: Tensor, operations: Operations) -> Values:
+        """The values of a selection about the rows, as tensors on the device of the logits."""
+        rows = self.rows(logits)
+        return _select(rows, self.request, self.seeds, operations)
+
+    def selections(self, values: Values, logits: Tensor) -> list[tuple[int, Selection]]:
+        """The selection of each request, beside its number.
+
+        Args:
+            values: arrays [passes, n, ...].
+            logits: of the last pass.
+        """
+        found = []
+        for number, part, rows in zip(self.numbers, self.parts, self.own_rows(), strict=True):
+            own: list[Any] = [None if a is None else np.concatenate(a[:, rows]) for a in values]
+            own += [((logits[part, : self.request.vocab], slice(0, part.stop - part.start)),), torch.cat]
+            found.append((number, Selection(*own)))
+        return found
+
+
 def select(logits: Tensor, request: SelectionRequest, normalizers: NDArray[np.float32] | None = None) -> Selection:
     """Serve one request about all rows of logits, float32 [n, vocab] on any device.
 
     Args:
         normalizers: of the logits (:class:`Selection`), if a backend has computed them already, float32 [n].
     """
-    given = None if normalizers is None else to_device(normalizers, logits.device)
-    (values,) = to_cpu([_select(logits, request, _seeds(request), given)])
-    return _split(values, [(logits, request)])[0]
+    operations = PLAIN
+    if normalizers is not None:
+        operations = PLAIN._replace(normalizers=lambda logits: to_device(normalizers, logits.device))
+    return choose(logits, [(slice(0, len(logits)), request)], operations)[0]
 
 
 def choose(
-    logits: Tensor,
-    requests: Sequence[tuple[slice, SelectionRequest]],
-    normalizers: Callable[[Tensor], Tensor] | None = None,
+    logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]], operations: Operations | None = None
 ) -> list[Selection]:
     """Serve the requests of a pass, each about a slice of the rows of its logits, float32 [rows, vocab].
 
     Requests of one kind are served together. All selections come to the CPU in one copy, so a GPU waits once.
-
-    Args:
-        normalizers: another function for :func:`normalizers_of`.
     """
-    kinds, values = chosen(logits, requests, normalizers or normalizers_of)
-    return split(kinds, to_cpu(values), [(logits[rows], request) for rows, request in requests])
+    kinds = kinds_of(requests)
+    selected = [kind.select(logits, operations or PLAIN) for kind in kinds]
+    values = to_cpu([[None if one is None else one[None] for one in own] for own in selected])
+    found = dict(pair for kind, own in zip(kinds, values, strict=True) for pair in kind.selections(own, logits))
+    return [found[i] for i in range(len(requests))]
 
 
-def chosen(
-    logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]], normalizers: Callable[[Tensor], Tensor]
-) -> tuple[list[list[int]], list[Values]]:
-    """What :func:`choose` selects, on the device of the logits.
-
-    Returns:
-        The requests of each kind, by their numbers, and the values of all their selections together.
-    """
-    parts = [(logits[rows], request) for rows, request in requests]
+def kinds_of(requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Kind]:
+    """The requests of a pass by their kinds."""
     kinds: dict[Any, list[int]] = {}
     for number, (_, request) in enumerate(requests):
         kinds.setdefault(_kind(request), []).append(number)
-    values = []
-    for same in kinds.values():
-        slices = [requests[number][0] for number in same]
-        adjacent = all(one.stop == other.start for one, other in pairwise(slices))
-        whole = slice(slices[0].start, slices[-1].stop)
-        rows = logits[whole] if adjacent else torch.cat([parts[number][0] for number in same])
-        request, seeds = _merged([parts[number] for number in same])
-        values.append(_select(rows, request, seeds, normalizers(rows[:, : request.vocab])))
-    return list(kinds.values()), values
+    return [
+        Kind(same, [requests[number][0] for number in same], *_merged([requests[number] for number in same]))
+        for same in kinds.values()
+    ]
 
 
-def split(
-    kinds: Sequence[Sequence[int]], values: Sequence[Values], parts: Sequence[tuple[Tensor, SelectionRequest]]
-) -> list[Selection]:
-    """The selections of requests.
-
-    Args:
-        kinds, values: what :func:`chosen` gives, on the device or as arrays.
-        parts: the rows of logits of each request, and the request.
-    """
-    found: dict[int, Selection] = {}
-    for same, own in zip(kinds, values, strict=True):
-        found.update(zip(same, _split(own, [parts[number] for number in same]), strict=True))
-    return [found[i] for i in range(len(parts))]
-
-
-def _select(
-    logits: Tensor, request: SelectionRequest, seeds: NDArray[np.uint64], given: Tensor | None = None
-) -> Values:
-    """The values of a selection, as tensors on the device of the logits.
-
-    Args:
-        seeds: of each row's noise, uint64 [n].
-        given: the normalizers, if they are known.
-    """
+def _select(logits: Tensor, request: SelectionRequest, seeds: NDArray[np.uint64], operations: Operations) -> Values:
     logits = logits[:, : request.vocab]
-    normalizers = normalizers_of(logits) if given is None else given
+    normalizers = operations.normalizers(logits)
     scores = changed(logits, request, normalizers)
     noise = None
     if request.noise is not None:
-        noise = gumbel(seeds, request.noise.streams, request.noise.positions, logits.shape[-1], logits.device)
-    tokens = highest(scores if noise is None else scores + noise, min(request.top, logits.shape[-1]))
+        at = request.noise.streams, request.noise.positions
+        noise = operations.gumbel(seeds, *at, logits.shape[-1], logits.device)
+    ranked = scores if noise is None else scores + noise
+    tokens = operations.highest(ranked, min(request.top, logits.shape[-1]))
     given_tokens = None if request.given is None else to_device(request.given, logits.device)
     return [
         tokens,
@@ -221,6 +241,9 @@ def highest(scores: Tensor, k: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
+PLAIN = Operations(normalizers_of, gumbel, highest)
+
+
 def _seeds(request: SelectionRequest) -> NDArray[np.uint64]:
     if request.noise is None:
         return np.empty(0, np.uint64)
@@ -246,12 +269,12 @@ def _kind(request: SelectionRequest) -> tuple[Any, ...]:
     )
 
 
-def _merged(parts: Sequence[tuple[Tensor, SelectionRequest]]) -> tuple[SelectionRequest, NDArray[np.uint64]]:
+def _merged(parts: Sequence[tuple[slice, SelectionRequest]]) -> tuple[SelectionRequest, NDArray[np.uint64]]:
     """Requests of one kind as one request about all their rows, and the seeds of these rows."""
     first, seeds = parts[0][1], np.concatenate([_seeds(request) for _, request in parts])
     if len(parts) == 1:
         return first, seeds
-    starts = np.cumsum([0, *(len(logits) for logits, _ in parts)])
+    starts = np.cumsum([0, *(rows.stop - rows.start for rows, _ in parts)])
 
     def joined(name: str) -> Any:
         return None if getattr(first, name) is None else np.concatenate([getattr(one, name) for _, one in parts])
@@ -268,15 +291,3 @@ def _merged(parts: Sequence[tuple[Tensor, SelectionRequest]]) -> tuple[Selection
         noise = Noise(0, *(np.concatenate([getattr(one, name) for one in noises]) for name in ("streams", "positions")))
     merged = replace(first, given=joined("given"), edits=tuple(edits), allowed=joined("allowed"), noise=noise)
     return merged, seeds
-
-
-def _split(values: Values, parts: Sequence[tuple[Tensor, SelectionRequest]]) -> list[Selection]:
-    """The selections of requests of one kind."""
-    selections, start = [], 0
-    for logits, request in parts:
-        end = start + len(logits)
-        own: list[Any] = [None if array is None else array[start:end] for array in values]
-        own += [((logits[:, : request.vocab], slice(0, len(logits))),), torch.cat]
-        selections.append(Selection(*own))
-        start = end
-    return selections
