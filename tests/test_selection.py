@@ -216,8 +216,8 @@ def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
     logits = torch.from_numpy(rng.normal(size=(n, vocab)).astype(np.float32)) * 3
     compiled = torch.compile(selecting._select, fullgraph=True, dynamic=False, backend=compiler)
     with torch.no_grad():
-        got = compiled(logits, request, selecting._seeds(request))
-        expected = selecting._select(logits, request, selecting._seeds(request))
+        got = compiled(logits, request, selecting._seeds(request), selecting.PLAIN)
+        expected = selecting._select(logits, request, selecting._seeds(request), selecting.PLAIN)
     torch.compiler.reset()
     assert torch.equal(got[0], expected[0])
     for one, other in zip(got, expected, strict=True):

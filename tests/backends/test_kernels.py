@@ -18,6 +18,7 @@ if torch.cuda.is_available():
     pytest.skip("test_gpu.py runs the kernels themselves", allow_module_level=True)
 
 import specbeam
+from specbeam import Engine
 from specbeam.backends.torch.gpu import GpuBackend
 from specbeam.backends.torch.kernels import (
     MAX_NODES_IN_PARTS,
@@ -138,7 +139,7 @@ def test_attention_of_trees(heads, kv_heads, head_dim, window, softcap):
         return attend(q, keys, values, where, head_dim**-0.5, softcap, window)
 
     whole = attended(16, None)
-    for queries, tiles in ((16, 4), (64, 4), (64, None)):
+    for queries, tiles in ((16, 4), (64, 4)):
         torch.testing.assert_close(attended(queries, tiles), whole, atol=1e-6, rtol=0)
     for row, query, sequence in zip(whole, q, sequences, strict=True):
         seen = sequence[-window:] if window else sequence
@@ -160,7 +161,7 @@ def test_summaries_of_logits():
 
 @pytest.mark.parametrize(("size", "k"), [(9000, 2), (9000, 9), (300, 40), (40, 40), (9000, 300)])
 def test_highest_scores(size, k):
-    """Of equals the lower first, also among those that are impossible."""
+    """Of equals the lower first, also among impossible ones."""
     scores = drawn(3, size).round(decimals=1)
     scores[0, 5:] = -torch.inf
     scores[1, ::2] = -0.0
@@ -204,6 +205,22 @@ def test_texts_equal_the_texts_of_the_reference(pair, options):
     expected, got = (specbeam.generate(lm, [5, 6, 5, 6], max_new_tokens=5, **options) for lm in models)
     assert got.token_ids == expected.token_ids
     assert got.sequences[0].score == pytest.approx(expected.sequences[0].score, abs=1e-4)
+
+
+def test_requests_go_ahead_together(pair):
+    """Sequences and searches, some with suffixes: each as if it were alone."""
+    reference, lm = pair("llama")
+    kinds = [{}, {"num_beams": 2}, {"do_sample": True, "seed": 3}, {"num_beams": 2}]
+    engine, prompts = Engine(lm), [[5, 6, 7, 8, 9][: 2 + i % 3] for i in range(len(kinds))]
+    submitted = [
+        engine.submit(p, {"max_new_tokens": 3, "eos_token_id": [], **how})
+        for p, how in zip(prompts, kinds, strict=True)
+    ]
+    engine.run()
+    for request, prompt, how in zip(submitted, prompts, kinds, strict=True):
+        expected = specbeam.generate(reference, prompt, max_new_tokens=3, eos_token_id=[], **how)
+        assert request.result().token_ids == expected.token_ids
+        assert request.result().sequences[0].score == pytest.approx(expected.sequences[0].score, abs=1e-4)
 
 
 @pytest.mark.parametrize(

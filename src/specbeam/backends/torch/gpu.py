@@ -80,10 +80,6 @@ class GpuBackend(TorchBackend):
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         super().__init__(checkpoint, device, dtype)
-        self._blocks = list(cast("Iterable[Block]", self.model.blocks))
-        each = [[b.attention.qkv, b.attention.output, _into(b), b.mlp.down] for b in self._blocks]
-        weights = [one.weight for some in [*each, [self.model.head]] for one in some]
-        self._following = [weights[4 * i + 1 : 4 * i + 5] for i in range(len(each))]
         self._group = checkpoint.config.num_heads // checkpoint.config.num_kv_heads
         self._numbers = torch.zeros(MAX_NUMBERS, dtype=torch.int32, device=self.device)
         self._captures = self._numbers.is_cuda
@@ -256,14 +252,14 @@ class GpuBackend(TorchBackend):
         angles = {rope: at[:, None] * frequencies for rope, frequencies in model.frequencies.items()}
         rotations = {rope: (a.cos() * rope.scale, a.sin() * rope.scale) for rope, a in angles.items()}
         addend: Addend | None = None
-        for number, (block, following) in enumerate(zip(self._blocks, self._following, strict=True)):
+        for number, block in enumerate(cast("Iterable[Block]", model.blocks)):
             a = block.attention
             keys, values = self._store.layer(number)
             rotation = None if a.rope is None else rotations[a.rope]
             norms = None if a.q_norm is None or a.k_norm is None else (a.q_norm.weight, a.k_norm.weight)
             x, normed = add_and_norm(x, addend, _of(block.attention_norm), eps)
             qkv = partial_products(normed, a.qkv.weight)
-            q = rotate_and_store(qkv, a.qkv.bias, keys, values, slots, a.heads, rotation, norms, eps, following)
+            q = rotate_and_store(qkv, a.qkv.bias, keys, values, slots, a.heads, rotation, norms, eps)
             attended = attend(q, keys, values, ancestors, a.scale, a.softcap, a.window)
             addend = _added(a.output, attended, block.post_attention_norm)
             if block.mlp_norm is None:
@@ -273,7 +269,7 @@ class GpuBackend(TorchBackend):
                 x, _ = add_and_norm(x, addend, None, eps)
             else:
                 x, normed = add_and_norm(x, addend, _of(block.mlp_norm), eps)
-            into = _into(block)
+            into = block.mlp.gate_up if isinstance(block.mlp, GatedMLP) else block.mlp.up
             inner = product(normed, into.weight, into.bias, config.activation, config.gated_mlp)
             addend = _added(block.mlp.down, inner, block.post_mlp_norm)
         return add_and_norm(x, addend, _of(model.norm), eps)[1]
@@ -431,10 +427,6 @@ OPERATIONS = Operations(lambda logits: summarize(logits)[0], gumbel, highest)
 
 def _of(norm: Norm) -> tuple[Tensor, Tensor | None]:
     return norm.weight, norm.bias
-
-
-def _into(block: Block) -> Weights:
-    return block.mlp.gate_up if isinstance(block.mlp, GatedMLP) else block.mlp.up
 
 
 def _added(weights: Weights, x: Tensor, post_norm: Norm | None) -> Addend:

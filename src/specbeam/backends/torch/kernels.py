@@ -9,7 +9,6 @@ tiles of positions, wherever the keys lie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -31,16 +30,13 @@ NO_WINDOW = 1 << 30
 CHUNK = 4096
 """Logits that one program summarizes."""
 MAX_PARTS, ROWS_AT_ONCE, MIN_PART_COLUMNS = 4, 8192, 512
-"""A matrix has at most so many parts of columns, so many rows in all parts, and parts of at least so many columns."""
+"""Parts of the columns of a matrix at most, rows of all its parts together, and columns of a part at least."""
 PART_STEP = 256
 """The columns of a part are a multiple of this, and of the columns of each tile."""
 MAX_TAKEN = 256
 """As many highest scores are taken one after the other. More are sorted."""
 MAX_NODES_IN_PARTS = 64
 """More nodes are programs enough: each adds up all parts of the columns."""
-LINE_BYTES = tl.constexpr(128)
-FETCHED_LINES, MAX_FETCHED_LINES = 256, 1 << 18
-"""Lines of weights that a program fetches into the second cache, and of a layer at most: 32 MB of an H200's 50."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -170,7 +166,7 @@ def parts_of(rows: int, columns: int) -> int:
 def _launch_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: int, activation: str = "", gated: bool = False
 ) -> None:
-    """The product of x and weight in so many parts, which lie in ``out`` [1 or parts, n, rows]."""
+    """The product of x and weight in parts of the columns, which lie in ``out`` [1 or parts, n, rows]."""
     (together, n, rows), columns = out.shape, x.shape[1]
     tile_n, tile_rows, tile_columns, warps, stages = tiles(n, rows, x.dtype, gated)
     stage_bytes = (tile_n + (1 + gated) * tile_rows) * tile_columns * x.element_size()
@@ -294,29 +290,12 @@ def _total(parts, place, step, bias, feature, inside, PARTS: tl.constexpr, HAS_B
 
 
 @triton.jit
-def _fetch(chunk, one, two, three, four, end_one, end_two, end_three, end_four, LINES: tl.constexpr):
-    """Let the second cache have lines of up to four matrices, which lie one after the other. Nobody waits for them."""
-    line = tl.minimum(chunk * LINES + tl.arange(0, LINES), end_four - 1).to(tl.int64)
-    address = four.to(tl.int64) + (line - end_three) * LINE_BYTES
-    address = tl.where(line < end_three, three.to(tl.int64) + (line - end_two) * LINE_BYTES, address)
-    address = tl.where(line < end_two, two.to(tl.int64) + (line - end_one) * LINE_BYTES, address)
-    address = tl.where(line < end_one, one.to(tl.int64) + line * LINE_BYTES, address)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
-
-
-@triton.jit
 def _rotate_and_store(
     qkv, bias, q, keys, values, slots, cos, sin, q_weight, k_weight, n, key_stride, heads, kv_heads, head_dim, half,
-    eps, one, two, three, four, end_one, end_two, end_three, end_four,
-    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
-    TILE: tl.constexpr, LINES: tl.constexpr,
+    eps, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Its last programs fetch the weights of the kernels that follow."""
     node, head = tl.program_id(0), tl.program_id(1)
-    if head >= heads + 2 * kv_heads:
-        chunk = (head - heads - 2 * kv_heads) * tl.num_programs(0) + node
-        _fetch(chunk, one, two, three, four, end_one, end_two, end_three, end_four, LINES)
-        return
     feature = tl.arange(0, TILE)
     inside = feature < head_dim
     width = (heads + 2 * kv_heads) * head_dim
@@ -365,11 +344,8 @@ def rotate_and_store(
     rotation: tuple[Tensor, Tensor] | None,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    following: Sequence[Tensor],
 ) -> Tensor:
     """Norm and rotate queries and keys, and put keys and values into their slots.
-
-    Attention reads little. Meanwhile the device's second cache fills with the weights that come next.
 
     Args:
         qkv: partial products for each node, float32 [parts, n, (heads + 2 kv_heads) * head_dim].
@@ -378,7 +354,6 @@ def rotate_and_store(
         slots: int32 [n]; -1 for nodes that are padding.
         rotation: cosines and sines of the nodes' positions, float32 [n, half]; None for no rotation.
         norms: weights of the RMSNorms of queries and of keys, [head_dim] each.
-        following: the next four matrices of weights.
 
     Returns: the queries, [n, heads, head_dim].
     """
@@ -386,13 +361,11 @@ def rotate_and_store(
     parts, n, _ = qkv.shape
     q = keys.new_empty(n, heads, head_dim)
     cos, sin = rotation or (qkv, qkv)
-    ends = np.minimum(np.cumsum([one.nbytes // LINE_BYTES for one in following]), MAX_FETCHED_LINES).tolist()
-    chunks = triton.cdiv(ends[-1], FETCHED_LINES) if keys.is_cuda and n <= MAX_NODES_IN_PARTS else 0
-    _rotate_and_store[(n, heads + 2 * kv_heads + triton.cdiv(chunks, n))](
+    _rotate_and_store[(n, heads + 2 * kv_heads)](
         qkv, qkv if bias is None else bias, q, keys, values, slots, cos, sin, *(norms or (qkv, qkv)), n, keys.stride(0),
-        heads, kv_heads, head_dim, cos.shape[-1] if rotation else 0, eps, *following, *ends, PARTS=parts,
+        heads, kv_heads, head_dim, cos.shape[-1] if rotation else 0, eps, PARTS=parts,
         HAS_BIAS=bias is not None, HAS_NORM=norms is not None, HAS_ROPE=rotation is not None,
-        TILE=triton.next_power_of_2(head_dim), LINES=FETCHED_LINES, num_warps=1,
+        TILE=triton.next_power_of_2(head_dim), num_warps=1,
     )  # fmt: skip
     return q
 

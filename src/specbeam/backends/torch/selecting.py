@@ -84,7 +84,7 @@ class Kind:
         return torch.cat([logits[rows] for rows in self.parts])
 
     def own_rows(self) -> list[slice]:
-        """The rows of each request among those of all."""
+        """The rows of each request among the rows of all."""
         return [slice(*both) for both in pairwise(accumulate((p.stop - p.start for p in self.parts), initial=0))]
 
     def select(self, logits: Tensor, operations: Operations) -> Values:
