@@ -103,6 +103,21 @@ class SelectionRequest:
         return replace(self, noise=replace(self.noise, positions=self.noise.positions + np.uint32(passes)))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Watch:
+    """Heads of cross-attention whose scores are wanted. The passes over a tree fill them in.
+
+    Attributes:
+        heads: the layer and the head of each.
+        scores: float32 [heads, positions of the tree, p]. The scores of a node at the first p positions of the source,
+            before the softmax, lie in the row of its position. A pass writes them for its wanted nodes, and perhaps for
+            others.
+    """
+
+    heads: Sequence[tuple[int, int]]
+    scores: NDArray[np.float32]
+
+
 @dataclass(frozen=True, slots=True)
 class Beams:
     """How the n nodes of a request go on as beams. Continuations are ranked by the score of the beam plus the token's.

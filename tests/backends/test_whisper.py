@@ -21,6 +21,7 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.engine.features import Sound
 from specbeam.generation_defaults import GenerationDefaults
+from specbeam.selection import Watch
 from specbeam.tree import NO_NODES, Tree
 from tests.backends.test_cpu import ALIKE
 from tests.conftest import EOS, byte_tokenizer, examples, prompt_and_beam_options, reference_folder, rewrite
@@ -301,6 +302,91 @@ def test_a_model_of_transformers_reads_the_same_features(pair, save):
         for ours, theirs in zip(expected, run(other, sounds, options, draft="ngram"), strict=True):
             assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
             assert [score for _, score in ours] == pytest.approx([score for _, score in theirs], abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores_of_attention_are_those_of_transformers(pair, shape, backend):
+    """Of a tree in three passes: a prefix, and two branches of which the last layer needs one node each."""
+    model, lm = pair(backend=backend, **SHAPES[shape], attn_implementation="eager")
+    positions = model.config.max_source_positions
+    features, lm = sound(positions=positions), lm.backend
+    tokens = [START, *range(12)]
+    with torch.no_grad():
+        expected = model(
+            torch.tensor(features)[None], decoder_input_ids=torch.tensor([tokens]), output_attentions=True
+        ).cross_attentions
+    layers, heads = lm.cross_heads
+    assert (layers, heads) == (len(expected), expected[0].shape[1])
+    watched = [(layer, head) for layer in reversed(range(layers)) for head in range(heads)]
+    source, kept = placed(lm, features)
+    for shown in (positions, positions - 7):
+        watch = Watch(watched, np.full((len(watched), len(tokens) + 2, shown), np.nan, np.float32))
+        slots = Slots(Tree(tokens), lm)
+        for part in (slice(0, 5), slice(5, 6), slice(6, 13)):
+            nodes = np.arange(13)[part]
+            segment = slots.segment(slots.prepare(nodes), np.arange(len(nodes)), source=source)
+            segment.watch = watch
+            lm.forward([segment])
+        assert np.isnan(watch.scores[:, 13:]).all()
+        for (layer, head), scores in zip(watched, watch.scores[:, :13], strict=True):
+            theirs = expected[layer][0, head, :, :shown]
+            weights = torch.tensor(scores).softmax(-1)
+            np.testing.assert_allclose(weights, theirs / theirs.sum(-1, keepdims=True), atol=2e-5)
+        slots.close()
+    kept.close()
+
+
+def test_scores_of_attention_change_no_bit_and_have_none_of_the_batch(pair):
+    _, lm = pair(quantize="int8")
+    backend, (source, kept) = lm.backend, placed(lm.backend, sound())
+
+    def run(watched, parts, together):
+        trees = [Slots(Tree([START, *range(first, first + 9)]), backend) for first in (0, 20)][: 1 + together]
+        watches = [Watch(((1, 2), (2, 3)), np.zeros((2, 10, POSITIONS), np.float32)) for _ in trees]
+        found = []
+        for part in parts:
+            nodes = np.arange(10)[part]
+            segments = [slots.segment(slots.prepare(nodes), np.arange(len(nodes)), source=source) for slots in trees]
+            for segment, watch in zip(segments, watches, strict=True):
+                segment.watch = watch if watched else None
+            found.append(backend.forward(segments)[: len(nodes)])
+        for slots in trees:
+            slots.close()
+        return np.concatenate(found), watches[0].scores
+
+    plain, _ = run(False, [slice(0, 10)], False)
+    _, scores = run(True, [slice(0, 10)], False)
+    assert np.ptp(scores, axis=2).min() > 0
+    for parts in ([slice(0, 10)], [slice(0, 3), slice(3, 10)]):
+        for together in (False, True):
+            logits_of_first, again = run(True, parts, together)
+            np.testing.assert_array_equal(logits_of_first, plain)
+            np.testing.assert_array_equal(again, scores)
+    kept.close()
+
+
+def test_kernels_refuse_heads_that_are_not_there(pair):
+    backend = pair()[1].backend
+    source, kept = placed(backend, sound())
+    slots = Slots(Tree([START, 1]), backend)
+    segment = slots.segment(slots.prepare(np.arange(2)), np.arange(2), source=source)
+    scores = np.zeros((1, 2, POSITIONS), np.float32)
+    for heads, room, says in (
+        ([(3, 0)], scores, "head is not in the model"),
+        ([(0, -1)], scores, "head is not in the model"),
+        ([(0, 4)], scores, "head is not in the model"),
+        ([(0, 0)], scores[:, :1], "no row for a position"),
+        ([(0, 0)], np.zeros((1, 2, POSITIONS + 1), np.float32), "more positions than the source"),
+        ([(0, 0)], np.zeros((1, 2, 0), np.float32), "heads are missing"),
+        ([(0, 0), (0, 1)], scores, "no array of float32 for each head"),
+        ([(0, 0)], scores.astype(np.float64), "no array of float32 for each head"),
+        ([(0, 0)], scores[:, :, ::2], "no array of float32 for each head"),
+    ):
+        segment.watch = Watch(heads, room)
+        with pytest.raises(RuntimeError, match=says):
+            backend.forward([segment])
+    kept.close()
 
 
 def test_what_cannot_be_is_one_line(pair, tiny, save):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends import devices
-from specbeam.selection import Beams, Logits, Selection, SelectionRequest
+from specbeam.selection import Beams, Logits, Selection, SelectionRequest, Watch
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class Segment:
         source: the result of :meth:`EncodingBackend.encode` or :meth:`HearingBackend.place` for the tree, or what was
             given to the engine instead. None for models without an encoder otherwise. Every node sees all of it.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
+        watch: heads of cross-attention that the pass shows (``Backend.cross_heads``). None for none.
     """
 
     tokens: NDArray[np.int64]
@@ -44,6 +45,7 @@ class Segment:
     vocab: int | None = None
     source: Any = None
     ahead: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    watch: Watch | None = None
 
 
 def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
@@ -78,6 +80,8 @@ class Backend(Protocol):
     the prompt."""
     features_shape: tuple[int, int] | None = None
     """The bands and frames of the sound that its encoder reads. None for a model that reads no sound."""
+    cross_heads: tuple[int, int] | None = None
+    """The layers and heads of its cross-attention that a ``Segment.watch`` may ask for. None if it shows none."""
 
     def reserve(self, slots: int) -> None:
         """Make room in the KV cache for at least this many slots, numbered from 0, and keep what is stored.

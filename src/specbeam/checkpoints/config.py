@@ -230,6 +230,11 @@ class Config:
         return self.encoder.bands, 2 * self.encoder.context_length
 
     @property
+    def cross_heads(self) -> tuple[int, int] | None:
+        """The layers of the decoder and their heads that attend to an encoder's output; None without an encoder."""
+        return None if self.encoder is None else (self.num_layers, self.num_heads)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

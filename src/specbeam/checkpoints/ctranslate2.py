@@ -30,6 +30,7 @@ NAMES |= {"position_encodings.weight": "position_encodings/encodings"}
 """How its names of parameters end, by how ours would."""
 END = "<|endoftext|>"
 SETTINGS = {"suppress_ids": "suppress_tokens", "suppress_ids_begin": "begin_suppress_tokens"}
+SETTINGS |= {"alignment_heads": "alignment_heads"}
 """Our names of the generation settings in its config.json."""
 
 

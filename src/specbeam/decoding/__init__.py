@@ -13,7 +13,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam.selection import Beams
+from specbeam.selection import Beams, Watch
 from specbeam.selection import Selection as Selection
 from specbeam.selection import SelectionRequest as SelectionRequest
 
@@ -40,6 +40,7 @@ class Evaluate:
             with fewer nodes. Otherwise the engine evaluates the nodes in parts, and recomputes their ancestors. The
             draft model's nodes are always such.
         any_logits: take the selection also if the logits are not finite. Else the engine raises :class:`NotFinite`.
+        watch: heads of cross-attention whose scores at the nodes are written there.
     """
 
     nodes: Any
@@ -50,6 +51,7 @@ class Evaluate:
     beams: Beams | None = None
     or_fewer: bool = False
     any_logits: bool = False
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,9 @@ class RequestState:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes that encoders' outputs take."""
-        return sum(state.source_bytes for state in self._states)
+        """Bytes that encoders' outputs take, and what is shown of the attention to them."""
+        watched = 0 if self.step.watch is None else self.step.watch.scores.nbytes
+        return sum(state.source_bytes for state in self._states) + watched
 
     @property
     def least_bytes(self) -> int:
@@ -213,7 +214,9 @@ class RequestState:
         request, state = self.step.selection_request, self.model
         vocab = None if request is None else request.vocab
         token = self._held[-1].tokens[:, 0] if self._held else None
-        return state.slots.segment(nodes, wanted, vocab, state.source, ahead, token)
+        segment = state.slots.segment(nodes, wanted, vocab, state.source, ahead, token)
+        segment.watch = self.step.watch
+        return segment
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
         """Record its latest pass.

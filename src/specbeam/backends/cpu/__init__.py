@@ -30,7 +30,7 @@ from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
 from specbeam.fork_guard import fork_guard
 from specbeam.machine import usable_processors
-from specbeam.selection import Beams, Selection, SelectionRequest
+from specbeam.selection import Beams, Selection, SelectionRequest, Watch
 
 logger = logging.getLogger("specbeam")
 
@@ -82,6 +82,7 @@ class CpuBackend(Backend):
         weakref.finalize(self, self._library.specbeam_model_delete, self._model).atexit = False
         encoder = config.encoder
         self.features_shape = config.features_shape
+        self.cross_heads = config.cross_heads
         self._states_shape = None if encoder is None else (encoder.context_length, encoder.hidden_size)
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
@@ -323,12 +324,14 @@ def _config_struct(config: Config, whole: bool) -> ModelConfigStruct:
     )
 
 
-def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
     """The segments as native structures, a row for each, and the arrays that they point into.
 
     All fields of ``SegmentStruct`` are as long as an int64, so it takes no Python for each field.
     """
-    kept = [np.concatenate([getattr(s, name) for s in segments], dtype=np.int64) for name in NODE_ARRAYS]
+    kept: list[NDArray[Any]] = [
+        np.concatenate([getattr(s, name) for s in segments], dtype=np.int64) for name in NODE_ARRAYS
+    ]
     tokens, positions, slots = map(address, kept)
     rows, start = [], 0
     for s in segments:
@@ -340,9 +343,20 @@ def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArr
         source = NO_SOURCE if s.source is None else np.ascontiguousarray(s.source, np.int64)
         kept += [prefix, suffixes, source]
         places = tokens + start, positions + start, slots + start, address(prefix), address(suffixes), address(source)
-        rows.append((n, len(prefix), columns, len(source), *places))
+        rows.append((n, len(prefix), columns, len(source), *places, *_watch_fields(s.watch, kept)))
         start += n * INT64_BYTES
     return np.array(rows, dtype=np.int64), kept
+
+
+def _watch_fields(watch: Watch | None, kept: list[NDArray[Any]]) -> tuple[int, ...]:
+    """The last fields of a segment. The arrays that they point into are added to the kept ones."""
+    if watch is None:
+        return 0, 0, 0, 0, 0
+    scores = watch.scores
+    if scores.dtype != np.float32 or not scores.flags.c_contiguous or len(scores) != len(watch.heads):
+        raise RuntimeError("a pass was refused: the scores of watched heads are no array of float32 for each head")
+    kept.append(heads := np.array(watch.heads, np.int64))
+    return *scores.shape, address(heads), address(scores)
 
 
 def _ahead_structs(

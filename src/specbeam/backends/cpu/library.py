@@ -22,7 +22,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 BASELINE = "portable"
 """The instruction set that any processor has."""
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 """As in native/model.h. Raise both when a function changes."""
 
 
@@ -47,6 +47,8 @@ class SegmentStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("nodes", "prefix_length", "suffix_columns", "source_length")),
         *((name, c_void_p) for name in ("tokens", "positions", "slots", "prefix", "suffixes", "source")),
+        *((name, c_int64) for name in ("watched", "rows", "shown")),
+        *((name, c_void_p) for name in ("heads", "scores")),
     ]
 
 

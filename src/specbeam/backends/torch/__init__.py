@@ -50,6 +50,7 @@ class TorchBackend(TensorBackend):
         self.context_length = config.context_length
         self.window = config.window
         self.features_shape = config.features_shape
+        self.cross_heads = config.cross_heads
         with torch.device("meta"):
             self.model = Transformer(config)
         load_weights(self.model, checkpoint, self.device, self.dtype)
@@ -107,6 +108,7 @@ class TorchBackend(TensorBackend):
             seen=index(seen.slots, self.device),
             visible={w: None if mask is None else to_device(mask, self.device) for w, mask in masks.items()},
             source=None if segment.source is None else index(segment.source, self.device),
+            watch=None if segment.watch is None else (segment.watch, segment.positions),
         )
 
 

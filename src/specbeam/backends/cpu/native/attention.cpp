@@ -575,6 +575,19 @@ void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, 
   }
 }
 
+void get_key(const Cache &cache, int64_t layer, int64_t kv_head, int64_t slot, float *key) {
+  const auto *lane =
+      (const uint32_t *)(cache.first_block(layer, kv_head) + cache.panel_at(slot)) + slot % Cache::PANEL_SLOTS;
+  float scale = 1;
+  if (cache.whole) std::memcpy(&scale, lane + (cache.lanes - 2) * Cache::PANEL_SLOTS, sizeof scale);
+  for (int64_t i = 0; i < cache.width; lane += Cache::PANEL_SLOTS) {
+    if (cache.whole)
+      for (uint32_t half : {*lane & 0xffff, *lane >> 16}) key[i++] = float(int16_t(half)) * scale;
+    else
+      std::memcpy(&key[i++], lane, sizeof *key);
+  }
+}
+
 void attend(const Attention &a, int64_t item) {
   if (a.cache.whole) Work<true>(a, a.items[item]).run();
   else Work<false>(a, a.items[item]).run();

@@ -47,6 +47,8 @@ struct Attention {
 
 // Writes the keys and values of a node into a slot. keys, values: [kv_heads * head_dim]
 void put(const ModelConfig &, const Cache &, int64_t layer, int64_t slot, const float *keys, const float *values);
+// Reads a key as float32. key: [width of the cache]
+void get_key(const Cache &, int64_t layer, int64_t kv_head, int64_t slot, float *key);
 void attend(const Attention &, int64_t item);
 // Joins the splits of a node, where several threads did them.
 void join(const Attention &, int64_t node);

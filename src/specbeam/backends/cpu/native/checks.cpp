@@ -85,6 +85,20 @@ static const char *missing(const Segment &s) {
     return "the suffixes are missing";
   if (s.source_length < 0 || s.source_length > INT32_MAX || (s.source_length && !s.source))
     return "a source is missing";
+  if (s.watched < 0 || s.watched > INT32_MAX || (s.watched && (!s.heads || !s.scores)))
+    return "the watched heads are missing";
+  return nullptr;
+}
+
+// The first error in the heads that a segment watches, or null.
+static const char *wrong_heads(const ModelConfig &c, const Segment &s) {
+  if (s.rows < 1 || s.rows > INT32_MAX || s.shown < 1 || s.shown > s.source_length)
+    return "the scores of watched heads have no room, or are about more positions than the source has";
+  for (int64_t i = 0; i < s.watched; i++)
+    if (s.heads[2 * i] < 0 || s.heads[2 * i] >= c.layers || s.heads[2 * i + 1] < 0 || s.heads[2 * i + 1] >= c.heads)
+      return "a watched head is not in the model";
+  for (int64_t n = 0; n < s.nodes; n++)
+    if (s.positions[n] >= s.rows) return "the scores of watched heads have no row for a position";
   return nullptr;
 }
 
@@ -105,6 +119,8 @@ const char *wrong(const Model &m, const Cache &cache, const Segment *segments, i
         return "a position is beyond the prefix and the suffixes";
       if (m.positions && s->positions[n] >= c.context) return "a position is beyond the context";
     }
+    if (s->watched)
+      if (const char *reason = wrong_heads(c, *s)) return reason;
     nodes += s->nodes;
   }
   if (wanted_count < 0 || (wanted_count && !wanted)) return "the wanted nodes are missing";

@@ -15,7 +15,7 @@
 namespace specbeam {
 
 // The version of the functions that Python calls. When one changes, raise it here and in library.py.
-constexpr int32_t ABI_VERSION = 13;
+constexpr int32_t ABI_VERSION = 14;
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH };
 
@@ -191,6 +191,10 @@ struct Segment {
   const int64_t *prefix;    // [prefix_length], the slots of the ancestors that all nodes share; NO_SLOT: not seen
   const int64_t *suffixes;  // [nodes, suffix_columns], the slots of each node's further ancestors
   const int64_t *source;    // [source_length], the slots of the encoder's output, which all nodes see
+  // Heads of cross-attention whose scores at the first `shown` positions of the source are written, before the softmax.
+  int64_t watched = 0, rows = 0, shown = 0;
+  const int64_t *heads = nullptr;  // [watched, 2], the layer and the head of each
+  float *scores = nullptr;         // [watched, rows, shown]; a node's row is its position
 
   static constexpr int64_t NO_SLOT = -1;
 

@@ -298,6 +298,7 @@ struct Pass {
         a.set(r, from);
       });
       multiply(layer.cross_query, threads, a, wide, query_stride);
+      show(l, wide, query_stride);
       const Attention cross = plan(space.cross, kept, 0, wide, query_stride, attended);
       threads.each(cross.items.size(), 1, [&](int64_t i) { attend(cross, i); });
       a.resize(rows, layer.cross_output.parts);
@@ -332,6 +333,32 @@ struct Pass {
       if (layer.post_mlp_norm) norm_row(layer.post_mlp_norm, o, o, c.hidden);
       for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
     });
+  }
+
+  // Writes the scores of the layer's watched heads. queries: [rows, stride], of the nodes that go on
+  void show(int64_t l, const float *queries, int64_t stride) {
+    const std::vector<int64_t> &going = space.going;
+    const int64_t rows = int64_t(going.size());
+    for (int64_t first = 0, end = 0; first < rows; first = end) {  // the rows of a segment
+      while (end < rows && space.segment_of[going[end]] == space.segment_of[going[first]]) end++;
+      const Segment &s = segment(going[first]);
+      for (int64_t i = 0; i < s.watched; i++) {
+        if (s.heads[2 * i] != l) continue;
+        const int64_t head = s.heads[2 * i + 1];
+        threads.each(s.shown, 64, [&](int64_t t) {
+          static thread_local Buffer<float> numbers;
+          float *key = room(numbers, cache.width);
+          get_key(cache, l, head * c.kv_heads / c.heads, s.source[t], key);
+          for (int64_t r = first; r < end; r++) {
+            const float *query = queries + r * stride + head * c.head_dim;
+            F32 products{};
+            for (int64_t f = 0; f < c.head_dim; f += LANES)
+              products = multiply_add(load_some(query + f, c.head_dim - f), load<F32>(key + f), products);
+            s.scores[(i * s.rows + position(going[r])) * s.shown + t] = sum(products) * float(c.attention_scale);
+          }
+        });
+      }
+    }
   }
 
   // logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary.
