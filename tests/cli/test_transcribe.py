@@ -3,6 +3,7 @@
 import json
 import signal
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 
@@ -188,5 +189,14 @@ def test_whisper_writes_what_is_said(specbeam_command):
         "And so my fellow Americans, ask not what your country can do for you, ask what you can do for your country.\n"
     )
     assert (status, out) == (0, said)
+    asked = ("--word-timestamps", "--num-return-sequences", "2", "--top-logprobs", "1", "--format", "json")
+    status, out, _ = specbeam_command("transcribe", str(sound), "--model", str(model), *asked)
+    (segment,) = json.loads(out)["segments"]
+    words = segment["words"]
+    assert (status, "".join(word["word"] for word in words)) == (0, segment["text"])
+    assert all(before["end"] <= after["start"] for before, after in pairwise(words))
+    assert [len(place) for place in segment["top_logprobs"]] == [1] * len(segment["tokens"])
+    (window,) = json.loads(out)["windows"]
+    assert (window["start"], window["end"], window["alternatives"][0]["text"]) == (0, 11, segment["text"])
     status, _, err = specbeam_command("transcribe", str(sound), "--model", str(model), "--language", "xx")
     assert (status, err.splitlines()[-1].startswith("specbeam: --language='xx' is not known")) == (2, True)

@@ -11,7 +11,7 @@ import specbeam
 from specbeam.server.limits import Limits
 from specbeam.speech import vocabulary
 from tests.server.conftest import serving
-from tests.speech.conftest import TIMES, noise, random_whisper, whisper_tokenizer
+from tests.speech.conftest import END, TIMES, noise, random_whisper, whisper_tokenizer
 from tests.speech.sounds import tones
 
 pytest.importorskip("av")
@@ -81,6 +81,36 @@ def test_texts_are_those_that_transcribe_returns(ask, whisper, samples):
     assert ask("translations").text == english.text
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_words_are_those_that_transcribe_returns(ask, whisper, samples):
+    expected = specbeam.transcribe(whisper, samples, **HOW, word_timestamps=True)
+    words = [(word.word.strip(), word.start, word.end) for one in expected.segments for word in one.words]
+    assert len(words) > 3
+    for asked in (["word"], ["word", "segment"]):
+        verbose = ask(response_format="verbose_json", timestamp_granularities=asked)
+        assert [(word.word, word.start, word.end) for word in verbose.words] == words
+        assert (verbose.text, verbose.segments is None) == (expected.text, asked == ["word"])
+    assert ask(response_format="verbose_json").words is None
+
+
+def test_log_probs_are_those_that_transcribe_returns(ask, whisper, samples):
+    expected = specbeam.transcribe(whisper, samples, **HOW, top_logprobs=0)
+    pairs = [
+        (token, log_prob)
+        for one in expected.segments
+        for token, log_prob in zip(one.tokens, one.log_probs, strict=True)
+        if token < END
+    ]
+    answer = ask(include=["logprobs"])
+    assert (answer.text, ask().logprobs) == (expected.text, None)
+    assert [one.logprob for one in answer.logprobs] == [log_prob for _, log_prob in pairs]
+    written = b"".join(bytes(map(int, one.bytes)) for one in answer.logprobs)
+    assert written.decode(errors="replace").strip() == whisper.decode([token for token, _ in pairs]).strip()
+    *deltas, done = ask(include=["logprobs"], stream=True)
+    assert [one.logprob for event in deltas for one in event.logprobs] == [one.logprob for one in done.logprobs]
+    assert [one.logprob for one in done.logprobs] == [log_prob for _, log_prob in pairs]
+
+
 def test_events_come_for_each_segment(ask, whisper, samples):
     expected = specbeam.transcribe(whisper, samples, **HOW)
     *deltas, done = ask(stream=True)
@@ -105,10 +135,12 @@ def test_silence_has_no_text(ask):
         ({"prompt": "word " * 99}, "prompt", "prompt"),
         ({"temperature": 2}, "temperature", "temperature: "),
         ({"num_beams": 5}, "num_beams", "num_beams is more than this server's limit of 4"),
-        ({"include": ["logprobs"]}, "include", "include is not supported"),
+        ({"include": ["usage"]}, "include", "include[0]: "),
+        ({"include": ["logprobs"], "response_format": "text"}, "include", "include: give response_format=json"),
         ({"response_format": "diarized_json"}, "response_format", "response_format: "),
         ({"response_format": "srt", "stream": True}, "response_format", "stream gives events"),
-        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "timestamp_granularities[0]: "),
+        ({"timestamp_granularities": ["syllable"]}, "timestamp_granularities", "timestamp_granularities[0]: "),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "give response_format=verbose_json"),
         ({"draft": "none at all"}, "draft", "there is no draft"),
         ({"model": "chat"}, "model", "chat reads no sound"),
     ],

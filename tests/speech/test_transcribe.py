@@ -15,9 +15,10 @@ from transformers import GenerationConfig, WhisperFeatureExtractor
 import specbeam
 from specbeam import SpecbeamError, transcribe, transcribe_stream
 from specbeam.speech import speech_engine
+from specbeam.speech.subtitles import written
 from specbeam.speech.vocabulary import Vocabulary
-from tests.backends.test_whisper import samples, whisper_base
-from tests.speech.conftest import ENGLISH, START, noise, random_whisper
+from tests.backends.test_whisper import of_transformers, samples, whisper_base
+from tests.speech.conftest import END, ENGLISH, NO_TIMES, POSITIONS, START, TIMES, TRANSCRIBE, noise, random_whisper
 
 PLAIN = {"vad_filter": False, "temperature": 0}
 
@@ -117,6 +118,77 @@ def test_a_stream_can_be_left(whisper):
         assert [*stream] == transcribe(whisper, noise(3), "en", no_speech_threshold=None, **PLAIN).segments
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 1}, {"temperature": 0.8, "best_of": 4}, {"temperature": (0, 0.8), "best_of": 4}]
+)
+def test_alternatives_and_log_probs_change_no_text(whisper, options):
+    options = {"vad_filter": False, "log_prob_threshold": 0.0, "no_speech_threshold": None, "temperature": 0, **options}
+    several = 1 if options.get("num_beams") == 1 else 4
+    for sound in (noise(2.3, 2), noise(0.9)):
+        plain = transcribe(whisper, sound, "en", **options)
+        more = transcribe(whisper, sound, "en", **options, num_return_sequences=several, top_logprobs=3)
+        for segment, bare in zip(more.segments, plain.segments, strict=True):
+            assert replace(segment, log_probs=None, top_logprobs=None, window=None) == bare
+            assert len(segment.tokens) == len(segment.log_probs) == len(segment.top_logprobs)
+            for token, log_prob, likeliest in zip(segment.tokens, segment.log_probs, segment.top_logprobs, strict=True):
+                assert len(likeliest) == 3
+                assert [*likeliest.values()] == sorted(likeliest.values(), reverse=True)
+                assert likeliest.get(token, log_prob) == log_prob <= max(likeliest.values())
+        assert bool(more.windows) == (several > 1)
+        for window in more.windows:
+            own = [segment for segment in more.segments if segment.window is window]
+            assert window.start <= own[0].start < own[-1].end <= window.end
+            best = window.alternatives[0]
+            assert best.tokens[: len(own[0].tokens)] == own[0].tokens
+            assert best.avg_logprob == own[0].avg_logprob
+            assert len({one.text for one in window.alternatives}) == len(window.alternatives) <= several
+            if not own[0].temperature:
+                assert [one.score for one in window.alternatives] == sorted(
+                    (one.score for one in window.alternatives), reverse=True
+                )
+        assert any(len(window.alternatives) > 1 for window in more.windows) == (several > 1)
+
+
+def test_log_probs_and_alternatives_are_those_of_transformers(whisper, monkeypatch):
+    read, states = [], whisper.backend.states
+    monkeypatch.setattr(whisper.backend, "states", lambda features: read.append(features) or states(features))
+    how = {"without_timestamps": True, "suppress_tokens": [], "suppress_blank": False, "max_new_tokens": 6}
+    how |= {"num_beams": 4, "num_return_sequences": 4, "top_logprobs": 2, "no_speech_threshold": None}
+    found = transcribe(whisper, noise(0.9), "en", **PLAIN, **how)
+    (segment,), (window,) = found.segments, found.windows
+    model, prompt = random_whisper(), [START, ENGLISH, TRANSCRIBE, NO_TIMES]
+    never = [*Vocabulary.of(whisper).suppressed(()), *range(NO_TIMES, TIMES + POSITIONS + 1)]
+    expected, scores = of_transformers(
+        model, read[0], prompt, num_beams=4, num_return_sequences=4, max_new_tokens=6, suppress_tokens=never
+    )
+    assert [one.tokens for one in window.alternatives] == [[token for token in row if token != END] for row in expected]
+    assert [one.score for one in window.alternatives] == pytest.approx(scores, abs=1e-4)
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *segment.tokens]])
+        logits = model(torch.tensor(read[0])[None], decoder_input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    log_probs = logits.log_softmax(-1)
+    own = log_probs[range(len(segment.tokens)), segment.tokens].tolist()
+    assert segment.log_probs == pytest.approx(own, abs=1e-4)
+    for row, likeliest in zip(log_probs, segment.top_logprobs, strict=True):
+        assert [*likeliest] == row.topk(2).indices.tolist()
+
+
+def test_results_are_plain_data_with_what_was_asked_for(whisper):
+    options = {"num_beams": 3, "no_speech_threshold": None, **PLAIN}
+    plain = transcribe(whisper, noise(2.3, 2), "en", **options)
+    assert "windows" not in plain.to_dict()
+    assert {"words", "log_probs", "top_logprobs", "window"}.isdisjoint(plain.to_dict()["segments"][0])
+    more = transcribe(
+        whisper, noise(2.3, 2), "en", **options, num_return_sequences=3, top_logprobs=1, word_timestamps=True
+    )
+    read = json.loads(written(more, "json"))
+    assert [*read] == ["text", "language", "language_probability", "duration", "segments", "windows"]
+    assert {*read["windows"][0]["alternatives"][0]} == {"text", "tokens", "score", "avg_logprob", "compression_ratio"}
+    assert {"words", "log_probs", "top_logprobs"} < read["segments"][0].keys()
+    assert "window" not in read["segments"][0]
+    assert {*read["segments"][0]["words"][0]} == {"word", "start", "end", "probability"}
+
+
 def test_models_and_languages_that_do_not_fit_are_refused(whisper, tiny, save, monkeypatch):
     with pytest.raises(SpecbeamError, match="reads no sound: give a Whisper model"):
         transcribe(tiny()[1], noise(1))
@@ -182,6 +254,22 @@ def test_whisper_base_writes_and_measures_what_openai_whisper_does(base, name):
         assert segment.tokens == theirs["tokens"]
         for measure in ("start", "end", "avg_logprob", "no_speech_prob", "compression_ratio"):
             assert getattr(segment, measure) == pytest.approx(theirs[measure], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["jfk", "joined"])
+@pytest.mark.parametrize("beams", [1, 5])
+def test_whisper_base_finds_the_words_that_openai_whisper_does(base, name, beams):
+    """Against openai-whisper 20250625 with the same weights. For beams, it was given the texts of these windows."""
+    recorded = (Path(__file__).parent / "openai_whisper_words.json").read_text(encoding="utf-8")
+    options = {"num_beams": beams, "vad_filter": False, "temperature": 0, "word_timestamps": True}
+    transcript = transcribe(base[0], recordings()[name], "en", **options)
+    for segment, (*times, words) in zip(transcript.segments, json.loads(recorded)[name][str(beams)], strict=True):
+        assert (segment.start, segment.end) == pytest.approx(times, abs=0.0201)
+        assert "".join(word.word for word in segment.words) == segment.text
+        for word, (text, *numbers) in zip(segment.words, words, strict=True):
+            assert word.word == text
+            assert (word.start, word.end) == pytest.approx(numbers[:2], abs=0.0201)
+            assert word.probability == pytest.approx(numbers[2], abs=1e-3)
 
 
 @pytest.mark.parametrize("beams", [1, 5])

@@ -5,6 +5,7 @@ import pytest
 
 from specbeam import SpecbeamError
 from specbeam.results import Result, Sequence
+from specbeam.speech.alignment import Listen
 from specbeam.speech.attempts import Attempt, compression_ratio
 from specbeam.speech.clips import Clip, named_clips, spoken_clips
 from specbeam.speech.features import LogMel
@@ -41,8 +42,10 @@ def sequence(tokens, log_prob=-0.1, mass=0.0):
     )
 
 
-def play(whisper, script, seconds=2.0, clips=None, **settings):
+def play(whisper, script, seconds=2.0, clips=None, listen=None, **settings):
     """Let windows ask for texts, and answer from a script of sequences, and probabilities of no speech.
+
+    What asks for the times of words goes to ``listen``.
 
     Returns the segments, and the prompt and the options of each request.
     """
@@ -60,6 +63,9 @@ def play(whisper, script, seconds=2.0, clips=None, **settings):
         answer = None
         if not isinstance(step, Attempt):
             segments.append(step)
+            continue
+        if isinstance(step.strategy, Listen):
+            listen(step.strategy)
             continue
         asked.append(step)
         sequences, no_speech = next(script)
@@ -232,7 +238,16 @@ def test_clips_of_times_and_of_speech():
         ({"language": "xx"}, "language='xx' is not known: .* knows en, de, fr"),
         ({"task": "sing"}, "task='sing' is not allowed: give 'transcribe' or 'translate'"),
         ({"beam_size": 5}, "beam_size=5 cannot be honoured: it is num_beams here"),
-        ({"word_timestamps": True}, "word_timestamps=True cannot be honoured"),
+        ({"hallucination_silence_threshold": 2}, "hallucination_silence_threshold=2 cannot be honoured"),
+        ({"word_timestamps": "yes"}, "word_timestamps='yes' is not allowed: give true or false"),
+        ({"append_punctuations": None}, "append_punctuations=None is not allowed: give a text"),
+        ({"num_return_sequences": 6}, "num_return_sequences=6 is not allowed: give at most num_beams=5"),
+        (
+            {"num_return_sequences": 3, "num_beams": 2},
+            "num_return_sequences=3 is not allowed: give at most num_beams=2",
+        ),
+        ({"num_return_sequences": 6, "temperature": 0.5}, "=6 is not allowed: give at most best_of=5"),
+        ({"top_logprobs": -1}, "top_logprobs=-1 is not allowed: give 0 or more, or None"),
         ({"no_speach_threshold": 0.5}, "unknown option 'no_speach_threshold': did you mean 'no_speech_threshold'"),
         ({"temperature": "hot"}, "temperature='hot' is not allowed"),
         ({"temperature": []}, "temperature=.* is not allowed: give 0"),

@@ -96,6 +96,12 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     yes_or_no("--without-timestamps", help="write one segment for each window")
     add("--max-initial-timestamp", type=float, metavar="S", help="the latest start of a window's text (default 1)")
     add("--max-new-tokens", type=int, metavar="N", help="of a window of 30 seconds (default 224)")
+    yes_or_no("--word-timestamps", help="find words and their times; json has them")
+    add("--prepend-punctuations", metavar="MARKS", help="marks that belong to the next word")
+    add("--append-punctuations", metavar="MARKS", help="marks that belong to the word before")
+    about = "list up to K different texts of each window, the best first; json has them (default 1)"
+    add("--num-return-sequences", type=int, metavar="K", help=about)
+    add("--top-logprobs", type=int, metavar="N", help="list the N likeliest tokens at each place; json has them")
     yes_or_no("--vad-filter", help="leave out silence (default)")
     add("--clip-timestamps", metavar="S,S,...", help="only these parts: start, end, start, end, ... in seconds")
 

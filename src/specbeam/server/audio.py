@@ -28,9 +28,11 @@ from specbeam.server.json import json_response, to_json
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.streams import frame
+from specbeam.server.tokens import token_log_prob
 from specbeam.speech import Segment, Transcript, TranscriptStream, transcribe_stream
 from specbeam.speech.audio import begin
 from specbeam.speech.subtitles import written
+from specbeam.speech.vocabulary import Vocabulary
 
 T = TypeVar("T")
 MAX_AT_ONCE = 8
@@ -51,10 +53,10 @@ class TranscriptionRequest(BaseModel):
     prompt: str | None = None
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
-    timestamp_granularities: list[Literal["segment"]] | None = None
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
     stream: bool = False
     chunking_strategy: Literal["auto"] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: list[Literal["logprobs"]] | None = None
     hotwords: str | None = None
     num_beams: Few | None = None
     best_of: Few | None = None
@@ -89,7 +91,20 @@ class TranscriptionRequest(BaseModel):
             raise refusal_of_body(errors, [*cls.model_fields]) from error
         if fields.stream and fields.response_format not in ("json", "text"):
             raise Refusal(f"stream gives events: leave response_format={fields.response_format} out", "response_format")
+        if fields.has_words and fields.response_format != "verbose_json":
+            says = "timestamp_granularities: give response_format=verbose_json, which has the words"
+            raise Refusal(says, "timestamp_granularities")
+        if fields.include and fields.response_format != "json":
+            raise Refusal("include: give response_format=json, which has the logprobs", "include")
         return fields, file
+
+    @property
+    def has_words(self) -> bool:
+        return "word" in (self.timestamp_granularities or ())
+
+    @property
+    def has_segments(self) -> bool:
+        return "segment" in (self.timestamp_granularities or ["segment"])
 
     def settings(self, task: str, limits: Limits) -> dict[str, Any]:
         """The options of a transcription.
@@ -102,6 +117,7 @@ class TranscriptionRequest(BaseModel):
                 raise Refusal(f"{name} is more than this server's limit of {limits.max_beams}", name)
         given = {name: getattr(self, name) for name in ("language", "hotwords", "num_beams", "best_of", "seed")}
         given |= {"vad_filter": self.vad_filter, "initial_prompt": self.prompt, "task": task}
+        given |= {"word_timestamps": self.has_words, "top_logprobs": 0 if self.include else None}
         given["temperature"] = self.temperature or None  # 0 stands for the usual ones, as OpenAI documents
         return {name: value for name, value in given.items() if value is not None}
 
@@ -268,7 +284,7 @@ class TranscriptionCall:
         """A transcript in the form that the client asks for."""
         form = self._fields.response_format
         if form == "json":
-            return json_response({"text": transcript.text, "usage": self._usage})
+            return json_response({"text": transcript.text, "usage": self._usage} | self._log_probs(transcript.segments))
         if form == "verbose_json":
             return json_response(self._verbose(transcript))
         text = transcript.text + "\n" if form == "text" else written(transcript, form)
@@ -290,17 +306,38 @@ class TranscriptionCall:
             }
             for number, one in enumerate(transcript.segments)
         ]
+        words = [
+            {"word": word.word.strip(), "start": word.start, "end": word.end}
+            for segment in transcript.segments
+            for word in segment.words or ()
+        ]
         return {
             "task": self._task,
             "language": transcript.language,
             "duration": transcript.duration,
             "text": transcript.text,
-            "segments": segments,
+            **({"segments": segments} if self._fields.has_segments else {}),
+            **({"words": words} if self._fields.has_words else {}),
             "usage": self._usage,
+        }
+
+    def _log_probs(self, segments: list[Segment]) -> dict[str, Any]:
+        """The log-probabilities of the tokens of text, if the client asks for them."""
+        if not self._fields.include:
+            return {}
+        end = Vocabulary.of(self._model.lm).end
+        return {
+            "logprobs": [
+                token_log_prob(self._model.texts, token, log_prob)
+                for one in segments
+                for token, log_prob in zip(one.tokens, one.log_probs or (), strict=True)
+                if token < end
+            ]
         }
 
     async def frames(self) -> AsyncIterator[bytes]:
         """OpenAI's events: the text of each segment, and then all of it."""
         async for segment in self.segments():
-            yield frame(to_json({"type": "transcript.text.delta", "delta": segment.text}))
-        yield frame(to_json({"type": "transcript.text.done", "text": self._transcript.text}))
+            yield frame(to_json({"type": "transcript.text.delta", "delta": segment.text} | self._log_probs([segment])))
+        done = {"type": "transcript.text.done", "text": self._transcript.text}
+        yield frame(to_json(done | self._log_probs(self._segments)))

@@ -85,15 +85,17 @@ def shown(log_prob: float | None) -> float | None:
     return None if log_prob is None else max(log_prob, MIN_LOG_PROB)
 
 
+def token_log_prob(texts: TokenTexts, token: int, log_prob: float | None) -> dict[str, Any]:
+    """A token with its log-probability and its bytes."""
+    text, written = texts(token)
+    return {"token": text, "logprob": shown(log_prob), "bytes": [*written]}
+
+
 def chat_log_probs(texts: TokenTexts, part: Part) -> list[dict[str, Any]]:
     """The entries of ``logprobs.content``, one for each token."""
-
-    def entry(token: int, log_prob: float | None) -> dict[str, Any]:
-        text, written = texts(token)
-        return {"token": text, "logprob": shown(log_prob), "bytes": [*written]}
-
     return [
-        entry(token, log_prob) | {"top_logprobs": [entry(*pair) for pair in likeliest.items()]}
+        token_log_prob(texts, token, log_prob)
+        | {"top_logprobs": [token_log_prob(texts, *pair) for pair in likeliest.items()]}
         for token, log_prob, likeliest in part.tokens
     ]
 

@@ -14,9 +14,10 @@ from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest,
 from specbeam.decoding.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.engine.features import Sound
-from specbeam.engine.setup import make_strategy
-from specbeam.results import Result
+from specbeam.engine.setup import MakeStrategy, make_strategy
+from specbeam.results import Result, TopLogProbs
 from specbeam.results import Sequence as Hypotheses
+from specbeam.speech.results import Alternative
 from specbeam.speech.vocabulary import Vocabulary
 
 
@@ -65,7 +66,7 @@ class Attempt:
     sound: Sound
     prompt: list[int]
     options: dict[str, Any]
-    strategy: LookFirst | None = None
+    strategy: MakeStrategy | None = None
     writes: bool = True
     drafts: bool = True
 
@@ -76,6 +77,8 @@ class Text:
 
     Attributes:
         tokens: without the end token.
+        log_probs, top_logprobs: of these tokens. The latter are None unless they were asked for.
+        alternatives: the different texts of the window, this one first.
     """
 
     tokens: list[int]
@@ -83,20 +86,40 @@ class Text:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
+    log_probs: list[float]
+    top_logprobs: TopLogProbs | None
+    alternatives: list[Alternative]
 
     @classmethod
     def of(cls, result: Result, vocabulary: Vocabulary, temperature: float, no_speech_prob: float) -> Text:
         """The best of the sequences: beams are ranked, and of samples the likeliest per token is taken."""
-        several = result.sequences if temperature else result.sequences[:1]
-        best = max(several, key=lambda one: _log_prob(one) / max(1, len(_without_end(one, vocabulary))))
-        tokens = _without_end(best, vocabulary)
+        ranked = result.sequences
+        if temperature:
+            likelihood = {id(one): _log_prob(one) / max(1, len(_without_end(one, vocabulary))) for one in ranked}
+            ranked = sorted(ranked, key=lambda one: likelihood[id(one)], reverse=True)
+        alternatives: dict[str, Alternative] = {}
+        for one in ranked:
+            made = _alternative(one, vocabulary)
+            alternatives.setdefault(made.text, made)
+        best, text = ranked[0], next(iter(alternatives.values()))
+        many = len(text.tokens)
         return cls(
-            tokens=tokens,
+            tokens=text.tokens,
             temperature=temperature,
-            avg_logprob=_log_prob(best) / (len(tokens) + 1),
-            compression_ratio=compression_ratio(vocabulary.decode(tokens).strip()),
+            avg_logprob=text.avg_logprob,
+            compression_ratio=text.compression_ratio,
             no_speech_prob=no_speech_prob,
+            log_probs=best.log_probs[:many],
+            top_logprobs=None if best.top_logprobs is None else best.top_logprobs[:many],
+            alternatives=[*alternatives.values()],
         )
+
+
+def _alternative(sequence: Hypotheses, vocabulary: Vocabulary) -> Alternative:
+    tokens = _without_end(sequence, vocabulary)
+    text = vocabulary.decode(tokens)
+    average, compression = _log_prob(sequence) / (len(tokens) + 1), compression_ratio(text.strip())
+    return Alternative(text, tokens, sequence.score, average, compression)
 
 
 def compression_ratio(text: str) -> float:

@@ -36,12 +36,21 @@ class Clip:
                 found.append((begin + max(0, first - start), min(stop, begin + end - start)))
         return found
 
-    def seconds(self, frame: int, is_end: bool = False) -> float:
+    def seconds(self, frame: float, is_end: bool = False) -> float:
         """The time in the file of a frame of the clip. Where two pieces meet, an end is in the first of them."""
         frame = min(max(frame, 0), self.frames)
         number = bisect_left(self._starts, frame) - 1 if is_end else bisect_right(self._starts, frame) - 1
-        number = min(max(number, 0), len(self.pieces) - 1)
-        return (self.pieces[number][0] + frame - self._starts[number]) / FRAMES_PER_SECOND
+        return self._seconds(min(max(number, 0), len(self.pieces) - 1), frame)
+
+    def span(self, first: float, end: float) -> tuple[float, float]:
+        """The times in the file of something short. It lies in one piece, that of its middle."""
+        middle = min(max((first + end) / 2, 0), self.frames)
+        number = min(bisect_right(self._starts, middle), len(self.pieces)) - 1
+        low, high = self._starts[number : number + 2]
+        return self._seconds(number, min(max(first, low), high)), self._seconds(number, min(max(end, low), high))
+
+    def _seconds(self, number: int, frame: float) -> float:
+        return round((self.pieces[number][0] + frame - self._starts[number]) / FRAMES_PER_SECOND, 2)
 
 
 def whole_file(frames: int) -> list[Clip]:

@@ -5,6 +5,58 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from specbeam.results import TopLogProbs
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word, with the punctuation marks beside it.
+
+    Attributes:
+        word: its text. Most words begin with a space.
+        start, end: in the file, in seconds.
+        probability: the mean of the probabilities of its tokens, each among all tokens of text.
+    """
+
+    word: str
+    start: float
+    end: float
+    probability: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One of the texts of a window.
+
+    Attributes:
+        text: without timestamps.
+        tokens: token ids, timestamps included. What follows the last segment belongs to the next window.
+        score: what beams are ranked by, as in :class:`specbeam.Sequence`.
+        avg_logprob, compression_ratio: as in :class:`Segment`.
+    """
+
+    text: str
+    tokens: list[int]
+    score: float
+    avg_logprob: float
+    compression_ratio: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """Up to 30 seconds of a file, which were read together.
+
+    Attributes:
+        start, end: in the file, in seconds.
+        alternatives: its texts, the best first, which is that of its segments. Beams are ranked by ``score``, and texts
+            that were drawn by their log-probability per token. Of those that differ in timestamps alone, the best is
+            kept.
+    """
+
+    start: float
+    end: float
+    alternatives: list[Alternative]
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -23,6 +75,10 @@ class Segment:
         compression_ratio: the bytes of the window's text, by their number after compression. Repetitions make it large.
         temperature: the window's text was drawn at it; 0 for beam search or greedy search.
         rejected: why the texts of lower temperatures were rejected, in their order. Empty if the first one was taken.
+        words: with ``word_timestamps``, its words. Otherwise None.
+        log_probs, top_logprobs: with ``top_logprobs``, of its tokens, as in :class:`specbeam.Sequence`. They are the
+            model's own, before the rules for timestamps and suppressed tokens. Otherwise None.
+        window: with ``num_return_sequences``, the window that it comes from, with its other texts. Otherwise None.
     """
 
     start: float
@@ -34,6 +90,16 @@ class Segment:
     compression_ratio: float
     temperature: float
     rejected: tuple[str, ...] = ()
+    words: list[Word] | None = None
+    log_probs: list[float] | None = None
+    top_logprobs: TopLogProbs | None = None
+    window: Window | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The segment as plain data, with what was asked for. Its window is in that of the transcript."""
+        found = asdict(self)
+        del found["window"]
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -57,6 +123,20 @@ class Transcript:
         """All of the text, without space at its ends."""
         return "".join(segment.text for segment in self.segments).strip()
 
+    @property
+    def windows(self) -> list[Window]:
+        """The windows that the segments come from, in their order, with ``num_return_sequences``. Otherwise none."""
+        found = {id(one.window): one.window for one in self.segments if one.window is not None}
+        return [*found.values()]
+
     def to_dict(self) -> dict[str, Any]:
-        """The transcript as plain data."""
-        return {"text": self.text, **asdict(self)}
+        """The transcript as plain data, with what was asked for."""
+        windows = [asdict(window) for window in self.windows]
+        return {
+            "text": self.text,
+            "language": self.language,
+            "language_probability": self.language_probability,
+            "duration": self.duration,
+            "segments": [segment.to_dict() for segment in self.segments],
+            **({"windows": windows} if windows else {}),
+        }

@@ -13,14 +13,12 @@ from specbeam.options import check_names
 from specbeam.speech.vocabulary import TASKS
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"
 OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "beam_size": ((), "it is num_beams here"),
     "patience": ((None, 1), "beam search ends by the rules of transformers"),
     "prefix": ((None,), "give an initial_prompt"),
-    "word_timestamps": ((False,), "segments have times, words have none yet"),
-    "prepend_punctuations": ((None,), "it is about the times of words"),
-    "append_punctuations": ((None,), "it is about the times of words"),
-    "hallucination_silence_threshold": ((None,), "it needs the times of words"),
+    "hallucination_silence_threshold": ((None,), "vad_filter leaves out silence"),
     "multilingual": ((False,), "a file has one language"),
     "chunk_length": ((None, 30), "a window is as long as the encoder reads"),
     "language_detection_segments": ((None, 1), "the first window decides"),
@@ -59,6 +57,13 @@ class Settings:
         without_timestamps: the text of a window is one segment.
         max_initial_timestamp: the first timestamp of a window is at most this, in seconds.
         max_new_tokens: of a window. None for half of the model's context.
+        word_timestamps: find the words and their times (:class:`specbeam.speech.Word`), by one more pass over the text
+            of each window. As in openai-whisper, a window then begins where the last word before it ends.
+        prepend_punctuations, append_punctuations: marks that become a part of the next word, or of the word before.
+        num_return_sequences: how many different texts of each window are returned, at most
+            (:attr:`specbeam.speech.Transcript.windows`): the best of ``num_beams`` beams, or of ``best_of`` draws.
+        top_logprobs: also return how likely each token is, and this many of the likeliest tokens at its place. None for
+            neither.
         vad_filter: leave out silence (Silero VAD). It has no effect beside ``clip_timestamps``.
         vad_parameters: arguments of :func:`specbeam.speech.vad.stretches`.
         clip_timestamps: the parts of the file to transcribe: start, end, start, end, ... in seconds, as numbers or as a
@@ -89,6 +94,11 @@ class Settings:
     without_timestamps: bool = False
     max_initial_timestamp: float = 1.0
     max_new_tokens: int | None = None
+    word_timestamps: bool = False
+    prepend_punctuations: str = PREPENDED
+    append_punctuations: str = APPENDED
+    num_return_sequences: int = 1
+    top_logprobs: int | None = None
     vad_filter: bool = True
     vad_parameters: Mapping[str, Any] | None = None
     clip_timestamps: Any = None
@@ -96,7 +106,7 @@ class Settings:
     def __post_init__(self) -> None:
         self._check("task", self.task in TASKS, " or ".join(map(repr, TASKS)))
         self._check("language", self.language is None or isinstance(self.language, str), "a code such as 'en', or None")
-        for name in ("num_beams", "best_of"):
+        for name in ("num_beams", "best_of", "num_return_sequences"):
             self._check(name, _is_number(getattr(self, name), whole=True) and getattr(self, name) >= 1, "at least 1")
         seed = self.seed
         self._check("seed", _is_number(seed, whole=True) and 0 <= seed < 2**63, "0 to 2**63 - 1")
@@ -108,14 +118,22 @@ class Settings:
         self._check("prompt_reset_on_temperature", _is_number(self.prompt_reset_on_temperature), "a number")
         self._check("max_initial_timestamp", _is_number(self.max_initial_timestamp), "seconds")
         self._check("max_initial_timestamp", self.max_initial_timestamp >= 0, "seconds, at least 0")
-        for name in ("condition_on_previous_text", "suppress_blank", "without_timestamps", "vad_filter"):
+        flags = ("condition_on_previous_text", "suppress_blank", "without_timestamps", "vad_filter", "word_timestamps")
+        for name in flags:
             self._check(name, isinstance(getattr(self, name), bool), "true or false")
+        for name in ("prepend_punctuations", "append_punctuations"):
+            self._check(name, isinstance(getattr(self, name), str), "a text")
+        top = self.top_logprobs
+        self._check("top_logprobs", top is None or (_is_number(top, whole=True) and top >= 0), "0 or more, or None")
         self._check("hotwords", self.hotwords is None or isinstance(self.hotwords, str), "a text, or None")
         given = self.vad_parameters
         self._check("vad_parameters", given is None or isinstance(given, Mapping), "arguments by their names, or None")
         temperatures = self._numbers("temperature", "0, a number over 0, or several of them, such as (0.0, 0.2)")
         known = all(value == 0 or 1e-5 <= value <= 1e5 for value in temperatures)
         self._check("temperature", bool(temperatures) and known, "0, or 0.00001 to 100000")
+        limit = "num_beams" if 0 in temperatures else "best_of"
+        several, most = self.num_return_sequences, getattr(self, limit)
+        self._check("num_return_sequences", several <= most, f"at most {limit}={most}")
         suppressed = () if self.suppress_tokens is None else self.suppress_tokens
         object.__setattr__(self, "suppress_tokens", suppressed)
         self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", whole=True)

@@ -12,7 +12,7 @@ from specbeam.constraints import Constraint
 from specbeam.decoding.constraint_mask import packed
 from specbeam.speech.vocabulary import Vocabulary
 
-FRAMES_PER_TIMESTAMP = 2
+FRAMES_PER_TIMESTAMP, SECONDS_PER_TIMESTAMP = 2, 0.02
 START, OPENED, TEXT, CLOSED = range(4)
 """Nothing yet; behind the timestamp that begins a segment; behind text; behind the timestamp that ends a segment."""
 State = tuple[int, int]
@@ -106,9 +106,13 @@ def split(tokens: list[int], times: range, frames: int) -> tuple[list[Timed], in
     if not cuts:
         spoken = [frame(token) for token in tokens if token > times.start]
         return [Timed(0, spoken[-1] if spoken else frames, tokens)], frames
-    is_finished = is_time[-2:] == [False, True]
-    if is_finished:
+    if is_finished := ends_with_silence(tokens, times):
         cuts.append(len(tokens))
     parts = [tokens[first:end] for first, end in zip([0, *cuts], cuts, strict=False)]
     segments = [Timed(frame(part[0]), frame(part[-1]), part) for part in parts]
     return segments, frames if is_finished else segments[-1].end
+
+
+def ends_with_silence(tokens: list[int], times: range) -> bool:
+    """Whether a text ends with a single timestamp, which says that nobody speaks after it."""
+    return [token >= times.start for token in tokens[-2:]] == [False, True]

@@ -15,15 +15,15 @@ from typing import Any
 from specbeam.engine.features import Sound
 from specbeam.errors import SpecbeamError
 from specbeam.results import Result
+from specbeam.speech.alignment import Heads, alignment_heads
 from specbeam.speech.attempts import Attempt, LookFirst, Text
 from specbeam.speech.clips import Clip
 from specbeam.speech.features import LogMel
-from specbeam.speech.results import Segment
+from specbeam.speech.results import Segment, Window
 from specbeam.speech.settings import Settings
-from specbeam.speech.timestamps import TranscriptRules, split
+from specbeam.speech.timestamps import SECONDS_PER_TIMESTAMP, TranscriptRules, ends_with_silence, split
 from specbeam.speech.vocabulary import Vocabulary
-
-SECONDS_PER_TIMESTAMP = 0.02
+from specbeam.speech.words import WITHOUT_SPACES, Spoken, WordFinder
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Transcriber:
 
     Attributes:
         hotwords, initial_prompt: their token ids.
+        heads: of cross-attention that follow the sound. Empty if nobody asks for the times of words.
     """
 
     vocabulary: Vocabulary
@@ -39,6 +40,7 @@ class Transcriber:
     rules: TranscriptRules
     hotwords: list[int]
     initial_prompt: list[int]
+    heads: Heads = ()
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, settings: Settings) -> Transcriber:
@@ -46,7 +48,7 @@ class Transcriber:
 
         Raises:
             SpecbeamError: an unknown language, a language or a task that an English-only model lacks, a prompt that is
-                too long.
+                too long, times of words with a backend that shows no attention.
         """
         _check_language(vocabulary, settings)
         hotwords = vocabulary.encode(settings.hotwords, "hotwords") if settings.hotwords else []
@@ -65,6 +67,7 @@ class Transcriber:
             ),
             hotwords,
             [*(given or ())],
+            alignment_heads(vocabulary.lm) if settings.word_timestamps else (),
         )
         made._check_lengths()
         return made
@@ -110,18 +113,31 @@ class Transcriber:
         """The prompt of a window: hotwords and the end of the earlier text, then what begins its own text."""
         room = self.max_prompt - len(self.hotwords)
         before = [*self.hotwords, *(earlier[-room:] if room else [])]
-        begin = [self.vocabulary.start]
-        if language is not None and self.vocabulary.is_multilingual:
-            begin += [self.vocabulary.languages[language], self.vocabulary.tasks[self.settings.task]]
+        begin = self.begin(language)
         if self.settings.without_timestamps:
             begin.append(self.vocabulary.no_timestamps)
         return [*([self.vocabulary.previous, *before] if before else []), *begin]
+
+    def begin(self, language: str | None) -> list[int]:
+        """What begins the text of a window: the start token, the language and the task."""
+        if language is None or not self.vocabulary.is_multilingual:
+            return [self.vocabulary.start]
+        return [self.vocabulary.start, self.vocabulary.languages[language], self.vocabulary.tasks[self.settings.task]]
+
+    def word_finder(self, language: str | None) -> WordFinder | None:
+        """What finds the words of a text; None if nobody asks for them."""
+        if not self.settings.word_timestamps:
+            return None
+        by_spaces = self.settings.task == "translate" or language not in WITHOUT_SPACES
+        return WordFinder(self.vocabulary, self.settings, self.heads, self.begin(language), by_spaces)
 
     def options(self, temperature: float, seed: int) -> dict[str, object]:
         """Of an attempt at a temperature."""
         settings = self.settings
         method: dict[str, object] = {"num_beams": settings.num_beams, "distinct": False}
         method["length_penalty"] = settings.length_penalty
+        if settings.num_return_sequences > 1:  # beams may differ in timestamps alone
+            method["num_return_sequences"] = settings.num_beams
         if temperature:
             method = {"temperature": temperature, "seed": seed, "num_return_sequences": settings.best_of}
         elif settings.num_beams == 1:
@@ -131,6 +147,7 @@ class Transcriber:
             "max_new_tokens": settings.max_new_tokens or self.context // 2,
             "repetition_penalty": settings.repetition_penalty,
             "no_repeat_ngram_size": settings.no_repeat_ngram_size,
+            "top_logprobs": settings.top_logprobs,
             "constraint": self.rules,
             "eos_token_id": self.vocabulary.end,
         }
@@ -180,6 +197,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         self.earlier = [*self.transcriber.initial_prompt]
+        self._words = self.transcriber.word_finder(self.language)
 
     def segments(self) -> Generator[Attempt | Segment, Any, None]:
         """Ask for texts of windows, and hand out their segments."""
@@ -187,15 +205,26 @@ class Windows:
             start = 0
             while start < clip.frames:
                 frames = min(self.transcriber.frames, clip.frames - start)
-                text, rejected = yield from self._text(clip, start, frames)
+                sound = self.first or window(self.transcriber, self.mel, clip, start, frames)
+                self.first = None
+                text, rejected = yield from self._text(sound, clip, start)
                 if self._is_silent(text):
                     start += frames
                     continue
                 parts, step = split(text.tokens, self.transcriber.vocabulary.timestamps, frames)
-                shown = []
-                for part in parts:
+                spoken = [Spoken(start + part.start, start + part.end, part.tokens) for part in parts]
+                if (finder := self._words) is not None:
+                    spoken = yield from finder.find(sound, spoken, clip, start, frames)
+                    ends = ends_with_silence(text.tokens, self.transcriber.vocabulary.timestamps)
+                    if not ends and finder.last_frame > start:
+                        step = finder.last_frame - start
+                del sound  # it holds the output of the encoder
+                origin = self._origin(clip, start, frames, text)
+                shown, place = [], 0
+                for part in spoken:
                     written = self.transcriber.vocabulary.decode(part.tokens)
-                    begin, end = clip.seconds(start + part.start), clip.seconds(start + part.end, is_end=True)
+                    begin, end = clip.seconds(part.start), clip.seconds(part.end, is_end=True)
+                    here, place = slice(place, place + len(part.tokens)), place + len(part.tokens)
                     if begin >= end or not written.strip():  # it has no length, or begins where the sound has ended
                         continue
                     shown += part.tokens
@@ -209,15 +238,24 @@ class Windows:
                         compression_ratio=text.compression_ratio,
                         temperature=text.temperature,
                         rejected=rejected,
+                        words=part.words,
+                        log_probs=None if text.top_logprobs is None else text.log_probs[here],
+                        top_logprobs=None if text.top_logprobs is None else text.top_logprobs[here],
+                        window=origin,
                     )
                 self._go_on(shown, text.temperature)
                 start += step
 
-    def _text(self, clip: Clip, start: int, frames: int) -> Generator[Attempt, Result, tuple[Text, tuple[str, ...]]]:
+    def _origin(self, clip: Clip, start: int, frames: int, text: Text) -> Window | None:
+        """The window of a text, if several texts were asked for."""
+        if (several := self.transcriber.settings.num_return_sequences) == 1:
+            return None
+        end = clip.seconds(start + frames, is_end=True)
+        return Window(clip.seconds(start), end, text.alternatives[:several])
+
+    def _text(self, sound: Sound, clip: Clip, start: int) -> Generator[Attempt, Result, tuple[Text, tuple[str, ...]]]:
         """The text of a window, and why others were rejected: the first that is good enough, or the last one."""
         transcriber, vocabulary = self.transcriber, self.transcriber.vocabulary
-        sound = self.first or window(transcriber, self.mel, clip, start, frames)
-        self.first = None
         prompt = transcriber.prompt(self.language, self.earlier)
         look = LookFirst(len(prompt) - 1 - prompt[::-1].index(vocabulary.start), [vocabulary.no_speech])
         rejected: list[str] = []

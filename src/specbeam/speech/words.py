@@ -1,0 +1,243 @@
+"""The words of a window's text and their times, by the rules of openai-whisper (``timing.py``, ``tokenizer.py``)."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specbeam.engine.features import Sound
+from specbeam.speech.alignment import Heads, Listen
+from specbeam.speech.attempts import Attempt
+from specbeam.speech.clips import Clip
+from specbeam.speech.features import FRAMES_PER_SECOND
+from specbeam.speech.results import Word
+from specbeam.speech.timestamps import FRAMES_PER_TIMESTAMP, SECONDS_PER_TIMESTAMP
+from specbeam.speech.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from specbeam.speech.settings import Settings
+
+WITHOUT_SPACES = ("zh", "ja", "th", "lo", "my", "yue")
+"""Languages whose words cannot be told by spaces: each character that ends with a token is one."""
+SENTENCE_ENDS = ".。!！?？"
+LONGEST_MEDIAN = 0.7
+"""Seconds."""
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass
+class Timing:
+    """A word while its times are found. Without text and tokens it has become a part of another one.
+
+    Attributes:
+        start, end: in seconds, first from the start of the window, then from that of the file.
+        probability: the mean of its tokens'.
+    """
+
+    text: str
+    tokens: list[int]
+    start: float
+    end: float
+    probability: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class Spoken:
+    """A segment of a text.
+
+    Attributes:
+        start, end: in frames of the clip.
+        words: None if nobody asks for them.
+    """
+
+    start: float
+    end: float
+    tokens: list[int]
+    words: list[Word] | None = None
+
+
+@dataclass
+class WordFinder:
+    """Finds the words of windows, one after another.
+
+    It counts seconds from the start of the file, as if there was nothing between the pieces of a clip.
+
+    Attributes:
+        heads: those that follow the sound.
+        begin: the tokens that begin a prompt, up to the task.
+        by_spaces: whether spaces part words.
+        last_end: of the words so far, in seconds. The first words after a pause may not last too long.
+        last_frame: the same, in frames of the clip.
+    """
+
+    vocabulary: Vocabulary
+    settings: Settings
+    heads: Heads
+    begin: list[int]
+    by_spaces: bool
+    last_end: float = 0.0
+    last_frame: int = 0
+
+    def find(
+        self, sound: Sound, segments: list[Spoken], clip: Clip, start: int, frames: int
+    ) -> Generator[Attempt, Any, list[Spoken]]:
+        """Find the words of a window's segments, and fit the times of both to each other.
+
+        Args:
+            start, frames: where the window begins in the clip, and how many frames it has.
+
+        Yields:
+            What is asked of the engine.
+        """
+        own = [[token for token in one.tokens if token < self.vocabulary.end] for one in segments]
+        timings = yield from self._timings(sound, [token for tokens in own for token in tokens], frames)
+        durations = [timing.seconds for timing in timings if timing.seconds]
+        median = min(LONGEST_MEDIAN, float(np.median(durations)) if durations else 0.0)
+        if durations:
+            shorten_at_sentence_ends(timings, 2 * median)
+        merge_punctuation(timings, self.settings.prepend_punctuations, self.settings.append_punctuations)
+        first_frame = clip.pieces[0][0]
+        offset = (first_frame + start) / FRAMES_PER_SECOND
+
+        def seconds(frame: float) -> float:
+            return offset + SECONDS_PER_TIMESTAMP * ((frame - start) / FRAMES_PER_TIMESTAMP)
+
+        def frame(seconds: float) -> float:
+            return round(seconds * FRAMES_PER_SECOND, 3) - first_frame
+
+        found, last_end, place = [], self.last_end, 0
+        for segment, tokens in zip(segments, own, strict=True):
+            first, covered = place, 0
+            while place < len(timings) and covered < len(tokens):
+                covered += len(timings[place].tokens)
+                place += 1
+            words = [timing for timing in timings[first:place] if timing.text]
+            for word in words:
+                word.start, word.end = round(offset + word.start, 2), round(offset + word.end, 2)
+            begin, end = seconds(segment.start), seconds(segment.end)
+            if words:
+                begin, end = fit(words, begin, end, last_end, median)
+                last_end, self.last_end = end, words[-1].end
+            listed = [Word(one.text, *clip.span(frame(one.start), frame(one.end)), one.probability) for one in words]
+            found.append(Spoken(frame(begin), frame(end), segment.tokens, listed))
+        if not timings:
+            self.last_end = end
+        self.last_frame = round(frame(self.last_end))
+        return found
+
+    def _timings(self, sound: Sound, text: list[int], frames: int) -> Generator[Attempt, Any, list[Timing]]:
+        """The words of a text, with times from the start of its window."""
+        if not text:
+            return []
+        positions = max(1, frames // FRAMES_PER_TIMESTAMP)
+        end, listen = self.vocabulary.end, Listen(self.heads, len(self.begin), text, self.vocabulary.end, positions)
+        prompt = [*self.begin, self.vocabulary.no_timestamps, *text, end]
+        yield Attempt(sound, prompt, {"max_new_tokens": 1, "eos_token_id": end}, listen, writes=False, drafts=False)
+        times, found, first = listen.times(), [], 0
+        for word, tokens in split_words(text, self.vocabulary.decode, self.by_spaces):
+            last = first + len(tokens)
+            mean = float(np.mean(listen.probabilities[first:last]))
+            found.append(Timing(word, tokens, float(times[first]), float(times[last]), mean))
+            first = last
+        return found
+
+
+def split_words(tokens: list[int], decode: Callable[[list[int]], str], by_spaces: bool) -> list[tuple[str, list[int]]]:
+    """The words of tokens of text, each with its tokens.
+
+    A word begins with a space. Punctuation marks are words, and become parts of others later.
+
+    Args:
+        decode: the text of tokens, in which U+FFFD stands for a part of a character.
+        by_spaces: else each token, or several that make a character together, is a word.
+    """
+    pieces, waiting, whole, place = list[tuple[str, list[int]]](), list[int](), decode(tokens), 0
+    for number, token in enumerate(tokens, 1):
+        waiting.append(token)
+        text = decode(waiting)
+        at = text.find(UNKNOWN)  # it may be a part of a character, unless the whole text has it there, too
+        if at < 0 or number == len(tokens) or whole[place + at : place + at + 1] == UNKNOWN:
+            pieces.append((text, waiting))
+            waiting, place = [], place + len(text)
+    if not by_spaces:
+        return pieces
+    words = list[tuple[str, list[int]]]()
+    for text, own in pieces:
+        if not words or text.startswith(" ") or text.strip() in string.punctuation:
+            words.append((text, own))
+        else:
+            words[-1] = words[-1][0] + text, words[-1][1] + own
+    return words
+
+
+def shorten_at_sentence_ends(timings: list[Timing], longest: float) -> None:
+    """Shorten marks that end a sentence, and the words after them. A pause lies there."""
+    for before, timing in pairwise(timings):
+        if timing.seconds > longest:
+            if timing.text in SENTENCE_ENDS:
+                timing.end = timing.start + longest
+            elif before.text in SENTENCE_ENDS:
+                timing.start = timing.end - longest
+
+
+def merge_punctuation(timings: list[Timing], prepended: str, appended: str) -> None:
+    """Make punctuation marks a part of the word that they belong to, which keeps its times.
+
+    Args:
+        prepended: marks that belong to the next word, behind a space.
+        appended: marks that belong to the word before.
+    """
+    following = len(timings) - 1
+    for place in range(len(timings) - 2, -1, -1):
+        mark, word = timings[place], timings[following]
+        if mark.text.startswith(" ") and mark.text.strip() in prepended:
+            word.text, word.tokens = mark.text + word.text, mark.tokens + word.tokens
+            mark.text, mark.tokens = "", []
+        else:
+            following = place
+    before = 0
+    for place in range(1, len(timings)):
+        word, mark = timings[before], timings[place]
+        if not word.text.endswith(" ") and mark.text in appended:
+            word.text, word.tokens = word.text + mark.text, word.tokens + mark.tokens
+            mark.text, mark.tokens = "", []
+        else:
+            before = place
+
+
+def fit(words: list[Timing], start: float, end: float, last_end: float, median: float) -> tuple[float, float]:
+    """Fit the words of a segment to its times, or the segment to its words.
+
+    Args:
+        start, end: of the segment.
+        last_end: of the segments before.
+        median: of the durations of words.
+
+    Returns:
+        The start and the end of the segment.
+    """
+    first, last, longest = words[0], words[-1], 2 * median
+    second = words[1] if len(words) > 1 else None
+    too_long = first.seconds > longest or (second is not None and second.end - first.start > 2 * longest)
+    if first.end - last_end > 4 * median and too_long:  # after a pause
+        if second is not None and second.seconds > longest:
+            first.end = second.start = max(second.end / 2, second.end - longest)
+        first.start = max(0, first.end - longest)
+    if start < first.end and start - 0.5 > first.start:
+        first.start = max(0, min(first.end - median, start))
+    else:
+        start = first.start
+    if end > last.start and end + 0.5 < last.end:
+        last.end = max(last.start + median, end)
+    else:
+        end = last.end
+    return start, end
