@@ -25,7 +25,7 @@ BYTES = SimpleNamespace(end=END_OF_BYTES, no_timestamps=300, decode=text_of)
 
 
 def answered(steps, answer):
-    """What a generator returns that asks an engine: the answer fills in what is asked."""
+    """The result of a generator that asks an engine once. The answer fills in the attempt."""
     try:
         asked = next(steps)
         answer(asked)

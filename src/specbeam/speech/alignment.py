@@ -64,8 +64,8 @@ class Listen:
     """A strategy that generates nothing. It reads a text, and notes how it attends to the sound.
 
     Args:
-        begin: how many tokens of the prompt are before those that ask for the text.
-        text: its tokens. In the prompt one token stands before them, and the end token behind.
+        begin: how many tokens of the prompt are before the one that asks for a text without timestamps.
+        text: its tokens. They follow that token, and the end token follows them.
         positions: of the sound, from its start.
 
     Attributes:

@@ -48,9 +48,8 @@ class Window:
 
     Attributes:
         start, end: in the file, in seconds.
-        alternatives: its texts, the best first, which is that of its segments. Beams are ranked by ``score``, and texts
-            that were drawn by their log-probability per token. Of those that differ in timestamps alone, the best is
-            kept.
+        alternatives: its texts. The best, which its segments have, is the first. Beams are ranked by ``score``, and draws
+            by their log-probability per token. Texts that differ in timestamps alone count once.
     """
 
     start: float
@@ -96,7 +95,7 @@ class Segment:
     window: Window | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The segment as plain data, with what was asked for. Its window is in that of the transcript."""
+        """The segment as plain data. Fields that nobody asked for are left out; its window is beside the segments."""
         found = asdict(self)
         del found["window"]
         return {name: value for name, value in found.items() if value is not None}
@@ -130,7 +129,7 @@ class Transcript:
         return [*found.values()]
 
     def to_dict(self) -> dict[str, Any]:
-        """The transcript as plain data, with what was asked for."""
+        """The transcript as plain data. Fields that nobody asked for are left out."""
         windows = [asdict(window) for window in self.windows]
         return {
             "text": self.text,

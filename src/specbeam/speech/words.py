@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specbeam.speech.settings import Settings
 
 WITHOUT_SPACES = ("zh", "ja", "th", "lo", "my", "yue")
-"""Languages whose words cannot be told by spaces: each character that ends with a token is one."""
+"""Languages without spaces between words: each character that ends with a token counts as one."""
 SENTENCE_ENDS = ".。!！?？"
 LONGEST_MEDIAN = 0.7
 """Seconds."""
@@ -72,7 +72,7 @@ class WordFinder:
     It counts seconds from the start of the file, as if there was nothing between the pieces of a clip.
 
     Attributes:
-        heads: those that follow the sound.
+        heads: of cross-attention that follow the sound.
         begin: the tokens that begin a prompt, up to the task.
         by_spaces: whether spaces part words.
         last_end: of the words so far, in seconds. The first words after a pause may not last too long.
