@@ -1,6 +1,7 @@
 """Words and their times against openai-whisper 20250625, as record_words.py wrote them down."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import pytest
 
 import specbeam
 from specbeam import SpecbeamError, transcribe
+from specbeam.decoding import Evaluate, Hypothesis, SelectionRequest
 from specbeam.generation_defaults import GenerationDefaults
+from specbeam.selection import Watch
 from specbeam.speech import Settings
 from specbeam.speech.alignment import alignment_heads, attention, median_filter, token_times, warp
 from specbeam.speech.clips import Clip
@@ -118,11 +121,40 @@ def test_words_are_the_same_alone_among_others_and_with_little_memory(whisper, o
     assert together[2].segments == []
     assert [transcribe(whisper, file, "en", **WORDS | options) for file in files] == together
     # Chunks of the prompt, and requests that are preempted, change nothing.
-    engine = specbeam.Engine(whisper, max_batch_tokens=7, max_cache_tokens=140)
+    least = 50 + 64  # slots of one window
+    engine = specbeam.Engine(whisper, max_batch_tokens=7, max_cache_tokens=least)
     for file, expected in zip(files, together, strict=True):
         stream = specbeam.transcribe_stream(whisper, file, "en", engine=engine, **WORDS | options)
         assert [*stream] == expected.segments
     assert engine.cache_tokens == 0
+    with specbeam.Engine(whisper, max_cache_tokens=2 * least) as engine, ThreadPoolExecutor() as pool:
+        streams = [specbeam.transcribe_stream(whisper, one, "en", engine=engine, **WORDS | options) for one in files]
+        assert [*pool.map(list, streams)] == [one.segments for one in together]
+
+
+def test_scores_count_as_memory_beside_other_requests(whisper):
+    watch, held = Watch(((1, 0),), np.zeros((1, 64, 50), np.float32)), []
+
+    def strategy(setup, drafter):
+        for nodes in ([0, 1], [2, 3]):
+            yield Evaluate(nodes, SelectionRequest(), watch=watch)
+            held.append(engine._budget.source_bytes)
+        return [Hypothesis(setup.tree.tip, 0.0, "stop")]
+
+    features = np.random.default_rng(1).normal(size=whisper.backend.features_shape).astype(np.float32)
+    engine = specbeam.Engine(whisper)
+    for number in (1, 2):
+        held.clear()
+        requests = [
+            engine.submit([START, ENGLISH, TRANSCRIBE, NO_TIMES], strategy=strategy, features=features, writes=False)
+            for _ in range(number)
+        ]
+        engine.run()
+        assert all(request.result() for request in requests)
+        assert max(held) == (number * watch.scores.nbytes if number > 1 else 0)
+        assert engine._budget.source_bytes == 0
+    assert watch.scores[0, :4].any(axis=1).all()
+    assert not watch.scores[0, 4:].any()
 
 
 @pytest.mark.parametrize("how", [{"backend": "torch"}, {"quantize": "int8"}, {"quantize": "int4"}])

@@ -26,7 +26,7 @@ class Budget:
 
     Attributes:
         cache_bytes: the most that the keys and values of this engine's requests may take.
-        source_bytes: bytes that encoders' outputs take, and what is shown of the attention to them.
+        source_bytes: bytes that encoders' outputs take, and scores of attention to them.
         target: the part of the target's pool that this engine owns.
     """
 

@@ -120,9 +120,13 @@ class RequestState:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes that encoders' outputs take, and what is shown of the attention to them."""
-        watched = 0 if self.step.watch is None else self.step.watch.scores.nbytes
-        return sum(state.source_bytes for state in self._states) + watched
+        """Bytes that encoders' outputs take."""
+        return sum(state.source_bytes for state in self._states)
+
+    @property
+    def watch_bytes(self) -> int:
+        """Bytes of the scores of attention that its strategy asks for."""
+        return 0 if self.step.watch is None else self.step.watch.scores.nbytes
 
     @property
     def least_bytes(self) -> int:

@@ -206,7 +206,7 @@ class Scheduler:
                 self._queue.remove(request)
                 self._unfinished.pop(request, None)
             elif self._fits(request, needed, rows):
-                needed += request.next_bytes + request.source_bytes
+                needed += request.next_bytes + request.source_bytes + request.watch_bytes
                 rows.append(request.max_rows)
                 self._turns += 1
                 request.last_turn = self._turns  # behind the requests that are live already
@@ -231,7 +231,7 @@ class Scheduler:
             return True
         if not self.budget.holds_logits([*rows, request.max_rows]):
             return False
-        lacking = needed + request.next_bytes + request.source_bytes - self.budget.room
+        lacking = needed + request.next_bytes + request.source_bytes + request.watch_bytes - self.budget.room
         return lacking <= 0 or lacking <= request.found_bytes()
 
     def gather(self) -> list[Batch]:
@@ -330,6 +330,8 @@ class Scheduler:
 
     def _count_sources(self) -> None:
         self.budget.source_bytes = sum(request.source_bytes for request in self._live)
+        if len(self._live) > 1:  # a request alone holds its scores of attention beside the cache, as it does logits
+            self.budget.source_bytes += sum(request.watch_bytes for request in self._live)
 
     def _make_room(self, batches: list[Batch]) -> list[Batch]:
         """Evict prefixes, then preempt the newest requests, while slots would outgrow the memory.

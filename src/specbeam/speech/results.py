@@ -48,8 +48,8 @@ class Window:
 
     Attributes:
         start, end: in the file, in seconds.
-        alternatives: its texts. The best, which its segments have, is the first. Beams are ranked by ``score``, and draws
-            by their log-probability per token. Texts that differ in timestamps alone count once.
+        alternatives: its texts. The best, which its segments have, is the first. Beams are ranked by ``score``,
+            draws by their log-probability per token. Texts that differ in timestamps alone count once.
     """
 
     start: float
