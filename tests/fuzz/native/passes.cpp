@@ -49,6 +49,25 @@ void listen(Input &in, void *model, const ModelConfig &encoder, Parameters &para
   if (wrong || !std::equal(tried.get(), tried.get() + length, source.slots.get())) source.drop(taken);
 }
 
+// Heads of cross-attention that a segment watches, and the room for their scores.
+struct Watched {
+  std::unique_ptr<int64_t[]> heads;
+  std::unique_ptr<float[]> scores;
+};
+
+Watched watch(Input &in, Segment &s, const ModelConfig &c) {
+  s.watched = in.ConsumeIntegralInRange<int64_t>(1, 3);
+  s.shown = in.ConsumeIntegralInRange<int64_t>(1, s.source_length);
+  s.rows = 1 + *std::max_element(s.positions, s.positions + s.nodes);
+  Watched own{exactly<int64_t>(size_t(2 * s.watched)), exactly<float>(size_t(s.watched * s.rows * s.shown))};
+  for (int64_t i = 0; i < s.watched; i++) {
+    own.heads[2 * i] = in.ConsumeIntegralInRange<int64_t>(0, c.layers - 1);
+    own.heads[2 * i + 1] = in.ConsumeIntegralInRange<int64_t>(0, c.heads - 1);
+  }
+  s.heads = own.heads.get(), s.scores = own.scores.get();
+  return own;
+}
+
 // The logits of one node, in a pass over its path in slots of its own.
 std::vector<float> logits_alone(Input &in, void *model, const Tree &tree, Slots &taken, int64_t node, int64_t vocab,
                                 const Source &source) {
@@ -80,7 +99,7 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
   Arrays &a = arrays[which];
   const auto n = in.ConsumeIntegralInRange<int64_t>(0, s.nodes - 1);
   const auto below_zero = [&] { return in.ConsumeIntegralInRange<int64_t>(INT64_MIN, -1); };
-  switch (in.ConsumeIntegralInRange(0, 10)) {
+  switch (in.ConsumeIntegralInRange(0, 12)) {
     case 0: a.tokens[n] = in.wild(); break;
     case 1: a.positions[n] = in.number(0, 20); break;
     case 2: a.slots[n] = in.number(0, 100); break;
@@ -101,6 +120,14 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
       if (in.ConsumeBool()) s.source = nullptr;
       else s.source_length = in.ConsumeBool() ? below_zero() : s.source_length ? 0 : INT64_MAX;
       break;
+    case 10:
+      (in.ConsumeBool()   ? s.watched
+       : in.ConsumeBool() ? s.rows
+                          : s.shown) = in.ConsumeBool() ? below_zero() : INT64_MAX;
+      break;
+    case 11:
+      if (s.watched) const_cast<int64_t *>(s.heads)[in.ConsumeIntegralInRange<int64_t>(0, 1)] = in.wild();
+      break;
     default: wanted.push_back(in.wild());
   }
 }
@@ -114,6 +141,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *enc
     std::vector<Segment> segments;
     std::vector<Arrays> arrays;
     std::vector<size_t> owners;
+    std::vector<Watched> watched;
     const int64_t slots = in.rarely() ? in.PickValueInArray({INT64_MIN, int64_t(-1), int64_t(1) << 40, INT64_MAX})
                                       : in.ConsumeIntegralInRange<int64_t>(0, c.context > 64 ? MOST_SLOTS : 192);
     const bool refused = specbeam_cache_reserve(model, slots);
@@ -133,6 +161,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *enc
       if (!segment.nodes) continue;
       drop_unseen(in, segment, of_segment, window);
       source.give(segment);
+      if (source.length && in.ConsumeBool()) watched.push_back(watch(in, segment, c));
       segments.push_back(segment), arrays.push_back(std::move(of_segment)), owners.push_back(t);
     }
     int64_t nodes = 0;

@@ -583,8 +583,7 @@ void get_key(const Cache &cache, int64_t layer, int64_t kv_head, int64_t slot, f
   for (int64_t i = 0; i < cache.width; lane += Cache::PANEL_SLOTS) {
     if (cache.whole)
       for (uint32_t half : {*lane & 0xffff, *lane >> 16}) key[i++] = float(int16_t(half)) * scale;
-    else
-      std::memcpy(&key[i++], lane, sizeof *key);
+    else std::memcpy(&key[i++], lane, sizeof *key);
   }
 }
 
