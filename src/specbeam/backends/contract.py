@@ -178,6 +178,14 @@ class EncodingBackend(Backend, Protocol):
 class HearingBackend(Backend, Protocol):
     """A backend whose model has an encoder of sound. It works in two steps, so that several trees share the first."""
 
+    states_shape: tuple[int, int]
+    """The positions of the encoder's output and their features."""
+
+    @property
+    def encoder_digest(self) -> str:
+        """A digest of the encoder: its configuration, all bytes of its weights as the backend has them, and their
+        number types. Backends of one class on one device whose digests are equal give equal states."""
+
     def source_slots(self, source: NDArray[np.float32]) -> int:
         """The slots of the KV cache that hold sound. 0 if the backend keeps it elsewhere."""
 

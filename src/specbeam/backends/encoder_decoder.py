@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
+from specbeam.backends.torch.digest import digest_of
 from specbeam.backends.torch.transfer import to_device
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.compat import DecoderPositions
@@ -50,7 +52,9 @@ class EncoderDecoderBackend(TransformersBackend):
         self._decoder = model.get_decoder()
         self._positions = DecoderPositions(self._decoder)
         if model.config.model_type == "whisper":
-            self.features_shape = model.config.num_mel_bins, 2 * model.config.max_source_positions
+            positions = model.config.max_source_positions
+            self.features_shape = model.config.num_mel_bins, 2 * positions
+            self.states_shape = positions, model.config.d_model
         start = model.generation_config.decoder_start_token_id
         start = model.generation_config.bos_token_id if start is None else start
         self.start_token_ids: list[int] | None = [start] if isinstance(start, int) else start
@@ -94,6 +98,14 @@ class EncoderDecoderBackend(TransformersBackend):
         """Prompts as the encoder has read them, from its output for each of them, [tokens, features]."""
         with self._one_pass:
             return self._attended(states)
+
+    @cached_property
+    def encoder_digest(self) -> str:
+        """Of its encoder's settings and weights."""
+        config = self.model.config
+        names = ("encoder_attention_heads", "activation_function", "scale_embedding")
+        about = " ".join(f"{name}={getattr(config, name, None)}" for name in names)
+        return digest_of(self.model.get_encoder(), about)
 
     @torch.no_grad()
     def states(self, features: NDArray[np.float32]) -> Tensor:

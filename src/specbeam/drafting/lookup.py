@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -47,6 +48,7 @@ class Lookup:
         latest: propose what followed at the latest places. Otherwise propose what followed most often.
         earlier: an automaton over earlier texts, shared by requests. It is not changed, and asked where it has a longer
             match than the sequence itself, up to ``MAX_MATCH_TOKENS``.
+        before: token ids before the prompt, which are looked into as if they were part of the sequence.
     """
 
     def __init__(
@@ -56,13 +58,15 @@ class Lookup:
         controller: Controller,
         latest: bool = True,
         earlier: SuffixAutomaton | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         self.tree = tree
         self.chains = chains
         self.controller = controller
         self._latest = latest
-        self._text = np.empty(0, np.int32)  # the shared prefix, then room for a branch. int64 is slower to search
-        self._read = 0  # tokens of the shared prefix that it has
+        # What comes before, the shared prefix, then room for a branch. int64 is slower to search.
+        self._text = np.array(before, np.int32)
+        self._before, self._read = len(before), 0  # tokens of the first two that it has
         self._earlier = earlier
         self._earlier_state: State = (0, 0)  # after the shared prefix
 
@@ -86,10 +90,11 @@ class Lookup:
 
     def _put(self, tokens: Nodes) -> NDArray[np.int32]:
         """Write tokens after the shared prefix. The text is valid until the next call."""
-        length = self._read + len(tokens)
+        end = self._before + self._read
+        length = end + len(tokens)
         if length > len(self._text):
             self._text = np.resize(self._text, 2 * length)
-        self._text[self._read : length] = tokens
+        self._text[end:length] = tokens
         return self._text[:length]
 
     def _look_up(self, tip: int) -> tuple[int, Continue]:
@@ -229,6 +234,19 @@ class SuffixAutomaton:
         self._length.append(length)
         self._link.append(-1)
         return len(self.next) - 1
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A lookup for a text that goes on from more than its prompt, such as the transcript of a long file.
+
+    Attributes:
+        draft: "ngram", "suffix", or an automaton over earlier texts.
+        before: the token ids before the prompt.
+    """
+
+    draft: str | SuffixAutomaton
+    before: Sequence[int]
 
 
 def suffix_automaton(lm: LanguageModel, texts: Iterable[str | Sequence[int]]) -> SuffixAutomaton:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, TypeGuard
 
 from specbeam import plugins
-from specbeam.drafting.lookup import SuffixAutomaton
+from specbeam.drafting.lookup import Continued, SuffixAutomaton
 from specbeam.drafting.own import MakeDrafter, Propose
 from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
@@ -15,9 +15,9 @@ from specbeam.model import LanguageModel
 from specbeam.option_names import LOOKUPS
 from specbeam.options import Options
 
-Draft = LanguageModel | SuffixAutomaton | str | os.PathLike[str] | Propose | MakeDrafter
-"""A draft model or its source, "ngram", "suffix", an automaton over earlier texts, or a drafter of the caller's own: a
-function, a class, or the text that names one."""
+Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
+"""A draft model or its source, "ngram", "suffix", an automaton over earlier texts, one of these three for a text that
+goes on from more than its prompt, or a drafter of the caller's own: a function, a class, or the text that names one."""
 
 
 def load_draft(lm: LanguageModel, draft: Any) -> Any:
@@ -36,6 +36,11 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
         raise SpecbeamError(
             f'draft={os.fspath(draft)!r}: give "ngram", "suffix", a model or module:name; {error}'
         ) from error
+
+
+def is_lookup(draft: Any) -> TypeGuard[str | SuffixAutomaton]:
+    """Whether it proposes what followed in the text so far, or in earlier texts."""
+    return isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in LOOKUPS)
 
 
 def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
@@ -57,7 +62,7 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         )
     elif callable(draft):
         _check_own(draft)
-    elif not (draft is None or isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in LOOKUPS)):
+    elif not (draft is None or isinstance(draft, Continued) or is_lookup(draft)):
         raise SpecbeamError(
             f'draft={shown(draft)} is not allowed: give a model or its source, "ngram", "suffix", the automaton that '
             "specbeam.suffix_automaton returned, or a function of your own (docs/guides/extend.md)"
@@ -98,8 +103,14 @@ def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
             f"the draft {draft.source} begins its sequences with the token ids {other}, but the model with {begins} "
             "(None: with the prompt): give a draft of the same kind"
         )
-    if begins is not None and not draft.shares_tokenizer(lm):
+    has_encoder = begins is not None or lm.backend.features_shape is not None
+    if has_encoder and not draft.shares_tokenizer(lm):
         raise SpecbeamError(
             f"the draft {draft.source} has another tokenizer than {lm.source}, and for models with an encoder "
             "they cannot be bridged: give a draft with the same tokenizer"
+        )
+    if lm.backend.features_shape is not None and (size := lm.backend.vocab_size) != (own := draft.backend.vocab_size):
+        raise SpecbeamError(
+            f"the draft {draft.source} has {own:,} tokens, but {lm.source} {size:,}: their special tokens "
+            "differ, so give a draft of the same version"
         )

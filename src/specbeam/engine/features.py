@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,7 +14,10 @@ from specbeam.model import LanguageModel
 
 
 class Sound:
-    """Features of sound that several requests are about, one after another. The encoder reads them once.
+    """Features of sound that several requests are about, one after another, or a model and its draft.
+
+    Each encoder reads them once, and models whose encoders are equal share its output. A distilled Whisper has the
+    encoder of its teacher.
 
     It keeps the encoder's output, so let go of it after the last request.
 
@@ -29,8 +32,29 @@ class Sound:
     def states(self, backend: HearingBackend) -> Any:
         """The encoder's output."""
         if backend not in self._states:
-            self._states[backend] = backend.states(self.features)
+            shared = [states for other, states in self._states.items() if have_equal_encoders(backend, other)]
+            self._states[backend] = shared[0] if shared else backend.states(self.features)
         return self._states[backend]
+
+    def unread_positions(self, draft: Backend, target: Backend) -> int:
+        """The positions that the encoder of a draft has to read: none if it has read them, or the target's is equal."""
+        if draft in self._states or have_equal_encoders(draft, target):
+            return 0
+        return cast(HearingBackend, draft).states_shape[0]
+
+
+def have_equal_encoders(one: Backend, other: Backend) -> bool:
+    """Whether the encoders of two backends give equal states for the same sound.
+
+    They do if the kernels, the shapes and all bytes of the weights are equal. Shapes are compared first, because a
+    digest of the weights takes time. It is computed once per model.
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other) or one.device != other.device:
+        return False
+    first, second = cast(HearingBackend, one), cast(HearingBackend, other)
+    return first.states_shape == second.states_shape and first.encoder_digest == second.encoder_digest
 
 
 def check_features(lm: LanguageModel, features: Any) -> NDArray[np.float32] | Sound | None:

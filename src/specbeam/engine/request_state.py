@@ -89,7 +89,13 @@ class RequestState:
         draft_tokens = 0
         if draft is not None:
             room = max(0, budget.max_rows - num_texts)  # for draft tokens
-            self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
+            unread = 0
+            if isinstance(draft, LanguageModel):
+                unread = len(prompt_ids)
+                if features is not None:
+                    features = features if isinstance(features, Sound) else Sound(features)  # both models read it
+                    unread += features.unread_positions(draft.backend, lm.backend)
+            self._drafter = make_drafter(setup, lm, draft, unread, self._draft_cost, room)
             draft_tokens = self._drafter.controller.max_draft_tokens
         if setup.options.constraint is not None:
             draft_tokens = max(draft_tokens, MAX_FORCED_TOKENS)

@@ -29,7 +29,7 @@ from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.selector import Selector, some_seed, warpers_of
 from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting.lookup import Lookup, SuffixAutomaton
+from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.own import FunctionDrafter, OwnDrafter, Propose
 from specbeam.drafting.retokenizing import RetokenizingDrafter
@@ -130,7 +130,7 @@ def make_drafter(
     setup: Setup,
     lm: LanguageModel,
     draft: Draft,
-    prompt_length: int,
+    unread: int,
     draft_cost: Cost | None,
     room: int,
 ) -> Drafter:
@@ -138,7 +138,7 @@ def make_drafter(
 
     Args:
         draft: has passed :func:`check_draft`.
-        prompt_length: in tokens.
+        unread: tokens and positions of sound that a draft model has to read before its first draft token.
         draft_cost: of the draft model's passes for this request; None for lookups.
         room: the most draft tokens whose logits fit into memory.
 
@@ -160,7 +160,6 @@ def make_drafter(
         )
         for num_tips in sorted({setup.options.num_beams} | ({1} if may_be_lazy(setup) else set()))
     ]
-    unread = prompt_length if is_model else 0
     controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=looks_up)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, controller)
@@ -171,8 +170,9 @@ def make_drafter(
         return OwnDrafter(setup.tree, chains, controller, lm, draft)
     if callable(draft):
         return FunctionDrafter(setup.tree, chains, controller, lm, cast(Propose, draft))
+    draft, before = (draft.draft, draft.before) if isinstance(draft, Continued) else (draft, ())
     earlier = draft if isinstance(draft, SuffixAutomaton) else None
-    return Lookup(setup.tree, chains, controller, latest=draft == "ngram", earlier=earlier)
+    return Lookup(setup.tree, chains, controller, latest=draft == "ngram", earlier=earlier, before=before)
 
 
 def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, controller: Controller) -> ModelDrafter:

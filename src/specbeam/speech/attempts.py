@@ -61,6 +61,7 @@ class Attempt:
         strategy: as in :meth:`specbeam.Engine.submit`.
         writes: as there.
         drafts: whether a draft may be given.
+        said: the tokens of the file so far, in which lookups look beside the prompt.
     """
 
     sound: Sound
@@ -69,6 +70,7 @@ class Attempt:
     strategy: MakeStrategy | None = None
     writes: bool = True
     drafts: bool = True
+    said: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any, BinaryIO, overload
 
 from specbeam.engine import Engine
-from specbeam.engine.drafts import Draft, load_draft
+from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.model import LanguageModel
-from specbeam.options import refuse_unknown_keywords
+from specbeam.options import Options, refuse_unknown_keywords
 from specbeam.speech.audio import Samples, load
 from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
@@ -70,7 +70,8 @@ def transcribe(
         language: the code of the spoken language, such as "en". None: each file has the likeliest in its first window.
         task: "transcribe", or "translate" into English.
         num_beams: the beams of beam search; 1 for greedy search.
-        draft: as for :func:`specbeam.generate`. It changes no text.
+        draft: another Whisper with the same vocabulary, or its source; "ngram" or "suffix", which look into the text of
+            the file so far; or what else :func:`specbeam.generate` takes. It changes no text and no score.
         options: the other fields of :class:`specbeam.speech.Settings`, with faster-whisper's names.
 
     Returns:
@@ -79,12 +80,12 @@ def transcribe(
 
     Raises:
         SpecbeamError: no Whisper model, a file that cannot be read, an option that is not known or that cannot be
-            honoured, a prompt that is too long.
+            honoured, a prompt that is too long, a draft with another vocabulary or other features.
     """
     settings = Settings.of({**options, "language": language, "task": task, "num_beams": num_beams})
     several = isinstance(audio, Sequence) and not isinstance(audio, str | bytes)
     files = [_File(one, number) for number, one in enumerate(audio if several else [audio])]
-    for _ in _run(Transcriber.of(Vocabulary.of(lm), settings), files, draft):
+    for _ in _run(Transcriber.of(Vocabulary.of(lm), settings), files, _checked(lm, draft)):
         pass
     transcripts = [file.transcript for file in files]
     return transcripts if several else transcripts[0]
@@ -108,7 +109,8 @@ def transcribe_stream(
     """
     settings = Settings.of({**options, "language": language, "task": task, "num_beams": num_beams})
     file = _File(audio, 0)
-    return TranscriptStream(file, _run(Transcriber.of(Vocabulary.of(lm), settings), [file], draft, engine))
+    transcriber = Transcriber.of(Vocabulary.of(lm), settings)
+    return TranscriptStream(file, _run(transcriber, [file], _checked(lm, draft), engine))
 
 
 class TranscriptStream(Iterator[Segment]):
@@ -164,9 +166,9 @@ class _File:
             first = window(transcriber, mel, clip, 0, min(transcriber.frames, clip.frames))
             language, probability = yield from detect_language(transcriber, first)
         self.transcript = Transcript(language, probability, len(samples) / SAMPLE_RATE)
-        tasks = []
+        tasks, said = [], list[int]()
         for part, clips in enumerate(chains):
-            tasks.append(Task(Windows(transcriber, mel, clips, language, first).segments(), self.number, part))
+            tasks.append(Task(Windows(transcriber, mel, clips, language, first, said).segments(), self.number, part))
             first = None
         self._parts = [deque() for _ in tasks]
         yield tasks
@@ -183,6 +185,13 @@ class _File:
                 yield found
 
 
+def _checked(lm: LanguageModel, draft: Draft | None) -> Draft | None:
+    """The draft that a caller means, refused before a file is read if it cannot draft for the model."""
+    found: Draft | None = load_draft(lm, draft)
+    check_draft(lm, found, Options())
+    return found
+
+
 def _run(
     transcriber: Transcriber, files: Sequence[_File], draft: Draft | None, engine: Engine | None = None
 ) -> Iterator[tuple[_File, Segment]]:
@@ -190,7 +199,7 @@ def _run(
     lm = transcriber.vocabulary.lm
     engine = engine or speech_engine(lm, max_requests=MAX_REQUESTS)
     tasks = (Task(file.steps(transcriber), file.number) for file in files)
-    for task, segment in run_together(engine, tasks, MAX_REQUESTS, load_draft(lm, draft)):
+    for task, segment in run_together(engine, tasks, MAX_REQUESTS, draft):
         file = files[task.file]
         for certain in file.certain(task.part, segment):
             yield file, certain

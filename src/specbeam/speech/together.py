@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from specbeam.drafting.lookup import Continued
 from specbeam.engine import Engine, Request
-from specbeam.engine.drafts import Draft
+from specbeam.engine.drafts import Draft, is_lookup
 from specbeam.results import Result
 from specbeam.speech.attempts import Attempt
 from specbeam.speech.results import Segment
+
+MAX_SAID_TOKENS = 1 << 14
+"""The tokens of a file that lookups look in: about an hour of speech. More would take longer to search than a pass."""
 
 
 @dataclass(eq=False)
@@ -87,6 +91,8 @@ def run_together(
 
 
 def _submit(engine: Engine, attempt: Attempt, draft: Draft | None) -> Request:
+    if is_lookup(draft):
+        draft = Continued(draft, attempt.said[-MAX_SAID_TOKENS:])
     return engine.submit(
         attempt.prompt,
         attempt.options,

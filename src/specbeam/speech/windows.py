@@ -183,6 +183,7 @@ class Windows:
     Args:
         language: its code; None for an English-only model.
         first: the sound of the first window, if the encoder has read it.
+        said: the tokens of all windows of the file so far, also of other clips. Windows add theirs.
 
     Attributes:
         earlier: the tokens that the next window goes on from.
@@ -193,6 +194,7 @@ class Windows:
     clips: list[Clip]
     language: str | None
     first: Sound | None = None
+    said: list[int] = field(default_factory=list)
     earlier: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -211,6 +213,7 @@ class Windows:
                 if self._is_silent(text):
                     start += frames
                     continue
+                self.said += text.tokens
                 parts, step = split(text.tokens, self.transcriber.vocabulary.timestamps, frames)
                 spoken = [Spoken(start + part.start, start + part.end, part.tokens) for part in parts]
                 if (finder := self._words) is not None:
@@ -262,7 +265,7 @@ class Windows:
         for number, temperature in enumerate(transcriber.settings.temperature):
             options = transcriber.options(temperature, seed_of(transcriber.settings.seed, clip, start, number))
             drafts = not temperature or transcriber.settings.best_of == 1
-            result = yield Attempt(sound, prompt, options, None if number else look, drafts=drafts)
+            result = yield Attempt(sound, prompt, options, None if number else look, drafts=drafts, said=self.said)
             text = Text.of(result, vocabulary, temperature, math.exp(look.log_probs[0]))
             reason = self._rejects(text)
             if reason is None:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -83,7 +84,8 @@ class CpuBackend(Backend):
         encoder = config.encoder
         self.features_shape = config.features_shape
         self.cross_heads = config.cross_heads
-        self._states_shape = None if encoder is None else (encoder.context_length, encoder.hidden_size)
+        self._encoder = encoder
+        self.states_shape = (0, 0) if encoder is None else (encoder.context_length, encoder.hidden_size)
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
@@ -98,13 +100,19 @@ class CpuBackend(Backend):
                 raise MemoryError(wrong.decode())
 
     def source_slots(self, source: NDArray[np.float32]) -> int:
-        return 0 if self._states_shape is None else self._states_shape[0]
+        return self.states_shape[0]
+
+    @cached_property
+    def encoder_digest(self) -> str:
+        """Of its encoder's configuration and packed weights."""
+        about = "" if self._encoder is None else self._encoder.description
+        return hashlib.sha256(f"{self._weights.digest_of('encoder.')} {about}".encode()).hexdigest()
 
     @fork_guard
     def states(self, source: NDArray[np.float32]) -> NDArray[np.float32]:
         """The encoder's output for one source, float32 [positions, hidden]."""
         features = np.ascontiguousarray(source, np.float32)
-        states = np.empty(self._states_shape or (0, 0), np.float32)
+        states = np.empty(self.states_shape, np.float32)
         with self._one_pass:
             wrong = self._library.specbeam_encode(self._model, features.ctypes.data, *features.shape, address(states))
         if wrong:

@@ -91,6 +91,20 @@ class Weights:
         for part in parts:
             self.parts.setdefault(part.name, []).append(part)
 
+    def digest_of(self, prefix: str) -> str:
+        """A digest of the parameters whose names begin so. In how many tensors a file has them does not matter."""
+
+        def hashed(name: str) -> str:
+            parts, content = self.parts[name], hashlib.sha256()
+            for part in parts:
+                content.update(self._data[part.offset : part.offset + part.size].data)
+            weights = sum(part.rows * part.columns for part in parts)
+            return f"{name} {sorted({part.format for part in parts})} {weights} {content.hexdigest()}\n"
+
+        with ThreadPoolExecutor(usable_processors()) as threads:
+            about = threads.map(hashed, sorted(name for name in self.parts if name.startswith(prefix)))
+            return hashlib.sha256("".join(about).encode()).hexdigest()
+
     def address(self, part: Part) -> int:
         """The address of a part's bytes, valid while this object lives."""
         return int(self._data.ctypes.data) + part.offset

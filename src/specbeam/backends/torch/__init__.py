@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from math import prod
 from threading import Lock
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, seen_by
+from specbeam.backends.torch.digest import digest_of
 from specbeam.backends.torch.finite import are_finite
 from specbeam.backends.torch.selecting import TensorBackend
 from specbeam.backends.torch.transfer import to_device
@@ -51,6 +53,8 @@ class TorchBackend(TensorBackend):
         self.window = config.window
         self.features_shape = config.features_shape
         self.cross_heads = config.cross_heads
+        encoder = config.encoder
+        self.states_shape = (0, 0) if encoder is None else (encoder.context_length, encoder.hidden_size)
         with torch.device("meta"):
             self.model = Transformer(config)
         load_weights(self.model, checkpoint, self.device, self.dtype)
@@ -70,6 +74,14 @@ class TorchBackend(TensorBackend):
 
     def source_slots(self, source: NDArray[np.float32]) -> int:
         return source.shape[1] // 2
+
+    @cached_property
+    def encoder_digest(self) -> str:
+        """Of its encoder's configuration and weights."""
+        encoder, config = self.model.encoder, self.model.config.encoder
+        assert encoder is not None
+        assert config is not None
+        return digest_of(encoder, config.description)
 
     @torch.inference_mode()
     def states(self, source: NDArray[np.float32]) -> Tensor:
