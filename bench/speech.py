@@ -9,6 +9,9 @@ AUDIO, all of them again and again for 66 seconds, and eight pieces of these of 
 faster-whisper takes one after another, and in its batches of 8. "Encoder" is one window of 30 seconds through the
 encoder, with the keys and values of cross-attention. Figures are medians of our seconds over theirs, with the worst and
 the best. Where the texts differ, times are per token, and the table says so.
+
+With --drafts there is a second table: specbeam's own seconds with each draft over those without one, in turns, for all
+AUDIO one after another, and for 66 seconds or more of the first one again and again.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ for line in sys.stdin:
         texts, tokens = [], 1
     else:
         how = {"temperature": (0.0,), "condition_on_previous_text": False, "vad_filter": False}
-        found = transcribe(lm, asked["files"], "en", num_beams=asked["beams"], **how)
+        found = transcribe(lm, asked["files"], "en", num_beams=asked["beams"], draft=asked.get("draft"), **how)
         texts = [one.text.strip() for one in found]
         tokens = sum(len(segment.tokens) for one in found for segment in one.segments)
     print(json.dumps([time.perf_counter() - start, tokens, texts]), flush=True)
@@ -138,7 +141,8 @@ def main() -> None:
     parser.add_argument("--peer-python", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", choices=ASKED, default=[*ASKED])
+    parser.add_argument("--parts", nargs="*", choices=ASKED, default=[*ASKED])
+    parser.add_argument("--drafts", nargs="+", default=[], metavar="DRAFT", help="ngram, suffix or a smaller Whisper")
     add_json_option(parser)
     given = parser.parse_args()
     print(describe())
@@ -160,6 +164,8 @@ def main() -> None:
                 own, other = (statistics.median(one[i] for one in rows) for i in (1, 2))
                 about = f"{ratio.value:.2f} ({ratio.max:.2f} to {ratio.min:.2f})"
                 print(f"| {part} | {about} | {own:.3f} | {other:.3f} | {texts} |", flush=True)
+            if given.drafts:
+                compare_drafts(engines[0], files, given.drafts, given.repeats, figures)
         finally:
             for engine in engines:
                 engine.end()
@@ -182,12 +188,34 @@ def measured(
     return rows, says
 
 
+def compare_drafts(engine: Engine, files: dict[str, str], drafts: list[str], repeats: int, figures: Figures) -> None:
+    """Print the seconds with drafts over those without one. Texts must be equal."""
+    print("\n| sound | beams | draft | time over that without a draft | s |\n| --- | --- | --- | --- | --- |")
+    for name, about in (("once", "all, each once"), ("again", "the first, again and again")):
+        for beams in (1, 5):
+            task = {"files": [files[name]], "beams": beams}
+            turns = []
+            for number in range(repeats + 1):  # the first turn warms up
+                ways = [None, *drafts] if number % 2 else [*drafts[::-1], None]
+                answers = {draft: engine.ask(task | {"draft": draft}) for draft in ways}
+                if any(texts != answers[None][2] for _, _, texts in answers.values()):
+                    raise SystemExit("a draft changed a text")
+                turns += [answers] if number else []
+            for draft in drafts:
+                samples = [answers[draft][0] / answers[None][0] for answers in turns]
+                ratio = figures.add(f"{about}, {beams} beams, {draft}", "over no draft", unit="times", samples=samples)
+                seconds = statistics.median(answers[draft][0] for answers in turns)
+                shown = f"{ratio.value:.2f} ({ratio.max:.2f} to {ratio.min:.2f})"
+                print(f"| {about} | {beams} | {draft} | {shown} | {seconds:.3f} |", flush=True)
+
+
 def sounds(audio: list[Path], folder: Path) -> dict[str, str]:
     """The files of the tasks by their names."""
     samples = [np.asarray(load(path)) for path in audio]
     rng, everything = random.Random(0), np.concatenate(samples)
     long = np.tile(everything, -(-LONG_SECONDS * RATE // len(everything)))
-    made = {"short": samples[0], "long": long[: LONG_SECONDS * RATE]}
+    made = {"short": samples[0], "long": long[: LONG_SECONDS * RATE], "once": everything}
+    made["again"] = np.tile(samples[0], -(-LONG_SECONDS * RATE // len(samples[0])))
     for i in range(PIECES):
         length, start = round(rng.uniform(SHORTEST, LONGEST) * RATE), rng.randrange(len(everything))
         made[f"piece {i}"] = np.tile(np.roll(everything, -start), 3)[:length]
