@@ -10,8 +10,8 @@ faster-whisper takes one after another, and in its batches of 8. "Encoder" is on
 encoder, with the keys and values of cross-attention. Figures are medians of our seconds over theirs, with the worst and
 the best. Where the texts differ, times are per token, and the table says so.
 
-With --drafts there is a second table: specbeam's own seconds with each draft over those without one, in turns, for all
-AUDIO one after another, and for 66 seconds or more of the first one again and again.
+With --drafts there is a second table: specbeam's own processor time with each draft over that without one, in turns,
+for all AUDIO one after another, and for 66 seconds or more of the first one again and again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ slots = np.arange(backend.source_slots(None), dtype=np.int64)
 backend.reserve(len(slots))
 for line in sys.stdin:
     asked = json.loads(line)
-    start = time.perf_counter()
+    clock = time.process_time if asked.get("processor") else time.perf_counter
+    start = clock()
     if asked.get("task") == "encode":
         backend.place(backend.states(np.zeros(backend.features_shape, np.float32)), slots)
         texts, tokens = [], 1
@@ -69,7 +70,7 @@ for line in sys.stdin:
         found = transcribe(lm, asked["files"], "en", num_beams=asked["beams"], draft=asked.get("draft"), **how)
         texts = [one.text.strip() for one in found]
         tokens = sum(len(segment.tokens) for one in found for segment in one.segments)
-    print(json.dumps([time.perf_counter() - start, tokens, texts]), flush=True)
+    print(json.dumps([clock() - start, tokens, texts]), flush=True)
 """
 THEIRS = """
 import json, sys, time
@@ -153,8 +154,8 @@ def main() -> None:
             Engine(sys.executable, OURS, given.model, given.threads, own=True),
             Engine(given.peer_python, THEIRS, given.model, given.threads, own=False),
         ]
-        print("\n| | ours over faster-whisper | ours, s | theirs, s | texts |")
-        print("| --- | --- | --- | --- | --- |")
+        if given.parts:
+            print("\n| | ours over faster-whisper | ours, s | theirs, s | texts |\n| --- | --- | --- | --- | --- |")
         try:
             for part in given.parts:
                 task = ASKED[part] | {"files": [files[name] for name in ASKED[part].get("files", ())]}
@@ -189,11 +190,11 @@ def measured(
 
 
 def compare_drafts(engine: Engine, files: dict[str, str], drafts: list[str], repeats: int, figures: Figures) -> None:
-    """Print the seconds with drafts over those without one. Texts must be equal."""
-    print("\n| sound | beams | draft | time over that without a draft | s |\n| --- | --- | --- | --- | --- |")
+    """Print the processor time with drafts over that without one. Texts must be equal."""
+    print("\n| sound | beams | draft | processor time over that without a draft | s |\n| --- | --- | --- | --- | --- |")
     for name, about in (("once", "all, each once"), ("again", "the first, again and again")):
         for beams in (1, 5):
-            task = {"files": [files[name]], "beams": beams}
+            task = {"files": [files[name]], "beams": beams, "processor": True}
             turns = []
             for number in range(repeats + 1):  # the first turn warms up
                 ways = [None, *drafts] if number % 2 else [*drafts[::-1], None]

@@ -179,7 +179,7 @@ def test_batches_chunks_drafts_and_preemption_change_no_bit(pair, options, quant
     alone = [run(lm, [one], options, prompt)[0] for one in sounds]
     near = pair(1, quantize)[1]
     for draft in (None, "ngram", lm, near):
-        for limits in ({}, {"max_batch_tokens": 4}, {"max_cache_tokens": 100, "max_requests": 3}):
+        for limits in ({"max_pass_seconds": 0}, {"max_batch_tokens": 4}, {"max_cache_tokens": 100, "max_requests": 3}):
             assert run(lm, sounds, options, prompt, draft, **limits) == alone
 
 
@@ -216,6 +216,54 @@ def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monk
     assert len({tuple(request.result().token_ids) for request in requests}) == 1
     run(lm, [sound()] * 3, {"max_new_tokens": 2})
     assert read == [1] * 7
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_an_encoders_pass_in_parts_gives_the_same_states(pair, backend):
+    lm = pair(backend=backend, encoder_layers=4)[1].backend
+    for parts in ([1, 1, 1, 1], [3, 1], [2, 2]):
+        states, layer = None, 0
+        for count in parts:
+            states, layer = lm.states_after(sound(), range(layer, layer + count), states), layer + count
+        np.testing.assert_array_equal(states, lm.states(sound()))
+    if backend == "cpu":
+        for layers in (range(0), range(2, 5), range(-1, 2)):
+            with pytest.raises(RuntimeError, match="there are no such layers"):
+                lm.states_after(sound(), layers, states)
+
+
+@pytest.mark.parametrize("quantize", ["float32", "int8"])
+def test_an_encoders_pass_is_divided_while_others_write(pair, quantize, monkeypatch):
+    """With no time at all, one layer runs between two passes of the others, and no text changes."""
+    _, lm = pair(quantize=quantize, encoder_layers=4)
+    expected = [run(lm, [sound(i)], {"max_new_tokens": 20})[0][0][0] for i in range(3)]
+    layers, after = [], lm.backend.states_after
+    monkeypatch.setattr(
+        lm.backend, "states_after", lambda source, some, begun: layers.append(some) or after(source, some, begun)
+    )
+    engine = Engine(lm, max_pass_seconds=0)
+    requests = [engine.submit(PROMPT, {"max_new_tokens": 20}, features=sound(0))]
+    engine.step()
+    assert layers == [range(4)]  # nobody waits
+    requests += [engine.submit(PROMPT, {"max_new_tokens": 20}, features=sound(i)) for i in (1, 2)]
+    for layer in range(8):
+        engine.step()
+        assert layers[1:] == [range(i % 4, i % 4 + 1) for i in range(layer + 1)]
+        assert not requests[0].done
+    engine.run()
+    assert [request.result().token_ids for request in requests] == expected
+    assert (engine.cache_tokens, engine.kept_tokens) == (0, 0)
+    layers.clear()
+    engine = Engine(lm, max_pass_seconds=0)
+    requests = [engine.submit(PROMPT, {"max_new_tokens": 20}, features=sound(0))]
+    engine.step()
+    requests.append(engine.submit(PROMPT, {"max_new_tokens": 20}, features=sound(1)))
+    engine.step()
+    engine.step()
+    requests[0].cancel()
+    engine.run()
+    assert requests[1].result().token_ids == expected[1]
+    assert sum(len(some) for some in layers) == 8  # it goes on where it was
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])

@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 
 from specbeam.cli import transcribe
-from specbeam.speech import Segment, Settings, Transcript
+from specbeam.speech import Segment, Settings, Transcript, vocabulary
 from tests.conftest import reference_folder
+from tests.speech.conftest import TIMES, random_whisper, whisper_tokenizer
 from tests.speech.sounds import recorded, tones, write_wav
 
 pytest.importorskip("av")
@@ -162,6 +163,24 @@ def test_a_model_that_is_no_whisper(run):
     assert "hisper" in line
     status, _, err = run("1.wav", model="./nowhere")
     assert (status, err.count("\n")) == (2, 1)
+
+
+def test_drafts_change_no_text_and_one_that_does_not_fit_gets_one_line(run, save, monkeypatch):
+    monkeypatch.setattr(vocabulary, "MULTILINGUAL", TIMES)
+    whisper, small, wide = (
+        str(save(random_whisper(seed, **changes), whisper_tokenizer()))
+        for seed, changes in ((0, {}), (1, {"d_model": 16}), (0, {"num_mel_bins": 128}))
+    )
+    words = ("2.wav", "--format", "json", "--no-vad-filter", "--dtype", "float32", "--language", "en")
+    words = (*words, "--no-speech-threshold", "none", "--log-prob-threshold", "none")
+    expected = run(*words, model=whisper)[:2]
+    assert json.loads(expected[1])["segments"]
+    for draft in (small, "ngram", "suffix"):
+        assert run(*words, "--draft", draft, model=whisper)[:2] == expected
+    status, out, err = run(*words, "--draft", wide, model=whisper)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "give a draft that reads the same sound" in err
 
 
 def test_options_reach_the_settings(run, monkeypatch):

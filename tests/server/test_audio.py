@@ -119,6 +119,25 @@ def test_events_come_for_each_segment(ask, whisper, samples):
     assert (done.type, done.text) == ("transcript.text.done", expected.text)
 
 
+def test_drafts_of_the_server_change_no_text(save, whisper, samples, monkeypatch):
+    monkeypatch.setattr(vocabulary, "MULTILINGUAL", TIMES)
+    drafts = {
+        "small": specbeam.load(save(random_whisper(1), whisper_tokenizer()), quantize="float32", threads=1),
+        "wide": specbeam.load(save(random_whisper(num_mel_bins=128), whisper_tokenizer()), quantize="float32"),
+    }
+    expected = specbeam.transcribe(whisper, samples, **HOW)
+    with serving({"whisper": whisper}, drafts=drafts, default_draft="small") as server:
+        create = server.client().audio.transcriptions.create
+        asked = {"model": "whisper", "file": file(samples), "response_format": "verbose_json", "language": "en"}
+        for own in ({}, {"draft": "small"}, {"draft": "suffix"}, {"draft": "none"}):
+            made = create(**asked, extra_body=HOW | own)
+            assert [one.tokens for one in made.segments] == [one.tokens for one in expected.segments]
+            assert [one.avg_logprob for one in made.segments] == [one.avg_logprob for one in expected.segments]
+        for name, says in (("wide", "give a draft that reads the same sound"), ("large", "there is no draft 'large'")):
+            with pytest.raises(openai.BadRequestError if name == "wide" else openai.APIStatusError, match=says):
+                create(**asked, extra_body=HOW | {"draft": name})
+
+
 def test_silence_has_no_text(ask):
     silent = file(np.zeros(16_000, np.int16))
     assert ask(sound=silent, vad_filter=True).text == ""

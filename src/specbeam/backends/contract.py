@@ -180,6 +180,8 @@ class HearingBackend(Backend, Protocol):
 
     states_shape: tuple[int, int]
     """The positions of the encoder's output and their features."""
+    encoder_layers: int
+    """Into how many parts a pass of the encoder can be divided."""
 
     @property
     def encoder_digest(self) -> str:
@@ -191,6 +193,18 @@ class HearingBackend(Backend, Protocol):
 
     def states(self, source: NDArray[np.float32]) -> Any:
         """The encoder's output for features of sound, float32 ``features_shape``."""
+
+    def states_after(self, source: NDArray[np.float32], layers: range, begun: Any) -> Any:
+        """A part of the encoder's pass, so that others need not wait for all of it. No bit depends on the parts.
+
+        Args:
+            source: as for :meth:`states`.
+            layers: to run, of ``encoder_layers``.
+            begun: what the layers before gave. None at first.
+
+        Returns:
+            What the next layers take as ``begun``; after the last one the same as :meth:`states`.
+        """
 
     def place(self, states: Any, slots: NDArray[np.int64]) -> Any:
         """Keys and values of an encoder's output, in slots, int64 [``source_slots``].

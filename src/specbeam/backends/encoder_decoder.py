@@ -54,7 +54,7 @@ class EncoderDecoderBackend(TransformersBackend):
         if model.config.model_type == "whisper":
             positions = model.config.max_source_positions
             self.features_shape = model.config.num_mel_bins, 2 * positions
-            self.states_shape = positions, model.config.d_model
+            self.states_shape, self.encoder_layers = (positions, model.config.d_model), 1
         start = model.generation_config.decoder_start_token_id
         start = model.generation_config.bos_token_id if start is None else start
         self.start_token_ids: list[int] | None = [start] if isinstance(start, int) else start
@@ -114,6 +114,10 @@ class EncoderDecoderBackend(TransformersBackend):
         with self._one_pass:
             states: Tensor = self.model.get_encoder()(read).last_hidden_state[0]
         return states
+
+    def states_after(self, features: NDArray[np.float32], layers: range, begun: None) -> Tensor:
+        """All of the encoder's output: transformers runs all layers at once."""
+        return self.states(features)
 
     @torch.no_grad()
     def place(self, states: Tensor, slots: NDArray[np.int64] | None = None) -> Source:

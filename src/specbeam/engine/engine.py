@@ -49,7 +49,8 @@ class Engine:
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
         max_pass_seconds: about how long a pass with prefill may take while other requests are live. Prompts are then
             prefilled in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
-            requests it may take as long as they do. No result changes. By default only ``max_batch_tokens`` counts.
+            requests it may take as long as they do. An encoder's pass over sound is divided by its layers. No result
+            changes. By default only ``max_batch_tokens`` counts.
         costs: the cost model, by which the engine decides how far to draft, which beams to defer, and how many passes
             to run at once. No result depends on it. By default passes are measured, and all engines of the process
             share the measurements. With a :class:`specbeam.engine.CostTable` for each backend, counts of passes and

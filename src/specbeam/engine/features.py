@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -28,13 +30,33 @@ class Sound:
     def __init__(self, features: NDArray[np.float32]) -> None:
         self.features = features
         self._states: WeakKeyDictionary[Backend, Any] = WeakKeyDictionary()
+        self._begun: WeakKeyDictionary[Backend, tuple[Any, int]] = WeakKeyDictionary()  # and how many layers have run
 
-    def states(self, backend: HearingBackend) -> Any:
-        """The encoder's output."""
+    def states(self, backend: HearingBackend, seconds: float = math.inf) -> Any:
+        """The encoder's output. None if it takes longer than this: another call goes on where this one ends.
+
+        At least one layer of the encoder runs, and others as long as the time suffices for one like the latest.
+        """
         if backend not in self._states:
             shared = [states for other, states in self._states.items() if have_equal_encoders(backend, other)]
-            self._states[backend] = shared[0] if shared else backend.states(self.features)
+            states = shared[0] if shared else self._encode(backend, seconds)
+            if states is None:
+                return None
+            self._states[backend] = states
         return self._states[backend]
+
+    def _encode(self, backend: HearingBackend, seconds: float) -> Any:
+        if seconds == math.inf and backend not in self._begun:
+            return backend.states(self.features)
+        states, layer = self._begun.pop(backend, (None, 0))
+        began_at = now = time.perf_counter()
+        while layer < backend.encoder_layers:
+            states, layer = backend.states_after(self.features, range(layer, layer + 1), states), layer + 1
+            before, now = now, time.perf_counter()
+            if layer < backend.encoder_layers and 2 * now - before - began_at > seconds:
+                self._begun[backend] = states, layer
+                return None
+        return states
 
     def unread_positions(self, draft: Backend, target: Backend) -> int:
         """The positions that the encoder of a draft has to read: none if it has read them, or the target's is equal."""
@@ -57,7 +79,7 @@ def have_equal_encoders(one: Backend, other: Backend) -> bool:
     return first.states_shape == second.states_shape and first.encoder_digest == second.encoder_digest
 
 
-def check_features(lm: LanguageModel, features: Any) -> NDArray[np.float32] | Sound | None:
+def check_features(lm: LanguageModel, features: Any) -> Sound | None:
     """A copy of features, float32 [bands, frames], or the given sound; None for a model that reads no sound.
 
     Raises:
@@ -83,7 +105,7 @@ def check_features(lm: LanguageModel, features: Any) -> NDArray[np.float32] | So
         )
     if not np.isfinite(found).all():
         raise SpecbeamError(f"the features hold NaN or infinity: {hint}")
-    return found if sound is None else sound
+    return Sound(found) if sound is None else sound
 
 
 def described(shape: tuple[int, int] | None) -> str:

@@ -13,9 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from specbeam.backends.contract import AheadBackend, EncodingBackend, HearingBackend
-from specbeam.cache.prefixes import Ints
 from specbeam.engine.failures import forget_frames, is_out_of_memory
-from specbeam.engine.features import Sound
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
 from specbeam.selection import Logits, Selection
@@ -45,7 +43,9 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     alone: Batch = []
     backend = batch[0][0].model.backend  # a request that goes on may ask its other model
     try:
-        _read_sources(batch, scheduler)
+        batch = _read_sources(batch, scheduler)
+        if not batch:
+            return True
         start = time.perf_counter()
         logits, parts, selections, passes = _forward(batch, scheduler)
     except Exception as error:
@@ -77,29 +77,40 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _read_sources(batch: Batch, scheduler: Scheduler) -> None:
-    """Let the encoder read the sources that requests lack. Its time depends on these, so no pass's cost counts it."""
+def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
+    """Let the encoder read the sources that requests lack. Its time depends on these, so no pass's cost counts it.
+
+    Returns:
+        The batch without requests whose sound takes a further pass of the encoder.
+    """
     unread = [request.model for request, _ in batch if request.model.unread_source is not None]
     if not unread:
-        return
+        return batch
+    if unread[0].has_unread_sound:
+        for model in unread:
+            _hear(model, scheduler)
+        return [(request, nodes) for request, nodes in batch if request.model.unread_source is None]
     start = time.perf_counter()
     slots = [model.place_source() for model in unread]
     with scheduler.passing():
-        sources = [*map(_hear, unread, slots)] if unread[0].has_unread_sound else _read_texts(unread, slots)
+        sources = cast(EncodingBackend, unread[0].backend).encode([model.unread_source for model in unread], slots)
     for model, source in zip(unread, sources, strict=True):
         model.source = source
         model.seconds += (time.perf_counter() - start) / len(unread)
+    return batch
 
 
-def _read_texts(unread: list[ModelState], slots: list[Ints]) -> list[Any]:
-    return cast(EncodingBackend, unread[0].backend).encode([model.unread_source for model in unread], slots)
-
-
-def _hear(model: ModelState, slots: Ints) -> Any:
-    """Let the encoder read sound, unless it has. One after another: a pass over all of it uses all threads."""
+def _hear(model: ModelState, scheduler: Scheduler) -> None:
+    """Let the encoder read sound, or some of it where others wait. Alone: a pass over all of it uses all threads."""
+    start = time.perf_counter()
     backend, sound = cast(HearingBackend, model.backend), model.unread_source
-    states = sound.states(backend) if isinstance(sound, Sound) else backend.states(sound)
-    return backend.place(states, slots)
+    with scheduler.passing():
+        states = sound.states(backend, scheduler.seconds_to_hear())
+    if states is not None:
+        slots = model.place_source()
+        with scheduler.passing():
+            model.source = backend.place(states, slots)
+    model.seconds += time.perf_counter() - start
 
 
 def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], list[list[Selection]], int]:

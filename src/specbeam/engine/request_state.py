@@ -65,7 +65,7 @@ class RequestState:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
-        features: NDArray[np.float32] | Sound | None = None,
+        features: Sound | None = None,
         writes: bool = True,
         cancellations: deque[RequestState],
         budget: Budget,
@@ -93,7 +93,6 @@ class RequestState:
             if isinstance(draft, LanguageModel):
                 unread = len(prompt_ids)
                 if features is not None:
-                    features = features if isinstance(features, Sound) else Sound(features)  # both models read it
                     unread += features.unread_positions(draft.backend, lm.backend)
             self._drafter = make_drafter(setup, lm, draft, unread, self._draft_cost, room)
             draft_tokens = self._drafter.controller.max_draft_tokens
@@ -108,7 +107,7 @@ class RequestState:
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             drafted, rows = self._drafter.controller.max_drafted, self._drafter.controller.max_drafted_at_once
             tree = self._drafter.tree
-            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, tree, drafted, rows, features=features)
+            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, tree, drafted, rows, sound=features)
             self._states.append(self._draft)
         self._trees = [*{state.tree for state in self._states}]
         self.model = self._target

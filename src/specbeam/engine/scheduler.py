@@ -60,7 +60,7 @@ class Scheduler:
 
     Every live request advances: it gets nodes in each pass of the model that it waits for. Only if more requests wait
     for a model than ``max_batch_tokens``, they take turns: one node in ``ceil(waiting / max_batch_tokens)`` passes.
-    While some requests write, the encoder reads sound for one other request per iteration.
+    While some requests write, the encoder reads sound for one other request per iteration, or some of its layers do.
 
     Args:
         max_requests, max_batch_tokens, max_waiting, max_pass_seconds: as for :class:`specbeam.Engine`.
@@ -260,11 +260,12 @@ class Scheduler:
     def _waits_for(self, drafts: list[Batch]) -> bool:
         """Whether the target waits for these passes of draft models.
 
-        It does not wait for a draft model that prefills a long prompt, nor for requests that began to draft later than
-        the wait. So it waits for at most as many iterations as the longest draft has tokens, whatever requests come and
-        go.
+        It does not wait for a draft model that prefills a long prompt or reads sound, nor for requests that began to
+        draft later than the wait. So it waits for at most as many iterations as the longest draft has tokens, whatever
+        requests come and go.
         """
-        drafting = {one for batch in drafts for one, nodes in batch if len(nodes) == len(one.pending)}
+        whole = ((one, len(nodes) == len(one.pending)) for batch in drafts for one, nodes in batch)
+        drafting = {one for one, is_whole in whole if is_whole and not one.model.has_unread_sound}
         if self._awaited:
             drafting &= self._awaited
         self._awaited = drafting
@@ -299,6 +300,11 @@ class Scheduler:
         least = without.expected(max(1, others)) if without.knows(others) else 0.0
         seconds = max(self.max_pass_seconds, least / (1 - MIN_READING_SHARE))
         return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
+
+    def seconds_to_hear(self) -> float:
+        """About how long a part of an encoder's pass over sound may take: as long as it wants while all wait for it."""
+        waiting = sum(request.model.has_unread_sound for request in self._live)
+        return math.inf if self.max_pass_seconds is None or waiting == len(self._live) else self.max_pass_seconds
 
     def passing(self) -> Passing:
         """A pass runs in this block. As it can be repeated, it may be left at any moment."""

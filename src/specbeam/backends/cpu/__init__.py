@@ -85,6 +85,7 @@ class CpuBackend(Backend):
         self.features_shape = config.features_shape
         self.cross_heads = config.cross_heads
         self._encoder = encoder
+        self.encoder_layers = 0 if encoder is None else encoder.num_layers
         self.states_shape = (0, 0) if encoder is None else (encoder.context_length, encoder.hidden_size)
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
@@ -108,13 +109,21 @@ class CpuBackend(Backend):
         about = "" if self._encoder is None else self._encoder.description
         return hashlib.sha256(f"{self._weights.digest_of('encoder.')} {about}".encode()).hexdigest()
 
-    @fork_guard
     def states(self, source: NDArray[np.float32]) -> NDArray[np.float32]:
         """The encoder's output for one source, float32 [positions, hidden]."""
+        return self.states_after(source, range(self.encoder_layers), None)
+
+    @fork_guard
+    def states_after(
+        self, source: NDArray[np.float32], layers: range, begun: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        """What some layers of the encoder make of one source, after those before them, float32 [positions, hidden]."""
         features = np.ascontiguousarray(source, np.float32)
-        states = np.empty(self.states_shape, np.float32)
+        states = np.empty(self.states_shape, np.float32) if begun is None else begun.copy()
         with self._one_pass:
-            wrong = self._library.specbeam_encode(self._model, features.ctypes.data, *features.shape, address(states))
+            wrong = self._library.specbeam_encode(
+                self._model, features.ctypes.data, *features.shape, layers.start, layers.stop, address(states)
+            )
         if wrong:
             raise RuntimeError(f"a pass of the encoder was refused: {wrong.decode()}")
         return states

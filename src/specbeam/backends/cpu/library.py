@@ -22,7 +22,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 BASELINE = "portable"
 """The instruction set that any processor has."""
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """As in native/model.h. Raise both when a function changes."""
 
 
@@ -113,7 +113,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cache_reserve": (c_char_p, [c_void_p, c_int64]),
     "cache_slot_bytes": (c_int64, [c_void_p]),
     "cache_release": (c_int32, [c_void_p, c_int64, c_int64]),
-    "encode": (c_char_p, [c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
+    "encode": (c_char_p, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
     "place": (c_char_p, [c_void_p, c_void_p, c_void_p, c_int64]),
     "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "choose": (c_char_p, [c_void_p, c_void_p]),

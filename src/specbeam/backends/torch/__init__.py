@@ -54,6 +54,7 @@ class TorchBackend(TensorBackend):
         self.features_shape = config.features_shape
         self.cross_heads = config.cross_heads
         encoder = config.encoder
+        self.encoder_layers = 0 if encoder is None else encoder.num_layers
         self.states_shape = (0, 0) if encoder is None else (encoder.context_length, encoder.hidden_size)
         with torch.device("meta"):
             self.model = Transformer(config)
@@ -83,11 +84,17 @@ class TorchBackend(TensorBackend):
         assert config is not None
         return digest_of(encoder, config.description)
 
-    @torch.inference_mode()
     def states(self, source: NDArray[np.float32]) -> Tensor:
         """The encoder's output for one source, [positions, features]."""
-        assert self.model.encoder is not None
-        states: Tensor = self.model.encoder(to_device(source, self.device).to(self.dtype))
+        return self.states_after(source, range(self.encoder_layers), None)
+
+    @torch.inference_mode()
+    def states_after(self, source: NDArray[np.float32], layers: range, begun: Tensor | None) -> Tensor:
+        """What some layers of the encoder make of one source, after those before them, [positions, features]."""
+        encoder = self.model.encoder
+        assert encoder is not None
+        x = encoder.begin(to_device(source, self.device).to(self.dtype)) if begun is None else begun
+        states: Tensor = encoder(x, layers)
         return states
 
     @torch.inference_mode()

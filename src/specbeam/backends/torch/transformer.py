@@ -259,13 +259,17 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """States [positions, features] of sound [bands, frames], two frames for each position."""
+    def begin(self, features: Tensor) -> Tensor:
+        """What the first layer reads, [positions, features], of sound [bands, frames]. A position has two frames."""
         x = convolve(convolve(features, self.conv1, 1, self.activation), self.conv2, 2, self.activation)
-        x = x.t() + self.positions.weight
-        for block in self.blocks:
-            x = block(x, {}, [])
-        return self.norm(x)
+        return x.t() + self.positions.weight
+
+    def forward(self, x: Tensor, layers: range) -> Tensor:
+        """What some layers make of their input [positions, features]: after the last one the encoder's output."""
+        for layer in layers:
+            x = self.blocks[layer](x, {}, [])
+        normed: Tensor = self.norm(x) if layers.stop == len(self.blocks) else x
+        return normed
 
 
 def convolve(x: Tensor, filters: Weights, stride: int, activation: Callable[[Tensor], Tensor]) -> Tensor:

@@ -222,9 +222,11 @@ int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
   return 0;
 }
 
-// Runs the encoder over sound. features: [bands, frames], two frames for each position of the encoder's context;
-// states: [context, hidden], its output. Returns the error, or null.
-const char *specbeam_encode(void *model, const float *features, int64_t bands, int64_t frames, float *states) {
+// Runs some layers of the encoder over sound. features: [bands, frames], two frames for each position of the encoder's
+// context; states: [context, hidden], what the layers before `first` gave, then what those before `end` give: after the
+// last one the encoder's output. Returns the error, or null.
+const char *specbeam_encode(void *model, const float *features, int64_t bands, int64_t frames, int64_t first,
+                            int64_t end, float *states) {
   auto &loaded = *static_cast<Loaded *>(model);
   const Model *encoder = loaded.model.encoder.get();
   if (!encoder) return "the model has no encoder";
@@ -232,9 +234,10 @@ const char *specbeam_encode(void *model, const float *features, int64_t bands, i
   if (!features || !states) return "an array is missing";
   if (bands != encoder->config.bands || frames != 2 * encoder->config.context)
     return "the features have another shape than the encoder reads";
+  if (first < 0 || first >= end || end > encoder->config.layers) return "there are no such layers";
   try {
     if (const char *reason = loaded.one_layer->reserve(encoder->config.context)) return reason;
-    encode(*encoder, *loaded.one_layer, loaded.pool(), *loaded.workspace, features, states);
+    encode(*encoder, *loaded.one_layer, loaded.pool(), *loaded.workspace, features, first, end, states);
     return nullptr;
   } catch (const std::exception &) {
     return OUT_OF_MEMORY;

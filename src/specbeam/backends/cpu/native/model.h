@@ -15,7 +15,7 @@
 namespace specbeam {
 
 // The version of the functions that Python calls. When one changes, raise it here and in library.py.
-constexpr int32_t ABI_VERSION = 14;
+constexpr int32_t ABI_VERSION = 15;
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH };
 

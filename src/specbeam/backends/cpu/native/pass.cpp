@@ -409,12 +409,24 @@ struct Pass {
     });
   }
 
-  // features: [bands, 2 * nodes]; states: [nodes, hidden]
-  void encode(const float *features, float *states) {
+  // features: [bands, 2 * nodes]; states: [nodes, hidden], between layers what the next one reads
+  void encode(const float *features, int64_t first, int64_t end, float *states) {
+    float *x = room(space.x, nodes * c.hidden);
+    if (first == 0) begin(features, x);
+    else std::copy_n(states, nodes * c.hidden, x);
+    for (int64_t l = first; l < end; l++) block(l, x);
+    if (end < c.layers) std::copy_n(x, nodes * c.hidden, states);
+    else
+      threads.each(nodes, 16,
+                   [&](int64_t n) { norm_row(model.norm, x + n * c.hidden, states + n * c.hidden, c.hidden); });
+  }
+
+  // Two convolutions, and the embeddings of positions.
+  void begin(const float *features, float *x) {
     const int64_t frames = 2 * nodes;
     // Frame by frame, with zeros before the first one and after the last one.
     float *padded = room(space.normed, (frames + 2) * c.bands);
-    float *between = room(space.attended, (frames + 2) * c.hidden), *x = room(space.x, nodes * c.hidden);
+    float *between = room(space.attended, (frames + 2) * c.hidden);
     const auto pad = [frames](float *frame, int64_t size) {
       std::fill_n(frame, size, 0.0f), std::fill_n(frame + (frames + 1) * size, size, 0.0f);
     };
@@ -426,9 +438,6 @@ struct Pass {
     threads.each(nodes, 16, [&](int64_t n) {
       for (int64_t i = 0; i < c.hidden; i++) x[n * c.hidden + i] += weight_at(model.positions.parts[0], n, i);
     });
-    for (int64_t l = 0; l < c.layers; l++) block(l, x);
-    threads.each(nodes, 16,
-                 [&](int64_t n) { norm_row(model.norm, x + n * c.hidden, states + n * c.hidden, c.hidden); });
   }
 };
 
@@ -445,14 +454,14 @@ void forward(const Model &model, const Cache &cache, Threads &threads, Workspace
 }
 
 void encode(const Model &encoder, const Cache &one_layer, Threads &threads, Workspace &workspace, const float *features,
-            float *states) {
+            int64_t first, int64_t end, float *states) {
   const int64_t nodes = encoder.config.context;
   std::vector<int64_t> numbers(nodes), last(nodes, nodes - 1);  // all nodes see all nodes
   std::iota(numbers.begin(), numbers.end(), 0);
   const Segment all{nodes, nodes, 0, 0, nullptr, last.data(), numbers.data(), numbers.data(), nullptr, nullptr};
   Pass pass(encoder, one_layer, threads, workspace, &all, 1, numbers.data(), nodes);
   const Threads::Awake awake(threads);
-  pass.encode(features, states);
+  pass.encode(features, first, end, states);
 }
 
 void place(const Model &model, const Cache &cache, Threads &threads, Workspace &workspace, const float *states,
