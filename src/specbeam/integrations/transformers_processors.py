@@ -50,6 +50,7 @@ OTHERS = (
     theirs.EpsilonLogitsWarper,
     theirs.EtaLogitsWarper,
     theirs.WatermarkLogitsProcessor,
+    theirs.WhisperTimeStampLogitsProcessor,
     theirs.LogitNormalization,
 )
 SUPPORTED = (*BANS_AND_PENALTIES, *WARPERS, *OTHERS)

@@ -144,9 +144,13 @@ class CancellableEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def submit(self, *given: Any, **how: Any) -> EngineRequest:
+    def check(self) -> None:
+        """End work for the call that no request is made for. Raises Cancelled."""
         if self.is_cancelled:
             raise Cancelled
+
+    def submit(self, *given: Any, **how: Any) -> EngineRequest:
+        self.check()
         request = self._engine.submit(*given, **how)
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
@@ -221,7 +225,7 @@ class TranscriptionCall:
         except SpecbeamError as error:
             raise Refusal(str(error), "file", "invalid_file") from error
         try:
-            how = {"draft": self._draft, "engine": self._engine, **self._settings}
+            how = {"draft": self._draft, "engine": self._engine, "check": self._engine.check, **self._settings}
             self._stream = transcribe_stream(self._model.lm, samples, **how)
         except SpecbeamError as error:
             message = str(error).replace("initial_prompt", "prompt")

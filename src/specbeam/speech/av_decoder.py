@@ -30,6 +30,9 @@ CPU_SECONDS = 10.0
 MEMORY_BYTES = 512 << 20
 """Memory beside what the process has at its start."""
 
+OGG, OGG_FLAGS, OGG_LAST, OGG_HEADER_BYTES, OGG_PAGE_BYTES = b"OggS", 5, 4, 27, 65_307
+"""The beginning of each page of an Ogg file, where its flags are, the last page's flag, and the largest sizes."""
+
 
 class Report(TypedDict):
     """What became of a file.
@@ -76,6 +79,7 @@ def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
                     return report | {"error": f"it has more than {max_samples / SAMPLE_RATE:g} seconds of sound"}
                 sys.stdout.buffer.write(memoryview(frame.planes[0])[: 2 * frame.samples])
                 child_processes.end_after(cpu_seconds)
+        report["damaged"] += _lacks_its_last_page(source)
         sys.stdout.buffer.flush()
     except MemoryError:
         report["error"] = f"it needs more than {MEMORY_BYTES >> 20} MB of memory"
@@ -95,6 +99,22 @@ def _named_seconds(container: Any, stream: Any) -> float | None:
     if container.duration is not None and len(container.streams) == 1:
         return float(container.duration / 1e6)
     return None
+
+
+def _lacks_its_last_page(source: io.FileIO) -> bool:
+    """Whether a file of Ogg was cut: its last page has a flag (RFC 3533, 6), and FFmpeg does not miss it."""
+    size = source.seek(0, os.SEEK_END)
+    source.seek(max(0, size - OGG_PAGE_BYTES))
+    end = source.read(OGG_PAGE_BYTES)
+    source.seek(0)
+    if source.read(len(OGG)) != OGG or (place := end.rfind(OGG)) < 0:
+        return False
+    header, rest = end[place:][:OGG_HEADER_BYTES], end[place:][OGG_HEADER_BYTES:]
+    if len(header) < OGG_HEADER_BYTES:
+        return True
+    pieces = header[-1]  # their lengths follow, and then they
+    is_whole = len(rest) >= pieces + sum(rest[:pieces])
+    return not (is_whole and header[OGG_FLAGS] & OGG_LAST)
 
 
 def _decoded(container: Any, stream: Any, report: Report) -> Iterator[AudioFrame]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, overload
 
@@ -100,15 +100,17 @@ def transcribe_stream(
     *,
     draft: Draft | None = None,
     engine: Engine | None = None,
+    check: Callable[[], object] | None = None,
     **options: Any,
 ) -> TranscriptStream:
     """Write down what is said in a file. Its segments come as soon as they are certain, in their order.
 
     Args:
         engine: one that :func:`speech_engine` made, to share with others. Arguments else as for :func:`transcribe`.
+        check: called while speech is looked for, every 8 seconds of sound. An error of it ends the stream.
     """
     settings = Settings.of({**options, "language": language, "task": task, "num_beams": num_beams})
-    file = _File(audio, 0)
+    file = _File(audio, 0, check)
     transcriber = Transcriber.of(Vocabulary.of(lm), settings)
     return TranscriptStream(file, _run(transcriber, [file], _checked(lm, draft), engine))
 
@@ -142,13 +144,14 @@ class _File:
 
     Args:
         number: among the files of the call.
+        check: as for :func:`transcribe_stream`.
 
     Attributes:
         transcript: what is certain so far.
     """
 
-    def __init__(self, audio: Audio, number: int) -> None:
-        self._audio, self.number = audio, number
+    def __init__(self, audio: Audio, number: int, check: Callable[[], object] | None = None) -> None:
+        self._audio, self.number, self._check = audio, number, check
         self.transcript = Transcript(None, 1.0, 0.0)
         self._parts: list[deque[Segment | None]] = []  # segments that are not certain yet, and None at the end of each
         self._shown = 0  # parts whose segments are all certain
@@ -158,7 +161,7 @@ class _File:
         settings, vocabulary = transcriber.settings, transcriber.vocabulary
         samples = load(self._audio)
         mel = LogMel(samples, transcriber.bands)
-        chains = _chains(samples, mel, transcriber)
+        chains = _chains(samples, mel, transcriber, self._check)
         first, probability = None, 1.0
         language = settings.language if vocabulary.is_multilingual else "en"
         if language is None and chains:
@@ -205,7 +208,9 @@ def _run(
             yield file, certain
 
 
-def _chains(samples: Samples, mel: LogMel, transcriber: Transcriber) -> list[list[Clip]]:
+def _chains(
+    samples: Samples, mel: LogMel, transcriber: Transcriber, check: Callable[[], object] | None
+) -> list[list[Clip]]:
     """The clips of a file, in chains whose windows follow each other. Chains do not depend on each other."""
     settings = transcriber.settings
     if settings.clip_timestamps is not None:
@@ -216,5 +221,6 @@ def _chains(samples: Samples, mel: LogMel, transcriber: Transcriber) -> list[lis
         return [found] if found else []
     from specbeam.speech.vad import stretches  # it is an extra
 
-    speech = refuse_unknown_keywords(stretches)(samples, **(settings.vad_parameters or {}))
+    own: dict[str, Any] = {} if check is None else {"check": check}
+    speech = refuse_unknown_keywords(stretches)(samples, **own, **(settings.vad_parameters or {}))
     return [[clip] for clip in spoken_clips(speech, mel.frames, transcriber.frames)]

