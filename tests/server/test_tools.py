@@ -97,6 +97,49 @@ def test_required_and_named_calls_are_valid(tooled, lms, name):
         assert whole.finish_reason == "tool_calls"
 
 
+def allowed(mode, *tools):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
+@pytest.mark.parametrize("name", ["hermes", "named"])
+def test_some_tools_are_allowed(tooled, lms, name):
+    """The prompt has all of them. No other is called, whatever is likelier."""
+    asked = {"model": name, "messages": ASKED, "tools": TOOLS, "max_tokens": 500, "logit_bias": pushed(lms, name)}
+    prompts = set()
+    for tool in ("weather", "now"):
+        some = allowed("required", {"type": "function", "function": {"name": tool}})
+        for how in ({"temperature": 0}, {"num_beams": 3}, {"seed": 1}):
+            answer = tooled.post(CHAT, **asked, **how, tool_choice=some, parallel_tool_calls=False).json()
+            assert {call["name"] for call in checked(answer["choices"][0]["message"], NAMED)} == {tool}
+            prompts.add(answer["usage"]["prompt_tokens"])
+        assert tooled.choices(CHAT, **asked, tool_choice=allowed("auto", *some["allowed_tools"]["tools"]))
+        flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": tool}]}
+        fields = {"model": name, "input": "Weather?", "tools": FLAT, "temperature": 0, "parallel_tool_calls": False}
+        output = tooled.post(RESPONSES, **fields, tool_choice=flat, logit_bias=pushed(lms, name)).json()["output"]
+        assert [item["name"] for item in output] == [tool]
+    assert len(prompts) == 1
+
+
+def test_a_conversation_with_tools_is_tokenized_as_it_is_read(tooled):
+    asked = {"model": "hermes", "messages": MESSAGES, "tools": TOOLS}
+    tokens = tooled.post("/tokenize", **asked).json()["tokens"]
+    answer = tooled.post(CHAT, **asked, max_tokens=1, tool_choice="auto", return_token_ids=True).json()
+    assert answer["prompt_token_ids"] == tokens
+    refused = tooled.refused("/tokenize", model="hermes", prompt="a", tools=TOOLS)
+    assert refused["message"] == "tools goes with messages: a prompt has no chat template"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"input": [{"type": "computer_call", "id": "a"}]}, "input[0].type: items of the type 'computer_call' are not"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type: Input should be 'function'"),
+    ],
+)
+def test_items_and_tools_of_other_types(tooled, fields, says):
+    assert tooled.refused(RESPONSES, model="hermes", **fields)["message"].startswith(says)
+
+
 def test_a_stream_has_the_name_of_a_call_before_its_arguments(tooled):
     asked = {"model": "named", "messages": ASKED, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}
     chunks = [chunk.choices[0] for chunk in tooled.client().chat.completions.create(**asked, stream=True)]
@@ -285,6 +328,9 @@ def test_a_schema_that_cannot_be_enforced(tooled):
         ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools", "tools[0].type: Input should be 'funct"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, and there are no tools: give tools"),
         ({"tools": TOOLS, "tool_choice": UNKNOWN}, "tool_choice", "tool_choice names 'g', and no tool has this name"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", UNKNOWN)}, "tool_choice", "tool_choice names 'g', and no"),
+        ({"tools": TOOLS, "tool_choice": allowed("none", NAMED)}, "tool_choice", "tool_choice.allowed_tools.mode: "),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type: Input should be 'function'"),
         ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "ignore_eos contradicts tools"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "structured_outputs and tools"),
         (

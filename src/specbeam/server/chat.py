@@ -22,6 +22,7 @@ from specbeam.server.reading import ReadCall, Reading
 from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
+    AllowedToolsChoice,
     FunctionTool,
     NamedTool,
     ToolCall,
@@ -103,7 +104,7 @@ class ChatRequest(TemplateFields, ToolFields):
         description="A message of the assistant at the end is continued, unless continue_final_message is false."
     )
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None
@@ -121,7 +122,7 @@ class ChatRequest(TemplateFields, ToolFields):
         plan = self.plan(model, limits, name, limits.max_tokens, top)
         tools = self.tool_use(model, limits.max_tool_calls)
         given = [message.for_template for message in self.messages]
-        messages, variables = conversation(model, given, tools, "messages")
+        messages, variables = conversation(model, given, self.offered, "messages")
         rendering = replace(self.rendering(model), tools=variables)
         plan = plan if tools is None else tools.plan(plan)
         return Call(model, [messages], plan, limits, field="messages", rendering=rendering, tools=tools)

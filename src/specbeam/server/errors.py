@@ -126,8 +126,9 @@ def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
         return Refusal(f"{_shown(first['loc'])} is not supported: remove it", param, "unsupported_parameter")
     if first["type"] == "none_required" or first.get("ctx", {}).get("max_length") == 0:
         return Refusal(f"{place[-1]} is not supported: remove it", param, "unsupported_parameter")
-    # The form that fits best fails last, and so in the deepest place.
-    where = _shown(max(of_field, key=lambda error: len(error["loc"]))["loc"])
+    # The form that fits best fails last, and so in the deepest place. There, another type explains other mistakes.
+    deepest = max(of_field, key=lambda error: (len(error["loc"]), error["loc"][-1] == "type"))
+    where = _shown(deepest["loc"])
     there = [_says(error) for error in of_field if _shown(error["loc"]) == where]
     says = " or ".join(dict.fromkeys(there[:4]))
     return Refusal(f"{where}: {says}", param, "invalid_value" if first["type"] != "missing" else "missing_parameter")

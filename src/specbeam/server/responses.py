@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from specbeam.errors import shown
 from specbeam.prompts import Rendering
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
@@ -30,6 +31,7 @@ from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
     CalledFunction,
+    FlatAllowedTools,
     FlatFunctionTool,
     FlatNamedTool,
     ToolFields,
@@ -53,6 +55,14 @@ class InputMessage(Fields):
     content: str | Annotated[list[InputPart], Field(min_length=1)] | None = Field(None, validate_default=True)
 
     _content_of = field_validator("content")(content_of)
+
+    @field_validator("type", mode="before", check_fields=False)
+    @classmethod
+    def _is_known(cls, kind: Any) -> Any:
+        if isinstance(kind, str) and kind != "message":
+            known = ", ".join(["message", *ITEMS])
+            raise ValueError(f"items of the type {shown(kind)} are not supported: give {known}")
+        return kind
 
 
 @with_neutral_fields
@@ -116,7 +126,7 @@ class ResponseRequest(ToolFields):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = Field(None, description="A system message to put first.")
     tools: Annotated[list[FlatFunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | FlatAllowedTools | None = None
     max_output_tokens: Count | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: TopLogprobs | None = None
@@ -139,7 +149,7 @@ class ResponseRequest(ToolFields):
         if plan.draws > 1:
             raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
         tools = self.tool_use(model, limits.max_tool_calls)
-        messages, variables = conversation(model, self._messages(), tools, "input")
+        messages, variables = conversation(model, self._messages(), self.offered, "input")
         rendering = Rendering(tools=variables)
         plan = plan if tools is None else tools.plan(plan)
         return Call(model, [messages], plan, limits, field="input", rendering=rendering, tools=tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import TokenId
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields
+from specbeam.server.tools import MAX_TOOLS, FunctionTool, conversation
 
 
 class TokenizeRequest(TemplateFields):
@@ -21,6 +23,7 @@ class TokenizeRequest(TemplateFields):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = Field(None, description="For a prompt, and true if it is left out.")
     return_token_strs: bool | None = Field(None, description="Add the tokens as the vocabulary writes them.")
 
@@ -30,15 +33,17 @@ class TokenizeRequest(TemplateFields):
             raise Refusal("give either prompt or messages", "prompt")
         if self.messages is not None and self.add_special_tokens:
             raise Refusal("add_special_tokens goes with prompt: a chat template has its own", "add_special_tokens")
-        for name in TemplateFields.model_fields:
+        for name in ("tools", *TemplateFields.model_fields):
             if self.messages is None and getattr(self, name):
                 raise Refusal(f"{name} goes with messages: a prompt has no chat template", name)
         tokenizer = model.lm.tokenizer
         field = "prompt" if self.messages is None else "messages"
         try:
             if self.messages is not None:
-                messages = [message.for_template for message in self.messages]
-                ids = model.encode(messages, rendering=self.rendering(model))
+                given = [message.for_template for message in self.messages]
+                functions = [tool.function for tool in self.tools or ()]
+                messages, variables = conversation(model, given, functions, field)
+                ids = model.encode(messages, rendering=replace(self.rendering(model), tools=variables))
             else:
                 special = self.add_special_tokens is not False
                 ids = token_ids(tokenizer, self.prompt or "", add_special_tokens=special)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator
 
@@ -76,6 +76,27 @@ class FlatNamedTool(FunctionName):
     type: Literal["function"]
 
 
+class AllowedTools(Fields):
+    """Some of the tools, which alone may be called. The model reads all of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedToolsChoice(Fields):
+    """The tools that may be called, in chat completions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class FlatAllowedTools(AllowedTools):
+    """The tools that may be called, in responses."""
+
+    type: Literal["allowed_tools"]
+    tools: Annotated[list[FlatNamedTool], Field(min_length=1)]  # type: ignore[assignment]
+
+
 class CalledFunction(Fields):
     """A function and its arguments, as the model wrote them."""
 
@@ -140,16 +161,19 @@ class ToolFields(Decoding):
         names = [function.name for function in functions]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise Refusal(f"two tools have the name {doubled[0]}: rename one", "tools")
-        named = None if isinstance(choice, str | None) else getattr(choice, "function", choice).name
-        if named is not None and named not in names:
-            raise Refusal(f"tool_choice names {shown(named)}, and no tool has this name", "tool_choice")
+        choice = getattr(choice, "allowed_tools", choice)
+        named = not isinstance(choice, AllowedTools | str | None)
+        is_required = named or getattr(choice, "mode", choice) == "required"
+        allowed = [_name(one) for one in ([choice] if named else getattr(choice, "tools", ()))]
+        if unknown := [name for name in allowed if name not in names]:
+            raise Refusal(f"tool_choice names {shown(unknown[0])}, and no tool has this name", "tool_choice")
         use = ToolUse(
             model.tool_format("tools"),
             functions,
-            named=named,
-            is_required=named is not None or choice == "required",
-            has_form=getattr(self.format, "type", "text") != "text" and not (named or choice == "required"),
-            most=1 if named is not None or self.parallel_tool_calls is False else most,
+            allowed=allowed or names,
+            is_required=is_required,
+            has_form=getattr(self.format, "type", "text") != "text" and not is_required,
+            most=1 if named or self.parallel_tool_calls is False else most,
         )
         if self.structured_outputs is not None:
             raise Refusal("structured_outputs and tools both give the form: leave one out", "structured_outputs")
@@ -170,7 +194,7 @@ class ToolUse:
 
     Attributes:
         functions: the tools.
-        named: the one that is to be called; None for any.
+        allowed: the names of functions that may be called.
         is_required: the answer is a call.
         has_form: an answer without calls has a form of its own.
         most: calls in one answer.
@@ -179,7 +203,7 @@ class ToolUse:
 
     tool_format: ToolFormat
     functions: Sequence[Function]
-    named: str | None
+    allowed: Sequence[str]
     is_required: bool
     has_form: bool
     most: int
@@ -208,7 +232,7 @@ class ToolUse:
             raise SpecbeamError("the tools are nested too deeply: use fewer levels") from None
         if size > MAX_SCHEMA_BYTES:
             raise SpecbeamError(f"the tools have {size:,} characters, and {MAX_SCHEMA_BYTES:,} are allowed")
-        called = [function for function in self.functions if self.named in (None, function.name)]
+        called = [function for function in self.functions if function.name in self.allowed]
         last = self.begins_in_thoughts(lm, ids)
         return ToolGrammar(
             self.tool_format,
@@ -249,12 +273,18 @@ class ToolUse:
             return JsonSchema(ANY_ARGUMENTS)
 
 
+def _name(choice: Any) -> str:
+    """The name of the function that a choice is about."""
+    return str(getattr(choice, "function", choice).name)
+
+
 def conversation(
-    model: ServedModel, messages: list[dict[str, Any]], use: ToolUse | None, field: str
+    model: ServedModel, messages: list[dict[str, Any]], functions: Sequence[Function], field: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages as the chat template reads them, and the variable by which it gets the tools.
 
     Args:
+        functions: the tools.
         field: of the request, that has the messages.
 
     Raises:
@@ -269,7 +299,7 @@ def conversation(
             if answered not in names:
                 raise Refusal(f"{field}: a result is of the call {shown(answered)}, and nothing before has it", field)
             message.setdefault("name", names[answered])
-    if use is None and not names:
+    if not functions and not names:
         return messages, {}
-    own = use.tool_format if use is not None else model.tool_format(field)
-    return own.prompt(messages, [] if use is None else [function.for_template for function in use.functions])
+    own = model.tool_format("tools" if functions else field)
+    return own.prompt(messages, [function.for_template for function in functions])
