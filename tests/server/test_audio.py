@@ -179,6 +179,8 @@ def test_wrong_forms_are_refused(served, samples):
         ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}}, 400),
         ({"data": {"model": "whisper"}}, 400),
         ({"files": [("file", whole), ("file", whole)]}, 400),
+        ({"files": {"file": whole}, "data": {"language": "en", "language[]": "en"}}, 400),
+        ({"files": {"file": whole}, "data": {"file[]": "x"}}, 400),
         ({"files": {"file": whole}, "data": {"model": "another"}}, 404),
         ({"files": {"file": ("a.wav", bytes(400_001))}}, 413),
     ):

@@ -68,6 +68,22 @@ def test_words_are_those_of_openai_whisper(number):
     assert (finder.last_end, finder.last_frame / 100) == pytest.approx((ends[-1], ends[-1]), abs=0.0051)
 
 
+@pytest.mark.parametrize("marks", [{}, {"prepend_punctuations": "-a", "append_punctuations": ". say"}])
+def test_no_word_lies_in_two_segments(marks):
+    """Also where a segment ends with a mark of the next word, or begins within a word."""
+    texts = [' They say "', " well", "you -", " a. say", '."', " -"]
+    finder = WordFinder(BYTES, Settings(**marks), ((0, 0),), BEGIN, by_spaces=True)
+    segments = [Spoken(100 * i, 100 * (i + 1), [400, *bytes_of(text), 401]) for i, text in enumerate(texts)]
+
+    def attend(asked):
+        size = asked.strategy.watch.scores.shape[1:]
+        asked.strategy.watch.scores[0] = np.random.default_rng(1).normal(size=size)
+        asked.strategy.probabilities = [0.5] * len(b"".join(text.encode() for text in texts))
+
+    found = answered(finder.find("sound", segments, Clip([(0, 3000)]), 0, 3000), attend)
+    assert ["".join(word.word for word in segment.words) for segment in found] == texts
+
+
 @pytest.mark.parametrize("number", range(len(RECORDED["paths"])))
 def test_paths_are_those_of_openai_whisper(number):
     one = RECORDED["paths"][number]
@@ -104,6 +120,8 @@ def test_words_keep_the_tokens_of_a_text_in_their_order():
 def in_order(transcript):
     """All words, after some checks of a transcript with words."""
     words = [word for segment in transcript.segments for word in segment.words]
+    whole = [one for one in transcript.segments if "\ufffd" not in one.text]  # else its characters are cut
+    assert all("".join(word.word for word in one.words) == one.text for one in whole)
     assert all(0 <= word.start <= word.end <= transcript.duration for word in words)
     assert all(0 <= word.probability <= 1 for word in words)
     assert all(before.start <= after.start for before, after in pairwise(words))

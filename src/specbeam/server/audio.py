@@ -75,10 +75,11 @@ class TranscriptionRequest(BaseModel):
         names = Counter(name for name, _ in form.multi_items())
         values: dict[str, Any] = {}
         for name, value in form.multi_items():
-            if name.endswith("[]"):
-                values.setdefault(name.removesuffix("[]"), []).append(value)
-            elif names[name] > 1:
-                raise Refusal(f"{name} is given twice: leave one out", name, "invalid_value")
+            bare = name.removesuffix("[]")
+            if bare != name and bare not in names:
+                values.setdefault(bare, []).append(value)
+            elif bare != name or names[name] > 1:
+                raise Refusal(f"{bare} is given twice: leave one out", bare, "invalid_value")
             else:
                 values[name] = value
         if not isinstance(file := values.pop("file", None), UploadFile):

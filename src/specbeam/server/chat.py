@@ -22,9 +22,8 @@ from specbeam.server.reading import ReadCall, Reading
 from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
-    AllowedToolsChoice,
+    Choice,
     FunctionTool,
-    NamedTool,
     ToolCall,
     ToolFields,
     conversation,
@@ -104,7 +103,7 @@ class ChatRequest(TemplateFields, ToolFields):
         description="A message of the assistant at the end is continued, unless continue_final_message is false."
     )
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
+    tool_choice: Choice | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None

@@ -131,7 +131,7 @@ def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
     where = _shown(deepest["loc"])
     there = [_says(error) for error in of_field if _shown(error["loc"]) == where]
     says = " or ".join(dict.fromkeys(there[:4]))
-    return Refusal(f"{where}: {says}", param, "invalid_value" if first["type"] != "missing" else "missing_parameter")
+    return Refusal(f"{where}: {says}", param, "missing_parameter" if deepest["type"] == "missing" else "invalid_value")
 
 
 def _says(error: Any) -> str:

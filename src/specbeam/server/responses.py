@@ -31,9 +31,8 @@ from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
     CalledFunction,
-    FlatAllowedTools,
+    FlatChoice,
     FlatFunctionTool,
-    FlatNamedTool,
     ToolFields,
     conversation,
 )
@@ -126,7 +125,7 @@ class ResponseRequest(ToolFields):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = Field(None, description="A system message to put first.")
     tools: Annotated[list[FlatFunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | FlatAllowedTools | None = None
+    tool_choice: FlatChoice | None = None
     max_output_tokens: Count | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: TopLogprobs | None = None

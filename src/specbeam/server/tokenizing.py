@@ -40,6 +40,7 @@ class TokenizeRequest(TemplateFields):
         field = "prompt" if self.messages is None else "messages"
         try:
             if self.messages is not None:
+                model.check_chat_template()
                 given = [message.for_template for message in self.messages]
                 functions = [tool.function for tool in self.tools or ()]
                 messages, variables = conversation(model, given, functions, field)

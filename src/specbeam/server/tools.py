@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from specbeam.constraints import JsonSchema
 from specbeam.constraints.grammar import MAX_SCHEMA_BYTES
@@ -95,6 +95,28 @@ class FlatAllowedTools(AllowedTools):
 
     type: Literal["allowed_tools"]
     tools: Annotated[list[FlatNamedTool], Field(min_length=1)]  # type: ignore[assignment]
+
+
+def _form(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "Word"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "Allowed" if kind == "allowed_tools" else "Named"
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Word")]
+    | Annotated[NamedTool, Tag("Named")]
+    | Annotated[AllowedToolsChoice, Tag("Allowed")],
+    Discriminator(_form),
+]
+FlatChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Word")]
+    | Annotated[FlatNamedTool, Tag("Named")]
+    | Annotated[FlatAllowedTools, Tag("Allowed")],
+    Discriminator(_form),
+]
+"""The values of ``tool_choice``. A mistake is looked for in the form that the type names."""
 
 
 class CalledFunction(Fields):

@@ -99,12 +99,14 @@ class WordFinder:
             What is asked of the engine.
         """
         own = [[token for token in one.tokens if token < self.vocabulary.end] for one in segments]
-        timings = yield from self._timings(sound, [token for tokens in own for token in tokens], frames)
+        spoken = yield from self._timings(sound, own, frames)
+        timings = [timing for some in spoken for timing in some]
         durations = [timing.seconds for timing in timings if timing.seconds]
         median = min(LONGEST_MEDIAN, float(np.median(durations)) if durations else 0.0)
         if durations:
             shorten_at_sentence_ends(timings, 2 * median)
-        merge_punctuation(timings, self.settings.prepend_punctuations, self.settings.append_punctuations)
+        for some in spoken:  # no word lies in two segments
+            merge_punctuation(some, self.settings.prepend_punctuations, self.settings.append_punctuations)
         first_frame = clip.pieces[0][0]
         offset = (first_frame + start) / FRAMES_PER_SECOND
 
@@ -114,13 +116,9 @@ class WordFinder:
         def frame(seconds: float) -> float:
             return round(seconds * FRAMES_PER_SECOND, 3) - first_frame
 
-        found, last_end, place = [], self.last_end, 0
-        for segment, tokens in zip(segments, own, strict=True):
-            first, covered = place, 0
-            while place < len(timings) and covered < len(tokens):
-                covered += len(timings[place].tokens)
-                place += 1
-            words = [timing for timing in timings[first:place] if timing.text]
+        found, last_end = [], self.last_end
+        for segment, some in zip(segments, spoken, strict=True):
+            words = [timing for timing in some if timing.text]
             for word in words:
                 word.start, word.end = round(offset + word.start, 2), round(offset + word.end, 2)
             begin, end = seconds(segment.start), seconds(segment.end)
@@ -134,20 +132,29 @@ class WordFinder:
         self.last_frame = round(frame(self.last_end))
         return found
 
-    def _timings(self, sound: Sound, text: list[int], frames: int) -> Generator[Attempt, Any, list[Timing]]:
-        """The words of a text, with times from the start of its window."""
+    def _timings(
+        self, sound: Sound, segments: list[list[int]], frames: int
+    ) -> Generator[Attempt, Any, list[list[Timing]]]:
+        """The words of each segment of a text, with times from the start of its window.
+
+        Args:
+            segments: the tokens of text of each.
+        """
+        text = [token for segment in segments for token in segment]
         if not text:
-            return []
+            return [[] for _ in segments]
         positions = max(1, frames // FRAMES_PER_TIMESTAMP)
         end, listen = self.vocabulary.end, Listen(self.heads, len(self.begin), text, self.vocabulary.end, positions)
         prompt = [*self.begin, self.vocabulary.no_timestamps, *text, end]
         yield Attempt(sound, prompt, {"max_new_tokens": 1, "eos_token_id": end}, listen, writes=False, drafts=False)
-        times, found, first = listen.times(), [], 0
-        for word, tokens in split_words(text, self.vocabulary.decode, self.by_spaces):
-            last = first + len(tokens)
-            mean = float(np.mean(listen.probabilities[first:last]))
-            found.append(Timing(word, tokens, float(times[first]), float(times[last]), mean))
-            first = last
+        times, found, first = listen.times(), list[list[Timing]](), 0
+        for segment in segments:
+            found.append([])
+            for word, tokens in split_words(segment, self.vocabulary.decode, self.by_spaces):
+                last = first + len(tokens)
+                mean = float(np.mean(listen.probabilities[first:last]))
+                found[-1].append(Timing(word, tokens, float(times[first]), float(times[last]), mean))
+                first = last
         return found
 
 
