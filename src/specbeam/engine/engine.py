@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from specbeam.cache.budget import Budget
+from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
@@ -112,6 +113,7 @@ class Engine:
             )
         self.lm = lm
         self._budget = Budget(lm.backend, max_batch_tokens, max_cache_tokens)
+        self._clients: Clients[RequestState] = Clients()
         self._scheduler = Scheduler(
             max_requests,
             max_batch_tokens,
@@ -119,8 +121,8 @@ class Engine:
             max_pass_seconds,
             self._budget,
             pass_times if costs is None else costs,
+            self._clients,
         )
-        self._wakeups = self._scheduler.wakeups
         self._thread = EngineThread(self._scheduler)
 
     def submit(
@@ -223,9 +225,8 @@ class Engine:
             ids,
             chosen,
             draft,
-            cancellations=self._scheduler.cancelled,
+            clients=self._clients,
             budget=self._budget,
-            wakeups=self._wakeups,
             costs=self._scheduler.costs,
             writes=writes,
             **own,
@@ -251,7 +252,7 @@ class Engine:
         unfinished: list[tuple[Key, Request]] = []
         while True:
             for key, request in islice(submissions, self._scheduler.max_requests - len(unfinished)):
-                if not self._scheduler.owns(request):
+                if request.clients is not self._clients:
                     raise SpecbeamError("a request was submitted to another engine: submit all to this one")
                 unfinished.append((key, request))
             if not unfinished:
@@ -267,19 +268,21 @@ class Engine:
         Raises:
             SpecbeamError: the engine runs in a thread of its own.
         """
-        if self._wakeups.engine_runs:
+        if self._clients.engine_runs:
             raise SpecbeamError(
                 "the engine runs in a thread of its own: wait for its requests, or stop it before you call run() or "
                 "step()"
             )
         with self._scheduler.interrupts:
             try:
-                return self._do_iteration()
+                return self._iterate()
             except BaseException as error:
                 if self._scheduler.is_changing:
                     found = type(error).__name__
                     self._thread.end(f"{found} ended the engine in the middle of its own work: make a new Engine")
                 raise
+            finally:
+                self._clients.call()
 
     def start(self) -> Engine:
         """Run the engine in a thread of its own, which sleeps while there are no requests. Returns the engine.
@@ -290,7 +293,7 @@ class Engine:
         Raises:
             SpecbeamError: it runs already.
         """
-        self._thread.start(self._do_iteration)
+        self._thread.start(self._iterate)
         return self
 
     def stop(self, grace: float | None = None) -> None:
@@ -313,14 +316,9 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop(None if error is None else 0)
 
-    def _do_iteration(self) -> bool:
-        try:
-            return self._iterate()
-        finally:
-            self._wakeups.send()
-
     @fork_guard
     def _iterate(self) -> bool:
+        """The work of an iteration, after which clients are called."""
         scheduler = self._scheduler
         scheduler.is_changing = True
         scheduler.take_new()
@@ -335,7 +333,7 @@ class Engine:
     @property
     def is_running(self) -> bool:
         """Whether it runs in a thread of its own, which no error has ended."""
-        return self._wakeups.engine_runs
+        return self._clients.engine_runs
 
     @property
     def live(self) -> int:

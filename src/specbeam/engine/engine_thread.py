@@ -28,7 +28,7 @@ class EngineThread:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._wakeups = scheduler.wakeups
+        self._clients = scheduler.clients
         self._lock = threading.Lock()  # of submit, start and stop. Iterations do without it
         self._has_work = threading.Event()
         self._is_stopping = False  # it takes no new requests
@@ -43,14 +43,14 @@ class EngineThread:
             iterate: runs one iteration of the engine, and returns whether there is more to do.
         """
         with self._lock:
-            if self._wakeups.engine_runs:
+            if self._clients.engine_runs:
                 raise SpecbeamError("the engine runs in a thread of its own already")
             self._is_stopping = self._is_cancelling = False
             self._failure = None
             self._has_work = threading.Event()
             self._has_work.set()
             thread = threading.Thread(target=self._work, args=[iterate], name="specbeam-engine", daemon=True)
-            self._wakeups.thread = thread  # first: its iterations ask whether it runs
+            self._clients.engine_thread = thread  # first: its iterations ask whether it runs
             thread.start()
 
     @fork_guard
@@ -62,12 +62,12 @@ class EngineThread:
             if self._is_stopping:
                 raise SpecbeamError("the engine is stopping: submit the request after it was started again")
             self._scheduler.add(request)
-            if self._wakeups.engine_runs:
+            if self._clients.engine_runs:
                 self._has_work.set()
 
     def stop(self, grace: float | None) -> None:
         """Finish all requests and end the thread, as :meth:`specbeam.Engine.stop` says."""
-        thread = self._wakeups.thread
+        thread = self._clients.engine_thread
         if thread is None or not thread.is_alive():
             return
         if thread is threading.current_thread():
@@ -80,7 +80,7 @@ class EngineThread:
     @fork_guard
     def _begin_to_stop(self, thread: threading.Thread, cancel: bool) -> None:
         with self._lock:
-            if thread is self._wakeups.thread:
+            if thread is self._clients.engine_thread:
                 self._is_stopping = True
                 self._is_cancelling |= cancel
                 self._has_work.set()
@@ -96,6 +96,7 @@ class EngineThread:
                     if self._is_cancelling:
                         self._scheduler.cancel_all()
                     more = iterate()
+                    self._clients.call()
             self.end()
         except InterpreterEnds:
             pass
@@ -117,7 +118,7 @@ class EngineThread:
         with self._lock:
             self._failure = failure
             self._is_stopping = False
-            self._wakeups.thread = None
+            self._clients.engine_thread = None
             if failure is not None:
                 self._scheduler.fail_all(failure)
-        self._wakeups.send()
+        self._clients.call()

@@ -132,7 +132,7 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], l
         about_nodes, beams = [one for _, one in asked], [request.step.beams for request, _ in batch]
         with scheduler.passing():
             found = cast(AheadBackend, backend).forward_ahead(
-                segments, about_nodes, beams, passes, ends, scheduler.halt
+                segments, about_nodes, beams, passes, ends, scheduler.clients.halt
             )
         logits, passes = NO_LOGITS, len(found[0].tokens) // len(segments[0].tokens)
     else:

@@ -1,39 +1,19 @@
-"""A request: the caller's handle of a submitted prompt, the ways to wait for it, and what wakes its clients.
-
-A client registers a function, and how it is to be called: at once, or by an event loop's ``call_soon_threadsafe``. A
-client that does not wait costs nothing. All calls of an iteration that go the same way are handed over as one.
-
-There are no locks: a thread that held one while it waits for the interpreter would stop the engine. A client registers
-first and then looks again, and the engine gives first and then looks for clients. So no wake-up is lost.
-"""
+"""A request: the caller's handle of a submitted prompt, and the ways to wait for it."""
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
+from specbeam.engine.clients import CallSoon, Clients, Waiters, call_all, call_now
 from specbeam.errors import SpecbeamError
 from specbeam.results import Piece, Result, Sequence
 
-logger = logging.getLogger("specbeam")
 
-Wake = Callable[[], object]
-CallSoon = Callable[..., object]
-"""Calls a function with arguments, now or later, as an event loop's ``call_soon_threadsafe`` does."""
-Waiters = dict[Wake, CallSoon]
-"""The clients that wait for one event of one request. Each is called once, and is then no longer among them."""
-
-
-def call_now(function: Callable[..., object], *args: Any) -> None:
-    """Call a function at once, in the calling thread."""
-    function(*args)
-
-
-class Unfinished(Protocol):
+class State(Protocol):
     """The engine's state of a request."""
 
     @property
@@ -67,9 +47,8 @@ class Request:
         self,
         prompt_ids: list[int],
         max_length: int,
-        state: Unfinished,
-        cancellations: deque[Any],
-        wakeups: Wakeups,
+        state: State,
+        clients: Clients[Any],
     ) -> None:
         self.prompt_ids = prompt_ids
         self.max_length = max_length
@@ -77,10 +56,9 @@ class Request:
         self.found: deque[Sequence] = deque()
         self.done = False
         self.outcome: Result | Exception | None = None
-        self.cancellations = cancellations  # the engine's queue of states to end
+        self.clients = clients  # of its engine
         self._pieces: deque[Piece] = deque()
-        self._state: Unfinished | None = state  # the engine's, until the request is done
-        self._wakeups = wakeups
+        self._state: State | None = state  # the engine's, until the request is done
         self._end_waiters: Waiters = {}
         self._output_waiters: Waiters = {}  # for a piece, or the end
 
@@ -93,7 +71,7 @@ class Request:
     def cancel(self) -> None:
         """End the request before the next pass. Its result is the text so far. May be called from any thread."""
         if (state := self._state) is not None:
-            self.cancellations.append(state)
+            self.clients.cancel(state)
 
     def result(self, timeout: float | None = None) -> Result:
         """The result. If the engine runs in a thread of its own, wait for it.
@@ -191,7 +169,7 @@ class Request:
         """Hand out a piece."""
         self._pieces.append(piece)
         if self._output_waiters:
-            self._wakeups.add(self._output_waiters)
+            self.clients.wake(self._output_waiters)
 
     def end(self) -> None:
         """Note that there is a result or an error."""
@@ -199,7 +177,7 @@ class Request:
         self._state = None
         for waiters in (self._output_waiters, self._end_waiters):
             if waiters:
-                self._wakeups.add(waiters)
+                self.clients.wake(waiters)
 
     def _outcome(self) -> Result:
         if isinstance(self.outcome, Exception):
@@ -263,57 +241,12 @@ class Request:
             call_soon(call_all, [callback])
 
     def _check_that_the_engine_runs(self) -> None:
-        if threading.current_thread() is self._wakeups.thread:
+        if threading.current_thread() is self.clients.engine_thread:
             raise SpecbeamError(
                 "a callback in the engine's thread cannot wait for a request: wait in another thread, or add a callback"
             )
-        if not self._wakeups.engine_runs:
+        if not self.clients.engine_runs:
             raise SpecbeamError(
                 "the request is not finished: call Engine.run() or step() until it is done, or let the engine run in a "
                 "thread of its own (Engine.start)"
             )
-
-
-class Wakeups:
-    """The wake-ups of one engine's clients.
-
-    Attributes:
-        thread: the thread in which the engine runs, if it has one of its own.
-    """
-
-    def __init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        self._calls: defaultdict[CallSoon, list[Wake]] = defaultdict(list)
-
-    @property
-    def engine_runs(self) -> bool:
-        """Whether the engine runs in a thread of its own. After a fork, the child lacks that thread."""
-        return (thread := self.thread) is not None and thread.is_alive()
-
-    def add(self, waiters: Waiters) -> None:
-        """Note that these clients are to be called after the iteration. The engine's thread calls this."""
-        for wake in list(waiters):  # a copy, because any thread may add and remove clients meanwhile
-            if (call_soon := waiters.pop(wake, None)) is not None:
-                self._calls[call_soon].append(wake)
-
-    def send(self) -> None:
-        """Call the clients of the iteration."""
-        while self._calls:
-            call_soon, wakes = self._calls.popitem()
-            try:
-                call_soon(call_all, wakes)
-            except Exception:  # such as a loop that was closed: its tasks are gone
-                logger.debug("clients of a request could not be called", exc_info=True)
-
-
-def call_all(wakes: Iterable[Wake]) -> None:
-    """Call functions, although one of them fails or is interrupted."""
-    wakes = iter(wakes)
-    for wake in wakes:
-        try:
-            wake()
-        except Exception:
-            logger.exception("a callback of a request failed")
-        except BaseException:
-            call_all(wakes)
-            raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.allowed_mass import AllowedMass
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.decoding.forced import MAX_FORCED_TOKENS
+from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
@@ -26,7 +26,7 @@ from specbeam.engine.inputs import inputs_of
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.own_strategy import OwnStrategy
-from specbeam.engine.request import Request, Wakeups
+from specbeam.engine.request import Request
 from specbeam.engine.setup import MakeStrategy, make_drafter, make_setup, make_strategy
 from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
@@ -67,9 +67,8 @@ class RequestState:
         source: Any = None,
         features: Sound | None = None,
         writes: bool = True,
-        cancellations: deque[RequestState],
+        clients: Clients[RequestState],
         budget: Budget,
-        wakeups: Wakeups,
         costs: Costs,
     ) -> None:
         self.number = self.overtaken = self.last_turn = 0
@@ -78,7 +77,7 @@ class RequestState:
         self.pending = NO_NODES
         self._lm = lm
         self._setup = setup = make_setup(lm, prompt_ids, options, costs, writes)
-        self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
+        self.request = Request(prompt_ids, setup.stop.max_length, self, clients)
         name = f"strategy {strategy.name}" if isinstance(strategy, OwnStrategy) else "strategy"
         given = ((name, strategy), ("source", source), ("features", features))
         objects = [name for name, value in given if value is not None]

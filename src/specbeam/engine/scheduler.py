@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from itertools import count, islice
 from typing import cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from specbeam.backends.contract import AheadBackend, Backend
 from specbeam.cache.budget import Budget
+from specbeam.engine.clients import Clients
 from specbeam.engine.costs import TILE_NODES, Costs
 from specbeam.engine.queue import Queue
-from specbeam.engine.request import Request, Wakeups
 from specbeam.engine.request_state import RequestState
 from specbeam.errors import QueueFull
 from specbeam.fork_guard import fork_guard
@@ -39,22 +36,6 @@ PASSES_BEFORE_LARGER = 64
 """After a batch that was too large, this many passes succeed before larger ones are tried again."""
 
 
-class Cancelled(deque[RequestState]):
-    """Requests to be ended before the next pass.
-
-    Args:
-        halt: becomes 1 with each of them.
-    """
-
-    def __init__(self, halt: NDArray[np.int32]) -> None:
-        super().__init__()
-        self._halt = halt
-
-    def append(self, request: RequestState) -> None:
-        super().append(request)
-        self._halt[0] = 1
-
-
 class Scheduler:
     """Admits requests, divides passes among them, and keeps their slots within memory.
 
@@ -66,10 +47,6 @@ class Scheduler:
         max_requests, max_batch_tokens, max_waiting, max_pass_seconds: as for :class:`specbeam.Engine`.
 
     Attributes:
-        wakeups: of the clients.
-        costs: as given.
-        cancelled: requests to be ended before the next pass. Any thread may append to it.
-        halt: int32 [1], not 0 if something has come since the iteration began that must be seen before the next pass.
         interrupts: wait while an iteration in the main thread is not in a pass.
         is_changing: an iteration is not in a pass. An error that leaves it then ends the engine.
     """
@@ -82,16 +59,15 @@ class Scheduler:
         max_pass_seconds: float | None,
         budget: Budget,
         costs: Costs,
+        clients: Clients[RequestState],
     ) -> None:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
         self.max_waiting = max_waiting
         self.max_pass_seconds = max_pass_seconds
         self.budget = budget
-        self.wakeups = Wakeups()
         self.costs = costs
-        self.halt = np.zeros(1, dtype=np.int32)
-        self.cancelled = Cancelled(self.halt)
+        self.clients = clients
         self.interrupts = HeldInterrupts()
         self.is_changing = False
         self._queue = Queue()
@@ -111,7 +87,7 @@ class Scheduler:
         request.number = next(self._numbers)
         self._unfinished[request] = None
         self._queue.add(request)
-        self.halt[0] = 1
+        self.clients.halt[0] = 1
 
     def check_for_place(self) -> None:
         """Refuse a request if the queue is full.
@@ -124,10 +100,6 @@ class Scheduler:
                 f"{len(self._unfinished)} requests are unfinished, which is all that max_requests={self.max_requests} "
                 f"and max_waiting={self.max_waiting} allow: submit the request again later"
             )
-
-    def owns(self, request: Request) -> bool:
-        """Whether the request was made for this scheduler."""
-        return request.cancellations is self.cancelled
 
     @property
     def is_empty(self) -> bool:
@@ -146,14 +118,14 @@ class Scheduler:
 
     def take_new(self) -> None:
         """Give the requests that were submitted since the last iteration their places in the queue."""
-        self.halt[0] = 0
+        self.clients.halt[0] = 0
         for request in self._queue.take_new():
             self._next_deadline = min(self._next_deadline, request.deadline)
 
     def end_requests(self) -> None:
         """End requests that were cancelled, or whose time is over."""
-        while self.cancelled:
-            self._end_early(self.cancelled.popleft(), "cancelled")
+        while self.clients.cancelled:
+            self._end_early(self.clients.cancelled.popleft(), "cancelled")
         if (now := time.monotonic()) >= self._next_deadline:
             for request in list(self._unfinished):  # a copy: any thread may submit another
                 if request.deadline <= now:
@@ -313,8 +285,8 @@ class Scheduler:
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
 
-        More than one only if all live requests take part, and can go on without a look at their tokens. If ``halt`` is
-        set meanwhile, the pass that runs is the last.
+        More than one only if all live requests take part, and can go on without a look at their tokens. Once
+        ``Clients.halt`` is set, the pass that runs is the last.
         """
         backend = batch[0][0].model.backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
