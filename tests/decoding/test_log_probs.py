@@ -10,8 +10,8 @@ import torch
 import specbeam
 from specbeam import Engine
 from specbeam.backends.torch.selecting import select
-from specbeam.decoding import Evaluate, Hypothesis, alternatives
-from specbeam.decoding.alternatives import Alternatives
+from specbeam.decoding import Evaluate, Hypothesis, node_notes
+from specbeam.decoding.node_notes import Alternatives
 from specbeam.selection import SelectionRequest
 from specbeam.tree import Tree
 from tests.engine.conftest import ended
@@ -82,7 +82,7 @@ def test_alternatives_of_dropped_nodes_take_no_memory():
         nodes = tree.add(np.full(16, tree.tip), np.arange(16))
         remembered.add(nodes, selection)
         tree.keep(nodes[:1])
-    held = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, alternatives.__file__)])
+    held = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, node_notes.__file__)])
     tracemalloc.stop()
     rows = sum(trace.size for trace in held.statistics("filename")) / (50 * 24)  # a float of 24 bytes per token
     assert rows < 40 * 8  # 40 live nodes, of 640

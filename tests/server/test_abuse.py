@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from specbeam.engine import companions
 from specbeam.server import app, arrivals, connection, tokenizing
 from specbeam.server.limits import Limits
 from tests.server.conftest import serving_alone
@@ -159,12 +160,12 @@ async def arrived(size):
 
 
 def test_requests_that_come_one_after_the_other_go_on_together(monkeypatch):
-    monkeypatch.setattr(arrivals, "MAX_SECONDS", 60)
+    monkeypatch.setattr(companions, "MAX_SECONDS", 60)
     assert asyncio.run(arrived(8)) == ["comes"] * 8 + ["goes on"] * 8
 
 
 def test_requests_that_never_end_to_come_hold_up_nobody(monkeypatch):
-    monkeypatch.setattr(arrivals, "MAX_SECONDS", 0)
+    monkeypatch.setattr(companions, "MAX_SECONDS", 0)
     assert asyncio.run(arrived(100)).index("goes on") < 100
 
 

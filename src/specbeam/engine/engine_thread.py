@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from specbeam.engine.companions import while_others_come
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.errors import SpecbeamError
@@ -14,9 +15,7 @@ from specbeam.fork_guard import InterpreterEnds, fork_guard
 
 logger = logging.getLogger("specbeam")
 SECONDS_FOR_ANOTHER = 0.0005
-"""Before its first pass, a request waits this long for another. As long as further ones come, it waits again."""
-MAX_SECONDS_FOR_OTHERS = 0.01
-"""In all, it waits no longer than this."""
+"""After a sleep, the thread waits this long for another request, and again as long as further ones come."""
 
 
 class EngineThread:
@@ -89,7 +88,8 @@ class EngineThread:
         try:
             while not (self._is_stopping and self._scheduler.is_empty):
                 self._has_work.wait()
-                self._wait_for_others()
+                for _ in while_others_come(lambda: self._scheduler.waiting):
+                    time.sleep(SECONDS_FOR_ANOTHER)
                 self._has_work.clear()  # before an iteration looks for new requests
                 more = True
                 while more:
@@ -103,14 +103,6 @@ class EngineThread:
         except BaseException as error:
             logger.exception("the engine's thread ended with an error")
             self.end(f"the engine's thread ended with {type(error).__name__}: {error}. Start the engine again")
-
-    def _wait_for_others(self) -> None:
-        """Requests that come together share their first pass. Else all but the first would wait for its end."""
-        end = time.monotonic() + MAX_SECONDS_FOR_OTHERS
-        seen = 0
-        while (waiting := self._scheduler.waiting) > seen and time.monotonic() < end:
-            seen = waiting
-            time.sleep(SECONDS_FOR_ANOTHER)
 
     @fork_guard
     def end(self, failure: str | None = None) -> None:

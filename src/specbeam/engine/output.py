@@ -7,8 +7,7 @@ from collections.abc import Sequence as Sequential
 from typing import Any
 
 from specbeam.decoding import Hypothesis
-from specbeam.decoding.allowed_mass import AllowedMass
-from specbeam.decoding.alternatives import Alternatives
+from specbeam.decoding.node_notes import AllowedMass, Alternatives, NodeNotes
 from specbeam.engine.costs import MIN_PASS_SECONDS
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.request import Request
@@ -43,7 +42,8 @@ class Output:
 
     Attributes:
         alternatives: the likeliest tokens after each node, if they were asked for.
-        allowed_mass: of a constraint that measures.
+        allowed_mass: after each node, for a constraint that measures.
+        notes: these two, as far as they are there.
     """
 
     def __init__(self, lm: LanguageModel, setup: Setup, request: Request, inputs: dict[str, Any]) -> None:
@@ -57,6 +57,8 @@ class Output:
         self.alternatives = None if k is None else Alternatives(setup.tree, k)
         constraint = setup.selector.process.constraint
         self.allowed_mass = AllowedMass(setup.tree) if constraint is not None and constraint.measures else None
+        noted: tuple[NodeNotes[Any] | None, ...] = (self.alternatives, self.allowed_mass)
+        self.notes = [notes for notes in noted if notes is not None]
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
         self._spent: dict[str, float] = {}  # until the last round in the trace

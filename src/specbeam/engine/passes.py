@@ -40,8 +40,8 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     """
     if not (batch := scheduler.still_live(batch)):
         return True
-    alone: Batch = []
     backend = batch[0][0].model.backend  # a request that goes on may ask its other model
+    failure, again = None, list[Batch]()
     try:
         batch = _read_sources(batch, scheduler)
         if not batch:
@@ -56,23 +56,22 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
                 for (request, nodes), rows, own in zip(batch, parts, selections, strict=True):
                     request.receive(nodes, logits, rows, own, passes - 1)
             else:
-                alone = _receive_sound(batch, logits, parts, selections, passes - 1)
+                again = [[one] for one in _receive_sound(batch, logits, parts, selections, passes - 1)]
         # The time includes the use of the logits by the requests: the selections have a cost, too.
         seconds = (time.perf_counter() - start) / passes
         scheduler.costs(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
-        for part in alone:
-            run_pass([part], scheduler, one_torch_thread)
-        return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.
-    if len(batch) == 1:
-        if not (is_out_of_memory(failure) and (scheduler.budget.evict() or scheduler.preempt_newest())):
-            batch[0][0].fail(failure)
-        return False
-    half = len(batch) // 2
-    fine = run_pass(batch[:half], scheduler, one_torch_thread)
-    fine &= run_pass(batch[half:], scheduler, one_torch_thread)
-    if fine:
+    if failure is not None:
+        if len(batch) == 1:
+            if not (is_out_of_memory(failure) and (scheduler.budget.evict() or scheduler.preempt_newest())):
+                batch[0][0].fail(failure)
+            return False
+        again = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+    fine = True
+    for part in again:
+        fine &= run_pass(part, scheduler, one_torch_thread)
+    if failure is not None and fine:
         scheduler.was_too_large(batch)
     return fine
 

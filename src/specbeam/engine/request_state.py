@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Segment
 from specbeam.cache.budget import Budget
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
-from specbeam.decoding.allowed_mass import AllowedMass
-from specbeam.decoding.alternatives import Alternatives
 from specbeam.decoding.forced import MAX_FORCED_TOKENS
+from specbeam.decoding.node_notes import NodeNotes
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
@@ -289,10 +288,8 @@ class RequestState:
                 rows = slice(0, len(logits))
                 if requests := self._selection_requests():
                     selections = backend.choose(logits, [(rows, one) for one in requests])
-            if (mass := self._allowed_mass) is not None:
-                mass.add(self._rows.nodes, selections.pop())
-            if (alternatives := self._alternatives) is not None:
-                alternatives.add(self._rows.nodes, selections.pop())
+            for notes, _ in reversed(self._noted()):
+                notes.add(self._rows.nodes, selections.pop())
             self._advance(self._selection(selections[0]) if selections else backend.array(logits))
 
     def _holds(self, nodes: Nodes, selection: Selection) -> bool:
@@ -349,26 +346,20 @@ class RequestState:
         length = int(self._setup.tree.depths(wanted[row])) + 1 + passes
         return not_finite(self._lm.source, length, there)
 
-    @property
-    def _alternatives(self) -> Alternatives | None:
-        """The memory for the likeliest tokens at the wanted nodes, if they were asked for."""
-        return None if self.step.drafting else self._output.alternatives
-
-    @property
-    def _allowed_mass(self) -> AllowedMass | None:
-        """The memory for the mass of the allowed tokens at the wanted nodes, if the constraint measures it."""
-        return None if self.step.drafting or self.step.selection_request is None else self._output.allowed_mass
-
     def _selection_requests(self) -> list[SelectionRequest]:
-        """The strategy's selection request, if it has one, then those for alternatives and for the allowed mass."""
+        """The strategy's selection request, if it has one, then the requests of the notes."""
         requests = []
         if (own := self.step.selection_request) is not None:
             requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own.after(len(self._held)))
-        if self._alternatives is not None:
-            requests.append(self._alternatives.selection_request)
-        if own is not None and self._allowed_mass is not None:
-            requests.append(self._allowed_mass.selection_request(own))
+        requests += [request for _, request in self._noted()]
         return requests
+
+    def _noted(self) -> list[tuple[NodeNotes[Any], SelectionRequest]]:
+        """What is noted at the nodes of the step, and the selection requests for it."""
+        if self.step.drafting:
+            return []
+        requests = ((notes, notes.selection_request(self.step.selection_request)) for notes in self._output.notes)
+        return [(notes, request) for notes, request in requests if request is not None]
 
     def _selection(self, selection: Selection) -> Selection:
         """The selection for the strategy. A caller's functions run here: they get all scores, and may fail."""
