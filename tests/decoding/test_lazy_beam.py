@@ -30,6 +30,7 @@ from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
+from specbeam.decoding.trace import Trace
 from specbeam.engine import CostTable
 from specbeam.engine.setup import make_search
 from specbeam.tree import Tree
@@ -63,7 +64,7 @@ class Searched:
         selector = Selector(self.process)
         names = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping")
         self.search = kind(self.tree, selector, self.stop, *(getattr(options, name) for name in names), **more)
-        self.record = Record(self.tree, lambda token: decode([token]))
+        self.record = Record(self.tree, Trace(self.tree, lambda token: decode([token])))
         self.found, self.yielded, self.sizes = [], [], []  # hypotheses, and the number of nodes in each pass
 
     def run(self, drafter=None, policy=None, copies=None, more=0):
@@ -84,7 +85,7 @@ class Searched:
                     self.yielded.append(self.described(step))
                     continue
                 assert isinstance(step, Evaluate)
-                self.record.end_round(self.tree.prefix[streamed:], self.tree.finished)
+                self.end_round(self.tree.prefix[streamed:], self.tree.finished)
                 streamed = self.tree.prefix_length
                 self.sizes.append(len(step.nodes))
                 times.update({*step.nodes.tolist()})
@@ -95,10 +96,14 @@ class Searched:
         except StopIteration as end:
             nodes = [hypothesis.node for hypothesis in end.value]
             if nodes:
-                self.record.end_round(self.tree.path(nodes[0])[streamed:], nodes)
+                self.end_round(self.tree.path(nodes[0])[streamed:], nodes)
                 self.replayed = Replayed(self.rounds, len(PROMPT))
             self.found = [self.described(hypothesis) for hypothesis in end.value]
         return self
+
+    def end_round(self, certain, ended):
+        if self.record.trace.is_open:
+            self.record.trace.end_round(certain, ended, "", {}, 0.0)
 
     def copies(self, cost):
         return Copies(self.tree, Chains(self.tree, self.process, self.stop, most=64), cost)
@@ -108,7 +113,7 @@ class Searched:
 
     @property
     def rounds(self):
-        return self.record.trace
+        return self.record.trace.rounds
 
     @property
     def steps(self):

@@ -1,21 +1,17 @@
-"""The record of a strategy's rounds: counts for the statistics, and the trace."""
+"""What a strategy reports of its rounds: counts for the statistics, and a trace if one was asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
 
+from specbeam.decoding.trace import Trace
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Record:
-    """Always counts. Keeps the rounds only for a trace.
-
-    Args:
-        token_text: the text of a token, for a trace. None for no trace.
+    """Counts of one request.
 
     Attributes:
         steps: tokens added to a sequence, or steps of beam search.
@@ -27,23 +23,16 @@ class Record:
         checks: for each round with draft tokens, how many were accepted in it.
         positions: for each position after the known tokens, how many draft tokens the target verified, and how many of
             them were accepted.
-        trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not kept.
+        trace: of the rounds; None if it was not asked for.
     """
 
-    def __init__(self, tree: Tree, token_text: Callable[[int], str] | None = None) -> None:
+    def __init__(self, tree: Tree, trace: Trace | None = None) -> None:
         self.steps = self.drafted = self.accepted = self.left_out = self.rounds = self.skipped = 0
         self.checks: list[int] = []
         self.positions: list[list[int]] = []
-        self.trace: list[dict[str, Any]] | None = None if token_text is None else []
+        self.trace = trace
         self._tree = tree
         self._draft_tokens: dict[int, int] = {}  # positions of tokens that may still be accepted, by node
-        self._text = cache(token_text or (lambda token: ""))
-        self._drafted: dict[int, dict[str, Any]] = {}  # all draft tokens in the trace, by node
-        self._shown: set[int] = set()  # nodes in the trace that may still be dropped
-        self._ended: set[int] = set()
-        self._ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node, after the last step
-        self._ahead: dict[int, int] = {}  # the same for beams in the trace whose steps were not certain
-        self._taken = 0  # rounds of the trace
 
     def round(self, draft_tokens: Nodes = NO_NODES, skipped: bool = False, evaluated: Any = None) -> None:
         """Begin a round, in which the target verifies these draft tokens.
@@ -65,9 +54,7 @@ class Record:
                     self.positions.append([0, 0])
                 self.positions[at][0] += 1
         if self.trace is not None:
-            nodes = sorted(self._ends) if evaluated is None else np.unique(evaluated).tolist()
-            drafted = self._traced_draft_tokens(draft_tokens)
-            self.trace.append({"evaluated": nodes, "drafted": drafted, "steps": [], "ahead": []})
+            self.trace.begin_round(draft_tokens, evaluated)
 
     def step(self, nodes: Any, scores: Any = None) -> None:
         """Record one step: the sequences now end at these nodes. A single sequence is one beam.
@@ -78,10 +65,7 @@ class Record:
         self.steps += 1
         self._accept(nodes)
         if self.trace is not None and len(nodes):
-            scores = self._tree.scores(nodes) if scores is None else scores
-            beams = [self._traced_beam(int(node), float(score)) for node, score in zip(nodes, scores, strict=True)]
-            self.trace[-1]["steps"].append(beams)
-            self._ends = {int(node): i for i, node in reversed([*enumerate(nodes)])}
+            self.trace.step(nodes, self._tree.scores(nodes) if scores is None else scores)
 
     def ahead(self, nodes: Nodes, scores: Any) -> None:
         """Record the known beams of a step that is not certain yet, int64 [n], and their scores, float32 [n].
@@ -90,33 +74,7 @@ class Record:
         """
         self._accept(nodes)
         if self.trace is not None:
-            new = [i for i, node in enumerate(nodes.tolist()) if node not in self._ahead]
-            self.trace[-1]["ahead"] += [self._traced_beam(int(nodes[i]), float(scores[i])) for i in new]
-            self._ahead.update((int(nodes[i]), i) for i in new)
-
-    def end_round(self, certain: Nodes, ended: Iterable[int]) -> dict[str, Any] | None:
-        """Complete the trace of the round. None if there was no round since the last call.
-
-        Args:
-            certain: the nodes that joined the sequence to be returned.
-            ended: the ends of finished hypotheses.
-        """
-        if self.trace is None or self._taken == len(self.trace):
-            return None
-        self._taken = len(self.trace)
-        entry = self.trace[-1]
-        new = sorted({*ended} - self._ended)
-        self._ended.update(new)
-        entry["ended"] = [self._token(node) | self._log_prob(node) for node in new]
-        self._shown.update(new)
-        entry["dropped"] = sorted(node for node in self._shown if not self._tree.is_live(node))
-        entry["certain"] = certain.tolist()
-        self._shown.difference_update(entry["dropped"], entry["certain"])
-        return entry
-
-    def tokens(self, log_probs: Mapping[int, float]) -> list[dict[str, Any]]:
-        """Tokens as they are in a trace, from their log-probabilities by token id."""
-        return [{"token_id": i, "text": self._text(i), "log_prob": value} for i, value in log_probs.items()]
+            self.trace.ahead(nodes, scores)
 
     def acceptance_histogram(self) -> list[int] | None:
         """How many rounds with draft tokens accepted 0 of them, 1, 2, and so on; None without such rounds."""
@@ -145,34 +103,3 @@ class Record:
             self.checks[-1] += len(accepted)
             for node in accepted:
                 self.positions[self._draft_tokens.pop(node)][1] += 1
-
-    def _token(self, node: int) -> dict[str, Any]:
-        token = int(self._tree.tokens(node))
-        return {"token_id": token, "text": self._text(token), "node": node, "after": int(self._tree.parents(node))}
-
-    def _log_prob(self, node: int) -> dict[str, Any]:
-        return {"log_prob": float(self._tree.log_probs(node))}
-
-    def _traced_draft_tokens(self, draft_tokens: Nodes) -> list[dict[str, Any]]:
-        number = {node: i for i, node in enumerate(draft_tokens.tolist())}
-        traced = []
-        for node in number:
-            draft_token = self._token(node)
-            parent = draft_token["after"]
-            draft_token |= {"parent": number.get(parent), "beam": self._number(parent), "accepted": False}
-            traced.append(draft_token)
-            self._drafted[node] = draft_token
-        self._shown.update(number)
-        return traced
-
-    def _traced_beam(self, node: int, score: float) -> dict[str, Any]:
-        draft_token = self._drafted.get(node)
-        if draft_token is not None:
-            draft_token["accepted"] = True
-        if self._tree.is_live(node):  # a beam may be dropped before its step is certain
-            self._shown.add(node)
-        beam = self._token(node) | self._log_prob(node)
-        return beam | {"beam": self._number(beam["after"]), "drafted": draft_token is not None, "score": score}
-
-    def _number(self, node: int) -> int | None:
-        return self._ends.get(node, self._ahead.get(node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequential
 from typing import Any
 
@@ -61,19 +62,16 @@ class Output:
         self.notes = [notes for notes in noted if notes is not None]
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
-        self._spent: dict[str, float] = {}  # until the last round in the trace
-        self._listed: set[int] = set()  # nodes whose likeliest next tokens are in the trace
 
     def stream(self, target: ModelState, draft: ModelState | None) -> None:
         """Hand out the nodes that have become certain, and for a trace the round."""
-        tree = self._setup.tree
+        tree, trace = self._setup.tree, self._setup.record.trace
         nodes = tree.prefix[self._streamed :]
-        one_round = self._setup.record.end_round(nodes, tree.finished)
-        if len(nodes) or one_round is not None:
+        if len(nodes) or (trace is not None and trace.is_open):
             tokens, log_probs, top_logprobs = self._tokens(nodes)
             text = self._take(tokens)
-            trace = self._trace(one_round, text, target, draft)
-            self._request.give(Piece(text, tokens, log_probs, top_logprobs, trace=trace))
+            rounds = self._end_round(nodes, tree.finished, text, target, draft)
+            self._request.give(Piece(text, tokens, log_probs, top_logprobs, trace=rounds))
 
     def show(self, held: Sequential[Selection]) -> None:
         """Hand out tokens that were chosen for a sequence, before its strategy adds them to the tree.
@@ -107,47 +105,29 @@ class Output:
             raise SpecbeamError(f"no text is possible under {', '.join(given)} together: change one of them")
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
-        one_round = self._setup.record.end_round(rest, [hypothesis.node for hypothesis in hypotheses])
         tokens, log_probs, top_logprobs = self._tokens(rest)
         text = self._take(tokens) + self._text.finish(cancelled=best.finish_reason in ("cancelled", "timeout"))
         sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
-        trace = self._trace(one_round, text, target, draft)
+        rounds = self._end_round(rest, [hypothesis.node for hypothesis in hypotheses], text, target, draft)
+        all_rounds = None if (trace := self._setup.record.trace) is None else trace.rounds
         stats = self._stats(len(sequences[0].token_ids), target, draft, drafted)
-        result = self._request.outcome = Result(sequences, stats, self._setup.record.trace, self._inputs)
-        self._request.give(Piece(text, tokens, log_probs, top_logprobs, result, trace))
+        result = self._request.outcome = Result(sequences, stats, all_rounds, self._inputs)
+        self._request.give(Piece(text, tokens, log_probs, top_logprobs, result, rounds))
 
-    def _trace(
-        self, one_round: dict[str, Any] | None, text: str, target: ModelState, draft: ModelState | None
+    def _end_round(
+        self, certain: Nodes, ended: Iterable[int], text: str, target: ModelState, draft: ModelState | None
     ) -> list[dict[str, Any]] | None:
-        """Complete a round of the trace by its text and its cost. A list of one, or of none; None for no trace.
+        """The round of the trace that has ended, a list of one, or of none. None for no trace.
 
         Args:
-            text: the text that became certain with the round.
+            certain, ended, text: as for :meth:`Trace.end_round`.
         """
-        if one_round is None:
-            return None if self._setup.record.trace is None else []
-        if self.alternatives is not None:
-            beams = [*one_round["ahead"], *(beam for step in one_round["steps"] for beam in step)]
-            places = [node for node in dict.fromkeys(beam["after"] for beam in beams) if node not in self._listed]
-            one_round["likeliest"] = [{"after": node, "tokens": self._likeliest(node)} for node in places]
-            self._listed.update(places)
-        before, self._spent = self._spent, _spent(target, draft)
-        one_round["text"] = text
-        spent = {name: now - before.get(name, 0) for name, now in self._spent.items()}
-        one_round["pass"] = {**spent, "seconds": time.perf_counter() - self._submitted}
-        # Draft tokens of a round may still be accepted later: the caller's copy stays as it is.
-        return [{**one_round, "drafted": [{**draft_token} for draft_token in one_round["drafted"]]}]
-
-    def _likeliest(self, node: int) -> list[dict[str, Any]]:
-        """The likeliest tokens after a node, as they are in a trace. Under a constraint, whether it masks each."""
-        assert self.alternatives is not None
-        log_probs = self.alternatives.after(node)
-        likeliest = self._setup.record.tokens(log_probs)
-        if (constraint := self._setup.selector.process.constraint) is not None:
-            allowed = constraint.allows(self._setup.tree, node, log_probs)
-            for token in likeliest:
-                token["masked"] = not allowed[token["token_id"]]
-        return likeliest
+        if (trace := self._setup.record.trace) is None:
+            return None
+        if not trace.is_open:
+            return []
+        seconds = time.perf_counter() - self._submitted
+        return [trace.end_round(certain, ended, text, _spent(target, draft), seconds, self.alternatives)]
 
     def _take(self, tokens: list[int]) -> str:
         """Note that tokens are certain. Return the text that is certain now."""

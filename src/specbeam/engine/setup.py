@@ -29,6 +29,7 @@ from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.selector import Selector, some_seed, warpers_of
 from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
+from specbeam.decoding.trace import Trace
 from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.own import FunctionDrafter, OwnDrafter, Propose
@@ -119,7 +120,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         tree=tree,
         selector=selector,
         stop=stop,
-        record=Record(tree, lm.token_text if options.trace else None),
+        record=Record(tree, Trace(tree, lm.token_text, process.constraint) if options.trace else None),
         cost=SharedCost(costs(backend)),
         goes_ahead=goes_ahead,
         plain_cost=SharedCost(costs(backend, goes_ahead)),

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from specbeam import chat_templates
 from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.token_scores import PromptScores, score_prompt
 from specbeam.engine import Request
 from specbeam.engine.setup import MakeStrategy, Setup, make_strategy
 from specbeam.errors import SpecbeamError
@@ -19,6 +18,7 @@ from specbeam.options import Options
 from specbeam.prompt_length import PromptTooLong
 from specbeam.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, room
 from specbeam.results import Piece, Result
+from specbeam.scoring import PromptScores, score_prompt
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan
 from specbeam.server.limits import Limits
