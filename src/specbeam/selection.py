@@ -119,7 +119,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Beams:
+class NextBeams:
     """How the n nodes of a request go on as beams. Continuations are ranked by the score of the beam plus the token's.
 
     The next beams are the n best continuations, ties resolved by the beam, then by the token's rank in its row. If one

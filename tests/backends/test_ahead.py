@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam.backends.contract import Segment
-from specbeam.selection import Beams, Edit, Noise, SelectionRequest
+from specbeam.selection import Edit, NextBeams, Noise, SelectionRequest
 from tests.backends.test_cpu import of_one_sequence
 from tests.conftest import examples, random_model
 from tests.test_selection import assert_equal_bits
@@ -49,7 +49,7 @@ class Search:
     @property
     def beams(self):
         limits = self.given["best_above"], self.given["all_above"]
-        return Beams(self.scores.copy(), *limits) if self.given["beams"] else None
+        return NextBeams(self.scores.copy(), *limits) if self.given["beams"] else None
 
     def request(self):
         """The selection request at the ends of its sequences."""
@@ -175,7 +175,7 @@ def root(slot, tokens, ahead):
 def test_passes_ahead_check_their_arguments(backends):
     backend, one, two = backends[0], root(0, [1], 7), root(0, [1, 2], 14)
     about_two = SelectionRequest(top=3, normalize=True)
-    beams = Beams(np.zeros(2, np.float32), -math.inf, -math.inf)
+    beams = NextBeams(np.zeros(2, np.float32), -math.inf, -math.inf)
     backend.forward_ahead([one, root(ROOM, [1, 2], 14)], [SelectionRequest(), about_two], [None, beams], 8, [], GO_ON)
     for segment, request, own, message in (
         (replace(one, ahead=one.ahead[:6]), SelectionRequest(), None, "lacks slots of the nodes to come"),
@@ -187,7 +187,7 @@ def test_passes_ahead_check_their_arguments(backends):
         (replace(one, ahead=one.ahead + 2**40), SelectionRequest(), None, "not in the cache"),
         (two, about_two, None, "neither about one token of one node"),
         (two, SelectionRequest(top=2, normalize=True), beams, "more tokens than there are beams"),
-        (two, about_two, Beams(np.zeros(3, np.float32), 0, 0), "no scores, or too many"),
+        (two, about_two, NextBeams(np.zeros(3, np.float32), 0, 0), "no scores, or too many"),
         (replace(two, positions=np.array([0, 1])), about_two, beams, "at the end of its prefix or of its suffix"),
         (replace(two, ahead=np.full(14, 5)), about_two, beams, "same slot|another position"),
         (replace(two, ahead=-two.ahead), about_two, beams, "not in the cache"),
@@ -202,7 +202,7 @@ def test_passes_ahead_check_their_arguments(backends):
 
 def test_beams_whose_scores_are_no_numbers_do_not_go_ahead(backends):
     for scores in ([math.nan, 0], [-math.inf, -math.inf], [0, math.nan]):
-        beams = Beams(np.array(scores, np.float32), -math.inf, -math.inf)
+        beams = NextBeams(np.array(scores, np.float32), -math.inf, -math.inf)
         request = SelectionRequest(top=3, normalize=True)
         (selection,) = backends[0].forward_ahead([root(0, [1, 2], 14)], [request], [beams], 8, [], GO_ON)
         assert len(selection.tokens) == 2
@@ -213,7 +213,7 @@ def test_scores_and_slots_may_have_any_precision(backends):
     found = []
     for kind, whole in ((np.float32, np.int64), (np.float16, np.int32), (np.float64, np.int16)):
         segment, request = root(0, [1, 2], 14), SelectionRequest(top=3, normalize=True)
-        beams = Beams(np.array([0, 1, -2.5, 1], kind)[::2], -math.inf, -math.inf)
+        beams = NextBeams(np.array([0, 1, -2.5, 1], kind)[::2], -math.inf, -math.inf)
         segment = replace(segment, ahead=segment.ahead.astype(whole))
         (selection,) = backends[0].forward_ahead([segment], [request], [beams], 8, [], GO_ON)
         found.append(selection.tokens.tolist())

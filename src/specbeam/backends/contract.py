@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends import devices
-from specbeam.selection import Beams, Logits, Selection, SelectionRequest, Watch
+from specbeam.selection import Logits, NextBeams, Selection, SelectionRequest, Watch
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class AheadBackend(Backend, Protocol):
         self,
         segments: list[Segment],
         requests: Sequence[SelectionRequest],
-        beams: Sequence[Beams | None],
+        beams: Sequence[NextBeams | None],
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],

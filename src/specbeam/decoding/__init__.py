@@ -13,7 +13,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam.selection import Beams, Watch
+from specbeam.selection import NextBeams, Watch
 from specbeam.selection import Selection as Selection
 from specbeam.selection import SelectionRequest as SelectionRequest
 
@@ -48,7 +48,7 @@ class Evaluate:
     drafting: bool = False
     ahead: int = 0
     ends: frozenset[int] = frozenset()
-    beams: Beams | None = None
+    beams: NextBeams | None = None
     or_fewer: bool = False
     any_logits: bool = False
     watch: Watch | None = None

@@ -25,7 +25,7 @@ from specbeam.decoding.candidates import (
 from specbeam.decoding.search import Search
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.selection import Beams
+from specbeam.selection import NextBeams
 from specbeam.tree import Nodes, Tree
 
 ROUNDING = 1e-5
@@ -110,7 +110,7 @@ class BeamSearch(Search):
             ahead = self.selector.ahead(self.tree, first, self.stop)
         if not ahead:
             return Evaluate(beams, request)
-        how = Beams(self.scores, self._unsettled_above(), FORBIDDEN_SCORE / 2)
+        how = NextBeams(self.scores, self._unsettled_above(), FORBIDDEN_SCORE / 2)
         return Evaluate(beams, request, ahead=ahead, ends=self.stop.eos_token_ids, beams=how)
 
     def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
@@ -241,11 +241,11 @@ class BeamSearch(Search):
     def hypotheses(self) -> list[Hypothesis]:
         return self._texts(self.finished.possible)
 
-    def places(self) -> list[Hypothesis]:
+    def kept(self) -> list[Hypothesis]:
         """The hypotheses to return, best first, with the forbidden ones that transformers fills up with."""
         return self._texts(self.finished.ended)
 
     def _texts(self, wanted: Mask) -> list[Hypothesis]:
-        places = np.flatnonzero(wanted)[: self.num_return_sequences]
-        ends = zip(self.finished.nodes[places].tolist(), self.finished.scores[places].tolist(), strict=True)
+        best = np.flatnonzero(wanted)[: self.num_return_sequences]
+        ends = zip(self.finished.nodes[best].tolist(), self.finished.scores[best].tolist(), strict=True)
         return [Hypothesis(node, score, self.stop(self.tree, node) or "length") for node, score in ends]

@@ -140,25 +140,24 @@ class Finished:
     """The finished hypotheses that are kept, best first.
 
     Args:
-        places: how many to keep.
+        size: how many to keep.
         top: the indices of the highest scores, with ties in the search's order.
 
     Attributes:
-        nodes: their last nodes, int64 [places]; -1 where a place is empty.
-        ended: bool [places]. False for empty places, and for unfinished hypotheses that rounding puts there.
-        possible: bool [places]. False also for forbidden hypotheses that are kept because there were fewer candidates
-            than places.
-        scores: log-probability / length ** length_penalty, float32 [places].
-        texts: as of candidates, [places].
-        full: whether every place has a finished hypothesis.
+        nodes: their last nodes, int64 [size]; -1 where there is none yet.
+        ended: bool [size]. False where there is none yet, and for unfinished hypotheses that rounding puts there.
+        possible: bool [size]. False also for forbidden hypotheses that are kept because there were fewer candidates.
+        scores: log-probability / length ** length_penalty, float32 [size].
+        texts: as of candidates, [size].
+        full: whether as many are finished.
     """
 
-    def __init__(self, places: int, length_penalty: float, early_stopping: bool | str, top: Top) -> None:
-        self.nodes: Nodes = np.full(places, -1)
-        self.ended = np.zeros(places, dtype=bool)
-        self.possible = np.zeros(places, dtype=bool)
-        self.scores = np.full(places, FORBIDDEN_SCORE, np.float32)
-        self.texts: list[Hashable] = [object() for _ in range(places)]
+    def __init__(self, size: int, length_penalty: float, early_stopping: bool | str, top: Top) -> None:
+        self.nodes: Nodes = np.full(size, -1)
+        self.ended = np.zeros(size, dtype=bool)
+        self.possible = np.zeros(size, dtype=bool)
+        self.scores = np.full(size, FORBIDDEN_SCORE, np.float32)
+        self.texts: list[Hashable] = [object() for _ in range(size)]
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self._top = top
@@ -172,19 +171,19 @@ class Finished:
         """
         if not candidates.any_ended or (self.early_stopping is True and self.full) or not candidates.competing.any():
             return
-        places = len(self.nodes)
-        competing = candidates.competing & candidates.first & (candidates.first.cumsum() <= places)
+        size = len(self.nodes)
+        competing = candidates.competing & candidates.first & (candidates.first.cumsum() <= size)
         scores = normalized(candidates.scores, length, self.length_penalty)
         texts = candidates.texts or [object() for _ in candidates.nodes]
         for i in np.flatnonzero(competing).tolist():
             if texts[i] in self.texts:
-                place = self.texts.index(texts[i])
-                if scores[i] > self.scores[place]:
-                    self._empty(place)
+                at = self.texts.index(texts[i])
+                if scores[i] > self.scores[at]:
+                    self._empty(at)
                 else:
                     competing[i] = False
         both = np.concatenate([self.scores, forbid(scores, ~competing)])
-        best = self._top(both, places)
+        best = self._top(both, size)
         self.scores = both[best]
         self.nodes = np.concatenate([self.nodes, candidates.nodes])[best]
         self.ended = np.concatenate([self.ended, competing])[best]
@@ -193,9 +192,9 @@ class Finished:
         texts = [*self.texts, *texts]
         self.texts = [texts[i] for i in best.tolist()]
 
-    def _empty(self, place: int) -> None:
-        self.nodes[place], self.scores[place], self.texts[place] = -1, FORBIDDEN_SCORE, object()
-        self.ended[place] = self.possible[place] = False
+    def _empty(self, at: int) -> None:
+        self.nodes[at], self.scores[at], self.texts[at] = -1, FORBIDDEN_SCORE, object()
+        self.ended[at] = self.possible[at] = False
 
     def settled(self, best_running: np.float32, length: int, max_new_tokens: int) -> bool:
         """Whether transformers' rules end the search, given the best beam's log-probability and its length."""

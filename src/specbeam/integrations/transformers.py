@@ -31,7 +31,7 @@ from specbeam.compat import argument_of_generate
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
 from specbeam.generation_defaults import GenerationDefaults
-from specbeam.integrations.transformers_processors import Row, check_processors, options_of
+from specbeam.integrations.transformers_processors import BatchRows, check_processors, options_of
 from specbeam.integrations.transformers_prompts import Prompts, refuse
 from specbeam.integrations.transformers_steps import Details, Steps
 from specbeam.model import LanguageModel, warn_of_settings
@@ -236,7 +236,7 @@ def generate(
     for first in range(0, len(input_ids), together):
         prompt = prompts.of_row(first, len(input_ids))
         begin = len(lm.backend.start_token_ids or prompt.token_ids)
-        row = Row(input_ids, first, begin, prompt.padding, beams)
+        row = BatchRows(input_ids, first, begin, prompt.padding, beams)
         own = options | options_of(logits_processor, row, options["eos_token_id"], do_sample)
         own["min_new_tokens"] = min(own.get("min_new_tokens", 0), own["max_new_tokens"])
         own["seed"] = _seed() if do_sample else None

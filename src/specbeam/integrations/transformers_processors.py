@@ -75,7 +75,7 @@ TOKENS_OF: dict[type, tuple[str, Callable[[Any], Iterable[int]]]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRows:
     """The rows of the batch that one request answers. They have the same prompt.
 
     Attributes:
@@ -142,7 +142,7 @@ def check_processors(processors: Sequence[Any], vocab_size: int, num_beams: int)
                 raise SpecbeamError(f"{option}: the token {token} is not in the model's vocabulary of {vocab_size}")
 
 
-def options_of(processors: Iterable[Any], row: Row, eos: Sequence[int], do_sample: bool) -> dict[str, Any]:
+def options_of(processors: Iterable[Any], row: BatchRows, eos: Sequence[int], do_sample: bool) -> dict[str, Any]:
     """Our options for all processors, both from the generation config and the caller's own.
 
     A processor that specbeam has becomes an option if it has its turn there. The others are functions.
@@ -178,7 +178,7 @@ def unsupported(what: str) -> SpecbeamError:
     return SpecbeamError(f"specbeam.hf.generate does not support {what}: leave it out, or custom_generate")
 
 
-def _narrowed(processor: Any, row: Row) -> Any:
+def _narrowed(processor: Any, row: BatchRows) -> Any:
     """The processor for the request's rows alone, if it has data for each row or prompt of the batch."""
     changes: dict[str, Any] = {}
     match processor:
@@ -194,12 +194,12 @@ def _narrowed(processor: Any, row: Row) -> Any:
     return processor
 
 
-def _starts_at_prompt(penalty: Any, row: Row) -> bool:
+def _starts_at_prompt(penalty: Any, row: BatchRows) -> bool:
     """Whether a repetition penalty counts the prompt's tokens, but not the padding."""
     return (penalty.prompt_ignore_length or 0) == row.padding
 
 
-def _min_new_tokens(step: Any, row: Row, eos: Sequence[int]) -> int | None:
+def _min_new_tokens(step: Any, row: BatchRows, eos: Sequence[int]) -> int | None:
     """The number of new tokens before which a processor forbids all end tokens; None for other processors."""
     match step:
         case theirs.MinLengthLogitsProcessor():
@@ -212,7 +212,7 @@ def _min_new_tokens(step: Any, row: Row, eos: Sequence[int]) -> int | None:
     return max(0, shortest) if forbidden == {*eos} else None
 
 
-def _allowed_tokens(step: Any, row: Row) -> Callable[[int, Tensor], Any]:
+def _allowed_tokens(step: Any, row: BatchRows) -> Callable[[int, Tensor], Any]:
     """The caller's function, with the number of the text in the batch."""
     allowed = row.whole(partial(step._prefix_allowed_tokens_fn, row.first // row.num_beams))
     return tensors(lambda _, input_ids: allowed(input_ids))

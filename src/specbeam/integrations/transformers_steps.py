@@ -28,7 +28,7 @@ from specbeam.decoding.stopping import Stopping
 from specbeam.engine import Setup
 from specbeam.engine.setup import make_search, make_strategy
 from specbeam.errors import SpecbeamError
-from specbeam.integrations.transformers_processors import Row
+from specbeam.integrations.transformers_processors import BatchRows
 from specbeam.integrations.transformers_prompts import KeysAndValues
 from specbeam.tree import Nodes, Tree
 
@@ -72,7 +72,7 @@ class Steps:
         beam_indices: for each hypothesis that beam search returns, the numbers of the beams that its tokens continue.
     """
 
-    def __init__(self, row: Row, criteria: Sequence[Any], details: Details) -> None:
+    def __init__(self, row: BatchRows, criteria: Sequence[Any], details: Details) -> None:
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
         self.kept: KeysAndValues = []
@@ -139,7 +139,7 @@ class Steps:
         assert isinstance(search, TransformersBeamSearch)
         search.num_candidates = self._details.num_candidates * search.num_beams
         yield from beam_search(search, setup.record, drafter)
-        texts = search.places()
+        texts = search.kept()
         if len(texts) < search.num_return_sequences:
             found = f"only {len(texts)} texts" if texts else "no texts"
             raise SpecbeamError(
@@ -216,9 +216,9 @@ class TransformersBeamSearch(BeamSearch):
         self._continued: list[int] = []  # beams, by candidate
 
     def beam_indices(self) -> list[list[int]]:
-        """The numbers of the beams that the tokens of each hypothesis of :meth:`places` continue."""
-        places = np.flatnonzero(self.finished.ended)[: self.num_return_sequences]
-        return [cast(Continued, self.finished.texts[place]).beams for place in places]
+        """The numbers of the beams that the tokens of each hypothesis of :meth:`kept` continue."""
+        kept = np.flatnonzero(self.finished.ended)[: self.num_return_sequences]
+        return [cast(Continued, self.finished.texts[i]).beams for i in kept]
 
     def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
         if selection is None or (known is not None and not known.all()):

@@ -31,7 +31,7 @@ from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
 from specbeam.fork_guard import fork_guard
 from specbeam.machine import usable_processors
-from specbeam.selection import Beams, Selection, SelectionRequest, Watch
+from specbeam.selection import NextBeams, Selection, SelectionRequest, Watch
 
 logger = logging.getLogger("specbeam")
 
@@ -161,7 +161,7 @@ class CpuBackend(Backend):
         self,
         segments: list[Segment],
         requests: Sequence[SelectionRequest],
-        beams: Sequence[Beams | None],
+        beams: Sequence[NextBeams | None],
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
@@ -377,7 +377,7 @@ def _watch_fields(watch: Watch | None, kept: list[NDArray[Any]]) -> tuple[int, .
 
 
 def _ahead_structs(
-    segments: Sequence[Segment], beams: Sequence[Beams | None], passes: int
+    segments: Sequence[Segment], beams: Sequence[NextBeams | None], passes: int
 ) -> tuple[NDArray[Any], list[NDArray[Any]]]:
     """How the segments go on, as native structures, and the arrays that they point into."""
     rows: list[tuple[int, int, float, float]] = []

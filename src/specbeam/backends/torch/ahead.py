@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment
 from specbeam.backends.torch.transfer import to_device
-from specbeam.selection import MASKED, Beams, Selection
+from specbeam.selection import MASKED, NextBeams, Selection
 
 PASSES_IN_FLIGHT = 2
 """Passes whose flags the host has not seen, beside the one that it launches. So a GPU does not wait for the host."""
@@ -84,7 +84,7 @@ class Group:
     """
 
     def __init__(
-        self, rows: NDArray[np.int64], nodes: NDArray[np.int64], beams: Sequence[Beams] | None, ends: Tensor
+        self, rows: NDArray[np.int64], nodes: NDArray[np.int64], beams: Sequence[NextBeams] | None, ends: Tensor
     ) -> None:
         self._rows, self.nodes = to_device(rows, ends.device), to_device(nodes, ends.device)
         self._ends, self._scores = ends, None

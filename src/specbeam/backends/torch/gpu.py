@@ -44,7 +44,7 @@ from specbeam.backends.torch.transfer import Values, to_cpu, to_device
 from specbeam.backends.torch.transformer import Block, GatedMLP, Norm, Weights, cap
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
-from specbeam.selection import Beams, Selection, SelectionRequest
+from specbeam.selection import NextBeams, Selection, SelectionRequest
 
 MAX_CAPTURED_NODES = 64
 """Passes over more nodes are not captured: their kernels take longer than the launches of these."""
@@ -131,7 +131,7 @@ class GpuBackend(TorchBackend):
         self,
         segments: list[Segment],
         requests: Sequence[SelectionRequest],
-        beams: Sequence[Beams | None],
+        beams: Sequence[NextBeams | None],
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
@@ -340,7 +340,7 @@ class Chosen:
         ready: Pass,
         segments: Sequence[Segment],
         requests: Sequence[SelectionRequest],
-        beams: Sequence[Beams | None],
+        beams: Sequence[NextBeams | None],
         suffixes: Sequence[tuple[tuple[int, int], int] | None],
         ends: Tensor,
         vocab: int,
