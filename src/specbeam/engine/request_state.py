@@ -146,7 +146,7 @@ class RequestState:
         return sum(state.slots.found() * state.backend.slot_bytes for state in self._states)
 
     def most_growth_bytes(self, nodes: Nodes) -> int:
-        """The same as :meth:`growth_bytes` if none of the nodes has a slot."""
+        """Upper bound on :meth:`growth_bytes`: as if none of the nodes had a slot."""
         return (len(nodes) + self.model.source_growth) * self.model.backend.slot_bytes
 
     def growth_bytes(self, nodes: Nodes) -> int:
@@ -226,10 +226,10 @@ class RequestState:
         return segment
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
-        """Record its latest pass.
+        """Count the time of a pass, and expect the next one to be as full.
 
         Args:
-            seconds: its share of the pass's time.
+            seconds: the request's share of the pass's time.
             other_nodes: the nodes that other requests are expected to bring to the next pass.
             requests: the number of requests in the pass.
         """
@@ -263,11 +263,11 @@ class RequestState:
         return found
 
     def receive(self, nodes: Nodes, logits: Logits, rows: slice, selections: list[Selection], ahead: int = 0) -> None:
-        """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
+        """Take the logits of a pass over some pending nodes. After the last of these, let the strategy go on.
 
         Args:
             logits: of a whole pass, [n, vocab].
-            rows: of these nodes.
+            rows: of the wanted ones among these nodes.
             selections: for the :meth:`selection_requests` about these logits.
             ahead: how many further passes the backend has run by itself. The selections have rows for each of them.
         """
@@ -293,7 +293,7 @@ class RequestState:
             self._advance(self._selection(selections[0]) if selections else backend.array(logits))
 
     def _holds(self, nodes: Nodes, selection: Selection) -> bool:
-        """Go on to the token that was chosen, without a look at it, if the strategy allows that.
+        """Evaluate the chosen token next, before the strategy has seen it, if the strategy allows that.
 
         Its node gets the next number in the tree. The strategy adds it later, when it takes the selections together.
         """
@@ -322,9 +322,9 @@ class RequestState:
         return held
 
     def refuse(self, nodes: Nodes, logits: Logits, rows: slice, selections: list[Selection]) -> None:
-        """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
+        """Handle logits that are not finite, of a pass over no other tree.
 
-        The first time its whole cache is recomputed. After that the strategy asks for other nodes, or the request ends.
+        The first time, recompute the whole cache. After that let the strategy ask for other nodes, or end the request.
         Arguments are as for :meth:`receive`.
         """
         with self._failing_alone():
@@ -386,10 +386,10 @@ class RequestState:
             self.fail(error)
 
     def make_do(self, budget: Budget) -> None:
-        """Get along with the memory, which cannot hold the pending nodes although no other request is live.
+        """Shrink the only live request until it fits into memory.
 
-        The draft model's cache is freed, and so are draft tokens and deferred levels, which the strategy can do
-        without. Where the nodes of a plain step do not fit together, they are evaluated in parts.
+        Free the draft model's cache, then drop draft tokens and deferred levels. Where the nodes of a plain step do
+        not fit together, evaluate them in parts.
         """
         with self._failing_alone():
             self._catch_up()
@@ -402,10 +402,10 @@ class RequestState:
                 self._take_part(budget)
 
     def _take_part(self, budget: Budget) -> None:
-        """Evaluate only as many of the nodes as have the memory for all their ancestors, and the rest afterwards.
+        """Evaluate as many of the nodes as fit into memory together with their ancestors; the rest comes afterwards.
 
-        No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors recomputed. One
-        node always fits: the engine has memory for a sequence of full length.
+        All other nodes lose their slots, so the next part may need some ancestors recomputed. One node always fits: the
+        engine has memory for a sequence of full length.
         """
         slots, part = self._target.slots, self._rows.rest
         while True:
@@ -452,7 +452,7 @@ class RequestState:
         self._output.stream(self._target, self._draft)
 
     def _evaluate(self, part: Nodes) -> None:
-        """Let some of the nodes that the strategy asked about be pending, with their ancestors that have no slot."""
+        """Make some of the strategy's nodes pending, with their ancestors that have no slot."""
         self._rows.part, self.pending = part, self.model.slots.prepare(part)
 
     def _release_dropped(self) -> None:

@@ -90,7 +90,7 @@ class Scheduler:
         self.clients.halt[0] = 1
 
     def check_for_place(self) -> None:
-        """Refuse a request if the queue is full.
+        """Refuse a further request if the queue is full.
 
         Raises:
             QueueFull: there is no place for it.
