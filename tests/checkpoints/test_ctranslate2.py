@@ -119,6 +119,19 @@ def test_a_folder_is_the_hugging_face_folder_with_its_values(tmp_path, save, kin
     assert specbeam.load(folder, quantize="int8").precision == "int8 on cpu"
 
 
+def test_what_later_versions_of_ctranslate2_write_is_known(tmp_path):
+    """The files of large-v3 and of its turbo have these numbers. Only 0 is supported."""
+    folder = write(tmp_path / "model", random_whisper())
+    found = variables(random_whisper(), "float32")
+    for name in ("alibi_use_positive_positions", "scale_alibi"):
+        found[f"decoder/{name}"] = np.array(0, np.int8)
+    (folder / "model.bin").write_bytes(model_bin(found))
+    assert specbeam.load(folder).backend.features_shape is not None
+    (folder / "model.bin").write_bytes(model_bin(found | {"decoder/scale_alibi": np.array(1, np.int8)}))
+    with pytest.raises(SpecbeamError, match=r"'decoder/scale_alibi' = 1 in model\.bin is not supported"):
+        open_checkpoint(folder)
+
+
 def test_an_untied_head_the_tokenizer_and_a_vocabulary_in_json(tmp_path):
     model = random_whisper()
     folder = write(tmp_path / "model", model)

@@ -130,6 +130,8 @@ class Whisper(Architecture):
         "decoder/activation": 3,  # GELU
         "decoder/pre_norm": 1,
         "decoder/alibi": 0,
+        "decoder/alibi_use_positive_positions": 0,
+        "decoder/scale_alibi": 0,
         "decoder/scale_embeddings": 0,
         "decoder/start_from_zero_embedding": 0,
         "decoder/alignment_heads": None,
