@@ -25,6 +25,8 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import locate, packed
 from specbeam.cli import main
+from tests.backends.test_whisper import random_whisper
+from tests.checkpoints.test_ctranslate2 import write
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
 
@@ -169,6 +171,43 @@ def test_an_index_that_names_other_files_is_refused_before_they_are_asked_for(re
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../../other/model/model.safetensors"}}))
     with pytest.raises(SpecbeamError, match="Only files inside the folder are read"):
         locate("some/model")
+
+
+# Repositories of CTranslate2
+
+
+@pytest.fixture
+def converted(repository):
+    """The repository, as CTranslate2 has converted a Whisper, with other files that nobody reads."""
+    for file in repository.glob("*"):
+        file.unlink()
+    write(repository, random_whisper(), "float16")
+    for name in ("tokenizer.json", "preprocessor_config.json", "README.md"):
+        (repository / name).write_text("{}")
+    for name in ("pytorch_model.bin", "model.pt", "optimizer.bin", "vocabulary.pkl"):
+        (repository / name).write_bytes(b"never read")
+    return repository
+
+
+@pytest.mark.parametrize("vocabulary", ["vocabulary.txt", "vocabulary.json"])
+def test_of_a_repository_of_ctranslate2_what_is_read_is_downloaded(converted, vocabulary):
+    (converted / "vocabulary.txt").rename(converted / vocabulary)
+    folder = locate("some/model")
+    read = {"config.json", "model.bin", "tokenizer.json", "preprocessor_config.json", "README.md", vocabulary}
+    assert {file.name for file in folder.iterdir()} == read
+    if vocabulary == "vocabulary.txt":
+        (folder / "tokenizer.json").unlink()
+        assert specbeam.load(folder).backend.features_shape is not None
+
+
+def test_a_model_bin_is_downloaded_of_a_repository_of_ctranslate2_without_safetensors_alone(converted):
+    (converted / "vocabulary.txt").unlink()  # this may be a pickle
+    assert not (locate("some/model") / "model.bin").exists()
+    (converted / "vocabulary.txt").write_text("a")
+    (converted / "model.safetensors").write_bytes(b"as today")
+    folder = locate("some/model")
+    assert (folder / "model.safetensors").exists()
+    assert not (folder / "model.bin").exists()
 
 
 # GGUF files

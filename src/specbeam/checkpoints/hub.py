@@ -13,11 +13,14 @@ from logging import ERROR
 from pathlib import Path
 from typing import NamedTuple
 
-from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, WEIGHTS, check_no_link, weight_map
+from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, MODEL, WEIGHTS, check_no_link, weight_map
 from specbeam.errors import SpecbeamError
 
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.spm", "*.tiktoken", "merges.txt", "vocab.txt", "README.md"]
+DESCRIPTIONS += ["vocabulary.txt"]
 """The files beside the weights that are read. The index is among them."""
+CTRANSLATE2_VOCABULARIES = ("vocabulary.json", "vocabulary.txt")
+"""CTranslate2 writes one of them beside a model.bin. Elsewhere a file of that name may be a pickle."""
 ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<pick>\w[\w.+-]*(/\w[\w.+-]*)*))?", re.ASCII)
 """A hub id, with the name of a GGUF file or its quantization after a colon: ``org/name:Q4_K_M``."""
 PREFIX = "models--"
@@ -96,7 +99,13 @@ def _fetch(repository: str, revision: str | None, pick: str | None, download: bo
     # The name of a snapshot is its commit: a branch may have moved meanwhile.
     patterns = [glob.escape(name) for name in weights]
     snapshot_download(repository, revision=folder.name, allow_patterns=patterns, local_files_only=from_cache)
-    if not any((folder / name).is_file() for name in weights) and _gguf_files(repository, folder.name, download):
+    if any((folder / name).is_file() for name in weights):
+        return folder
+    if any((folder / name).is_file() for name in CTRANSLATE2_VOCABULARIES):
+        snapshot_download(repository, revision=folder.name, allow_patterns=[MODEL], local_files_only=from_cache)
+        if (folder / MODEL).is_file():
+            return folder
+    if _gguf_files(repository, folder.name, download):
         return _fetch_gguf(repository, folder.name, None, download)
     return folder
 
