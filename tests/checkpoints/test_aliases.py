@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,8 +24,10 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.backends.cpu.weights import memory_bytes
 from specbeam.checkpoints import locate, open_checkpoint, registry
-from specbeam.checkpoints.registry import ALIASES, Alias, HubFile, Wheels
+from specbeam.checkpoints.registry import ALIASES, Alias, HubModel, Wheels
 from specbeam.cli import main
+from tests.backends.test_whisper import random_whisper
+from tests.checkpoints.test_ctranslate2 import text, write
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model, reference_model
 
@@ -41,7 +44,7 @@ def cache(tmp_path, monkeypatch):
 
     Returns the folder of the repository, which has to be made by ``download``.
     """
-    toy = Alias(HubFile("org/toy-GGUF", "toy-q8_0.gguf"), 1_000_000, 2_000_000, "mit", True, "a toy")
+    toy = Alias(HubModel("org/toy-GGUF", "toy-q8_0.gguf"), 1_000_000, 2_000_000, "mit", True, "a toy")
     monkeypatch.setitem(registry.ALIASES, "toy", toy)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -102,6 +105,29 @@ def test_an_alias_that_was_fetched_asks_nobody(cache, monkeypatch):
         monkeypatch.setattr(huggingface_hub, function, None)
     path = download(cache, "toy-q8_0.gguf") / "toy-q8_0.gguf"
     assert locate("toy") == path
+
+
+def test_a_whisper_that_faster_whisper_has_fetched_is_found_listed_and_removed(cache, models, monkeypatch):
+    """With the files that faster-whisper asks for."""
+    monkeypatch.setitem(registry.ALIASES, "toy", replace(ALIASES["whisper-tiny"], origin=HubModel("org/toy")))
+    cache = cache.with_name("models--org--toy")
+    snapshot, made = download(cache), write(cache / "made", random_whisper(), "float16")
+    assert listed(models)["toy"]["path"] is None
+    for file in ("config.json", "vocabulary.txt", "model.bin"):
+        (made / file).rename(cache / "blobs" / file)
+        (snapshot / file).symlink_to(f"../../blobs/{file}")
+    made.rmdir()
+    assert locate("toy") == locate("org/toy") == snapshot
+    assert specbeam.load("toy").backend.features_shape is not None
+    found = listed(models)
+    assert (found["toy"]["path"], found["toy"]["bytes_to_fetch"]) == (str(snapshot), 0)
+    assert found["toy"]["bytes_on_disk"] > (cache / "blobs/model.bin").stat().st_size
+    assert "org/toy" not in found
+    assert json.loads(models("show", "toy", "--json"))["architecture"] == "whisper"
+    assert models("rm", "toy").startswith("removed toy: ")
+    assert not cache.exists()
+    rows = json.loads(models("show", "toy", "--json"))
+    assert (rows["repository"], rows["license"], "file" in rows) == ("org/toy", "mit", False)
 
 
 def test_an_alias_asks_the_hub_for_its_file(cache, monkeypatch):
@@ -288,6 +314,79 @@ def write_header(path, name):
     return size
 
 
+WHISPERS = {
+    # hidden size, heads, layers of the encoder and of the decoder, bands, vocabulary
+    "whisper-tiny": (384, 6, 4, 4, 80, 51865),
+    "whisper-tiny.en": (384, 6, 4, 4, 80, 51864),
+    "whisper-base": (512, 8, 6, 6, 80, 51865),
+    "whisper-base.en": (512, 8, 6, 6, 80, 51864),
+    "whisper-small": (768, 12, 12, 12, 80, 51865),
+    "whisper-small.en": (768, 12, 12, 12, 80, 51864),
+    "whisper-medium": (1024, 16, 24, 24, 80, 51865),
+    "whisper-medium.en": (1024, 16, 24, 24, 80, 51864),
+    "whisper-large-v3": (1280, 20, 32, 32, 128, 51866),
+    "whisper-large-v3-turbo": (1280, 20, 32, 4, 128, 51866),
+}
+"""The models' own configurations. The size of a file that follows from them tells whether they are right."""
+
+
+def whisper_variables(hidden, heads, encoder_layers, decoder_layers, bands, vocab):
+    """The names and the shapes of a model.bin's variables, and its numbers with their types."""
+    yield "decoder/embeddings/weight", (vocab, hidden)
+    for part, layers, positions in (("encoder", encoder_layers, 1500), ("decoder", decoder_layers, 448)):
+        yield f"{part}/position_encodings/encodings", (positions, hidden)
+        yield f"{part}/num_heads", ("h", heads)
+        norms = [part]
+        for layer in (f"{part}/layer_{n}" for n in range(layers)):
+            linear = {"self_attention/linear_0": (3, 1), "self_attention/linear_1": (1, 1)}
+            linear |= {"ffn/linear_0": (4, 1), "ffn/linear_1": (1, 4)}
+            if part == "decoder":
+                linear |= {"attention/linear_0": (1, 1), "attention/linear_1": (2, 1), "attention/linear_2": (1, 1)}
+            for name, (rows, columns) in linear.items():
+                yield f"{layer}/{name}/weight", (rows * hidden, columns * hidden)
+                yield f"{layer}/{name}/bias", (rows * hidden,)
+            norms += {f"{layer}/{name.split('/')[0]}" for name in linear}
+        for norm in norms:
+            yield from ((f"{norm}/layer_norm/{end}", (hidden,)) for end in ("beta", "gamma"))
+    for number, columns in (("1", bands), ("2", hidden)):
+        yield f"encoder/conv{number}/weight", (hidden, columns, 3)
+        yield f"encoder/conv{number}/bias", (hidden,)
+    yield from ((f"decoder/{n}", ("b", 0)) for n in ("alibi", "scale_embeddings", "start_from_zero_embedding"))
+    yield from ((f"decoder/{n}", ("b", value)) for n, value in (("activation", 3), ("pre_norm", 1)))
+    yield from ((f"decoder/{n}", ("h", value)) for n, value in (("alignment_heads", 1), ("alignment_layer", -1)))
+
+
+def as_converted_later(variables):
+    """Variables as large-v3 and its turbo have them, with two numbers more."""
+    yield from variables
+    yield from ((f"decoder/{name}", ("b", 0)) for name in ("alibi_use_positive_positions", "scale_alibi"))
+
+
+def write_model_bin(path, variables):
+    """A model.bin of float16 whose weights are holes."""
+    found = sorted(variables)
+    with path.open("wb") as file:
+        file.write(struct.pack("<I", 6) + text("WhisperSpec") + struct.pack("<II", 3, len(found)))
+        for name, shape in found:
+            file.write(text(name))
+            if isinstance(shape[0], str):
+                kind, number = shape
+                file.write(struct.pack(f"<BBI{kind}", 0, {"b": 1, "h": 2}[kind], struct.calcsize(kind), number))
+            else:
+                file.write(struct.pack(f"<B{len(shape)}IBI", len(shape), *shape, 4, 2 * prod(shape)))
+                file.seek(2 * prod(shape), 1)
+        file.write(struct.pack("<I", 1) + text("decoder/projection/weight") + text("decoder/embeddings/weight"))
+
+
+@pytest.mark.parametrize("name", WHISPERS)
+def test_a_whisper_of_the_hub_runs_natively_and_its_figures_are_right(name, tmp_path):
+    variables = whisper_variables(*WHISPERS[name])
+    write_model_bin(tmp_path / "model.bin", as_converted_later(variables) if "-v3" in name else variables)
+    alias, checkpoint = ALIASES[name], open_checkpoint(tmp_path)
+    assert checkpoint.facts.size == alias.size
+    assert is_close(alias.memory, memory_bytes(checkpoint, "int8"))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_alias_of_the_hub_runs_natively_and_its_figures_are_right(name, tmp_path):
     """From the header that its file must have, since its weights are not here."""
@@ -301,10 +400,11 @@ def test_an_alias_of_the_hub_runs_natively_and_its_figures_are_right(name, tmp_p
 
 
 def test_all_aliases_of_the_hub_are_checked():
-    assert {name for name, alias in ALIASES.items() if not isinstance(alias.origin, Wheels)} == {*SHAPES}
-    files = [alias.origin for alias in ALIASES.values() if isinstance(alias.origin, HubFile)]
+    assert {name for name, alias in ALIASES.items() if not isinstance(alias.origin, Wheels)} == {*SHAPES, *WHISPERS}
+    files = [alias.origin for alias in ALIASES.values() if isinstance(alias.origin, HubModel)]
     assert len({*files}) == len(files)
-    assert all(file.file.endswith(".gguf") and file.repository.count("/") == 1 for file in files)
+    assert all(file.repository.count("/") == 1 for file in files)
+    assert all(file.file is None or file.file.endswith(".gguf") for file in files)
 
 
 # The script that asks the hub
@@ -318,7 +418,7 @@ def ask(cache, monkeypatch, tmp_path, capsys):
     write_gguf(file, random_model("llama"))
     memory = memory_bytes(open_checkpoint(file), "int8")
     monkeypatch.setattr(script, "memory_bytes", lambda *_: memory)  # the file is not quantized
-    toy = Alias(HubFile("org/toy-GGUF", "toy-q8_0.gguf"), file.stat().st_size, memory, "mit", True, "a toy")
+    toy = Alias(HubModel("org/toy-GGUF", "toy-q8_0.gguf"), file.stat().st_size, memory, "mit", True, "a toy")
     monkeypatch.setattr(huggingface_hub.HfFileSystem, "read_block", lambda *_: file.read_bytes())
 
     def ask(status, license="mit", name="toy-q8_0.gguf", gated=False, **changes):

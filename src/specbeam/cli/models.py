@@ -93,16 +93,16 @@ def own_files() -> list[dict[str, Any]]:
 
 
 def models_of_hub() -> list[dict[str, Any]]:
-    """The models in the hub's cache. A repository that only has the file of an alias is shown as the alias."""
+    """The models in the hub's cache. A repository that only has what an alias names is shown as the alias."""
     from specbeam.checkpoints import hub
-    from specbeam.checkpoints.registry import ALIASES, HubFile, find
+    from specbeam.checkpoints.registry import ALIASES, HubModel, find
 
-    origins = [(name, alias.origin) for name, alias in ALIASES.items() if isinstance(alias.origin, HubFile)]
-    shown_as_alias = {origin.repository: origin.file for name, origin in origins if find(name)}
+    origins = [(name, alias.origin) for name, alias in ALIASES.items() if isinstance(alias.origin, HubModel)]
+    shown_as_alias = {one.repository: [one.file] if one.file else [] for name, one in origins if find(name)}
     models = []
     for kept in hub.kept():
         files = hub.files(kept)
-        if kept.repository in shown_as_alias and files == [shown_as_alias[kept.repository]]:
+        if kept.repository in shown_as_alias and files == shown_as_alias[kept.repository]:
             continue
         facts = {"name": kept.repository, "from": "hub", "path": str(kept.path), "bytes_on_disk": kept.size}
         try:
@@ -201,12 +201,12 @@ def facts_of(source: str, revision: str | None) -> dict[str, Any]:
 
 def facts_of_alias(name: str) -> dict[str, Any]:
     """The facts of a model of the registry that has not been fetched."""
-    from specbeam.checkpoints.registry import ALIASES, HubFile
+    from specbeam.checkpoints.registry import ALIASES, HubModel
 
     alias = ALIASES[name]
-    hub = (
-        {"repository": alias.origin.repository, "file": alias.origin.file} if isinstance(alias.origin, HubFile) else {}
-    )
+    hub = {}
+    if isinstance(alias.origin, HubModel):
+        hub = {"repository": alias.origin.repository, **({"file": alias.origin.file} if alias.origin.file else {})}
     return {
         "source": name,
         **hub,
@@ -220,12 +220,12 @@ def facts_of_alias(name: str) -> dict[str, Any]:
 
 def remove(given: argparse.Namespace) -> int:
     from specbeam.checkpoints import hub, packed
-    from specbeam.checkpoints.registry import ALIASES, HubFile, folder
+    from specbeam.checkpoints.registry import ALIASES, HubModel, folder
     from specbeam.checkpoints.registry import remove as remove_alias
 
     kept = {one.repository: one for one in hub.kept()}
     alias = ALIASES.get(given.name)
-    repository = alias.origin.repository if alias and isinstance(alias.origin, HubFile) else given.name
+    repository = alias.origin.repository if alias and isinstance(alias.origin, HubModel) else given.name
     where, label = (kept[repository].path, kept[repository].path.name) if repository in kept else (folder(), given.name)
     if alias is not None:
         freed = remove_alias(given.name)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specbeam.speech import Segment, Transcript, TranscriptStream
     from specbeam.speech.audio import Decoding, Samples
 
-MODEL = "openai/whisper-base"
+MODEL = "whisper-base"
 JOURNAL, LOCK = ".specbeam-transcribe.jsonl", ".specbeam-transcribe.lock"
 """In the folder of the results: a line for each finished file, and what one process at a time holds."""
 
