@@ -140,6 +140,23 @@ def test_drafts_of_the_server_change_no_text(save, whisper, samples, monkeypatch
                 create(**asked, extra_body=HOW | {"draft": name})
 
 
+@pytest.mark.parametrize("default", ["for texts", "for sound"])
+def test_a_draft_of_the_other_kind_is_no_default(save, whisper, chat_lm, draft_lm, samples, monkeypatch, default):
+    monkeypatch.setattr(vocabulary, "MULTILINGUAL", TIMES)
+    small = specbeam.load(save(random_whisper(1), whisper_tokenizer()), quantize="float32", threads=1)
+    lms, drafts = {"whisper": whisper, "chat": chat_lm}, {"for texts": draft_lm, "for sound": small}
+    with serving(lms, drafts=drafts, default_draft=default) as server:
+        client, sound = server.client(), {"model": "whisper", "file": file(samples), "language": "en"}
+        text = {"model": "chat", "prompt": "abc", "max_tokens": 8, "temperature": 0}
+        plain = specbeam.generate(chat_lm, "abc", raw=True, max_new_tokens=8).text
+        assert client.audio.transcriptions.create(**sound, extra_body=HOW).text
+        assert client.completions.create(**text).choices[0].text == plain
+        with pytest.raises(openai.BadRequestError, match="give a draft that reads the same sound"):
+            client.audio.transcriptions.create(**sound, extra_body=HOW | {"draft": "for texts"})
+        with pytest.raises(openai.BadRequestError, match="reads"):
+            client.completions.create(**text, extra_body={"draft": "for sound"})
+
+
 def test_silence_has_no_text(ask):
     silent = file(np.zeros(16_000, np.int16))
     assert ask(sound=silent, vad_filter=True).text == ""

@@ -153,7 +153,11 @@ class ServedModel:
         prepare(lm)  # it takes up to 1.5 s, and holds the interpreter's lock
         self.created = int(time.time())
         self.drafts = drafts
-        self._default_draft = default_draft
+        default = drafts.get(default_draft)
+        of_another_kind = isinstance(default, LanguageModel) and (
+            default.backend.features_shape != lm.backend.features_shape
+        )
+        self._default_draft = NO_DRAFT if of_another_kind else default_draft
         self._tool_format = self._found_tool_format()
         marks = "" if self._tool_format is None else self._tool_format.marks
         self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer, marks)
@@ -223,7 +227,8 @@ class Models:
     Args:
         lms: loaded models by name.
         drafts: draft models and drafters of the operator's own, by name.
-        default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none".
+        default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none". A model
+            that reads text has none from a draft model that reads sound, and the reverse.
         sharers: processes of this machine that serve these models, and share its memory.
         allows_control_tokens: control tokens in chat messages reach the models as such.
         sampling: the operator's sampling options for requests that do not say how to sample. Each model's own come
