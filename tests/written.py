@@ -20,12 +20,15 @@ class WrittenTokenizer:
     """The files of a tokenizer. Tests that use it itself are skipped."""
 
     def __init__(self, backend, chat_template, named):
-        self._backend, self._template, self._named = backend, chat_template, named
+        self.backend_tokenizer, self._template, self._named = backend, chat_template, named
+
+    def add_special_tokens(self, named):
+        self.backend_tokenizer.add_special_tokens(named["additional_special_tokens"])
 
     def save_pretrained(self, folder):
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
-        self._backend.save(str(folder / "tokenizer.json"))
+        self.backend_tokenizer.save(str(folder / "tokenizer.json"))
         described = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._named
         (folder / "tokenizer_config.json").write_text(json.dumps(described))
         if self._template is not None:
@@ -70,15 +73,21 @@ def random_tensors(given, seed):
     """
     architecture = ARCHITECTURES[given["model_type"]]
     config = config_from_hugging_face(given, range(10_000))
+    deviation = given.get("init_std", given.get("initializer_range"))
     draw, tensors = np.random.default_rng([WEIGHTS, seed]), {}
-    heads, groups = (number * config.head_dim for number in (config.num_heads, config.num_kv_heads))
     for parameter, shape in parameter_shapes(config).items():
+        own = config.encoder if parameter.startswith("encoder.") else config
+        heads, groups = (number * own.head_dim for number in (own.num_heads, own.num_kv_heads))
         names = tensor_names(parameter, architecture.folder_tensors)
         rows = {1: [shape[0]], 2: [shape[0] // 2] * 2, 3: [heads, groups, groups]}[len(names)]
         for name, count in zip(names, rows, strict=True):
+            if name.endswith(architecture.folder_zeros):
+                continue
             if len(shape) == 2:
-                tensor = draw.normal(0, given["initializer_range"], (count, shape[1]))
+                tensor = draw.normal(0, deviation, (count, shape[1]))
                 tensor = tensor.T if architecture.stores_transposed(name) else tensor
+                if architecture.stores_filters(name):
+                    tensor = tensor.reshape(count, 3, -1).swapaxes(1, 2)
             else:
                 middle = 0 if name.endswith("bias") else 1 - architecture.folder_norm_offset
                 tensor = draw.normal(middle, 0.2, count)

@@ -133,6 +133,8 @@ KINDS = [
     ("qwen3", "llama3", "LlamaTokenizer"),
     ("phi3", "sentencepiece", "LlamaTokenizer"),
     ("stablelm", "bytes", "GPTNeoXTokenizerFast"),
+    ("whisper", "bytes", "TokenizersBackend"),
+    ("whisper", "llama3", "PreTrainedTokenizerFast"),
 ]
 
 

@@ -87,7 +87,7 @@ def test_texts_are_those_that_transcribe_returns(ask, whisper, samples):
 def test_words_are_those_that_transcribe_returns(ask, whisper, samples):
     expected = specbeam.transcribe(whisper, samples, **HOW, word_timestamps=True)
     words = [(word.word.strip(), word.start, word.end) for one in expected.segments for word in one.words]
-    assert len(words) > 3
+    assert len(words) > 2
     for asked in (["word"], ["word", "segment"]):
         verbose = ask(response_format="verbose_json", timestamp_granularities=asked)
         assert [(word.word, word.start, word.end) for word in verbose.words] == words

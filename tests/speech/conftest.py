@@ -4,13 +4,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import AddedToken
-from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 import specbeam
 from specbeam.speech import vocabulary
-from tests.conftest import byte_tokenizer
+from tests.conftest import byte_tokenizer, torch, transformers
+from tests.written import WrittenModel
 
 POSITIONS, BANDS = 50, 80
 SPECIAL = ("endoftext", "startoftranscript", "en", "de", "fr", "translate", "transcribe", "startoflm", "startofprev")
@@ -29,17 +28,20 @@ def whisper_tokenizer():
 @cache
 def text_tokens(text):
     """The tokens of a text, one for each byte."""
-    return tuple(whisper_tokenizer()(text, add_special_tokens=False).input_ids)
+    return tuple(whisper_tokenizer().backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def random_whisper(seed=0, **changes):
-    torch.manual_seed(seed)
     sizes = {"vocab_size": TIMES + POSITIONS + 1, "d_model": 32, "num_mel_bins": BANDS, "init_std": 0.5}
     sizes |= {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
     sizes |= {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48}
     sizes |= {"max_source_positions": POSITIONS, "max_target_positions": 64, "begin_suppress_tokens": None}
     ends = {"decoder_start_token_id": START, "bos_token_id": END, "eos_token_id": END, "pad_token_id": END}
-    model = WhisperForConditionalGeneration(WhisperConfig(**sizes | ends | changes)).eval()
+    if torch is None:
+        return WrittenModel({"model_type": "whisper"} | sizes | ends | changes, seed)
+    torch.manual_seed(seed)
+    config = transformers.WhisperConfig(**sizes | ends | changes)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)

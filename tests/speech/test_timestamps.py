@@ -4,18 +4,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import WhisperForConditionalGeneration, WhisperTimeStampLogitsProcessor
 
 from specbeam import Engine
-from specbeam.backends.torch.selecting import select
 from specbeam.decoding.constraint_mask import ConstraintMask
 from specbeam.selection import SelectionRequest
 from specbeam.speech.timestamps import TranscriptRules, split
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.tree import Tree
+from tests.conftest import needs_torch, torch, transformers
 from tests.speech.conftest import BANDS, END, NO_TIMES, POSITIONS, START, TIMES, TRANSCRIBE
 
 SIZE = TIMES + POSITIONS + 1
@@ -25,7 +23,7 @@ def processor(latest_first):
     config = SimpleNamespace(
         **{"no_timestamps_token_id": NO_TIMES, "eos_token_id": END, "max_initial_timestamp_index": latest_first}
     )
-    return WhisperTimeStampLogitsProcessor(config, begin_index=1)
+    return transformers.WhisperTimeStampLogitsProcessor(config, begin_index=1)
 
 
 def texts():
@@ -53,6 +51,7 @@ def allowed_path(rules, tokens):
     return path
 
 
+@needs_torch
 @given(st.integers(0, 2**31), texts(), st.integers(0, POSITIONS), st.floats(0, 8))
 def test_scores_are_changed_as_transformers_changes_them(whisper, seed, tokens, latest_first, weight):
     rules = TranscriptRules(Vocabulary.of(whisper), [], [], latest_first)
@@ -66,6 +65,8 @@ def test_scores_are_changed_as_transformers_changes_them(whisper, seed, tokens, 
         (node,) = tree.add([node], [token])
     allowed = ConstraintMask(rules, [END], SIZE)(tree, np.array([node]))
     request = SelectionRequest(top=SIZE, allowed=allowed, together=rules.together)
+    from specbeam.backends.torch.selecting import select
+
     of_torch, (native,) = select(logits, request), whisper.backend.choose(logits.numpy(), [(slice(0, 1), request)])
     for selection in (of_torch, native):
         found = np.empty(SIZE, np.float32)
@@ -95,12 +96,13 @@ def test_suppressed_tokens_never_follow(whisper):
     assert (rules.together, plain.together) == ((TIMES, SIZE), None)
 
 
+@needs_torch
 @given(texts(), st.integers(2, 2 * POSITIONS))
 def test_segments_are_those_of_the_long_form(tokens, frames):
     if not tokens:
         assert split([], range(TIMES, SIZE), frames) == ([(0, frames, [])], frames)
         return
-    expected, offset = WhisperForConditionalGeneration._retrieve_segment(
+    expected, offset = transformers.WhisperForConditionalGeneration._retrieve_segment(
         seek_sequence=torch.tensor(tokens),
         seek_outputs=[{}],
         time_offset=torch.zeros(1, dtype=torch.float64),

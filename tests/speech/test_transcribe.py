@@ -9,15 +9,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from transformers import GenerationConfig, WhisperFeatureExtractor
 
 import specbeam
 from specbeam import SpecbeamError, transcribe, transcribe_stream
 from specbeam.speech import speech_engine
 from specbeam.speech.subtitles import written
 from specbeam.speech.vocabulary import Vocabulary
-from tests.backends.test_whisper import of_transformers, samples, whisper_base
+from tests.conftest import needs_torch, torch, transformers
 from tests.speech.conftest import END, ENGLISH, NO_TIMES, POSITIONS, START, TIMES, TRANSCRIBE, noise, random_whisper
 
 PLAIN = {"vad_filter": False, "temperature": 0}
@@ -45,6 +43,7 @@ def test_a_text_is_the_same_alone_among_others_and_streamed(whisper, options):
         assert transcribe(whisper, files, **options, seed=1) != together
 
 
+@needs_torch
 def test_the_language_is_the_likeliest_and_takes_no_second_pass_of_the_encoder(whisper, monkeypatch):
     read, states = [], whisper.backend.states
     monkeypatch.setattr(whisper.backend, "states", lambda features: read.append(features) or states(features))
@@ -149,7 +148,10 @@ def test_alternatives_and_log_probs_change_no_text(whisper, options):
         assert any(len(window.alternatives) > 1 for window in more.windows) == (several > 1)
 
 
+@needs_torch
 def test_log_probs_and_alternatives_are_those_of_transformers(whisper, monkeypatch):
+    from tests.backends.test_whisper import of_transformers
+
     read, states = [], whisper.backend.states
     monkeypatch.setattr(whisper.backend, "states", lambda features: read.append(features) or states(features))
     how = {"without_timestamps": True, "suppress_tokens": [], "suppress_blank": False, "max_new_tokens": 6}
@@ -212,10 +214,13 @@ AUDIO = Path(__file__).parents[3] / "shared/data/audio"
 @pytest.fixture(scope="module")
 def base():
     """Whisper base, as we run it and as transformers does, with its settings for generation."""
+    pytest.importorskip("torch")
+    from tests.backends.test_whisper import whisper_base
+
     folder, model = whisper_base()
     lm = specbeam.load(folder, dtype="float32")
     tokens = Vocabulary.of(lm)
-    model.generation_config = GenerationConfig(
+    model.generation_config = transformers.GenerationConfig(
         **{"is_multilingual": True, "no_timestamps_token_id": tokens.no_timestamps, "max_initial_timestamp_index": 50},
         **{"lang_to_id": {f"<|{name}|>": token for name, token in tokens.languages.items()}},
         **{"task_to_id": tokens.tasks, "prev_sot_token_id": tokens.previous, "max_length": 448},
@@ -240,6 +245,8 @@ def recordings():
     av = pytest.importorskip("av")
     if not AUDIO.is_dir():
         pytest.skip(f"there is no {AUDIO}")
+    from tests.backends.test_whisper import samples
+
     first, second = samples(av, AUDIO / "jfk.flac"), samples(av, AUDIO / "hotwords.mp3")
     parts = [first, second, first[40_000:], second, first, first[:120_000], second, first]
     return {"jfk": first, "joined": np.concatenate(parts)}
@@ -277,7 +284,7 @@ def test_whisper_base_writes_what_the_long_form_of_transformers_writes(base, bea
     lm, model = base
     sound = recordings()["joined"]
     how = {"truncation": False, "padding": "longest", "return_attention_mask": True, "return_tensors": "pt"}
-    read = WhisperFeatureExtractor()(sound, sampling_rate=16_000, **how)
+    read = transformers.WhisperFeatureExtractor()(sound, sampling_rate=16_000, **how)
     expected = model.generate(
         **read,
         **{"language": "en", "task": "transcribe", "return_timestamps": True, "return_segments": True},

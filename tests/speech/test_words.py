@@ -18,6 +18,7 @@ from specbeam.speech import Settings
 from specbeam.speech.alignment import alignment_heads, attention, median_filter, token_times, warp
 from specbeam.speech.clips import Clip
 from specbeam.speech.words import WITHOUT_SPACES, Spoken, WordFinder, split_words
+from tests.conftest import needs_torch
 from tests.speech.conftest import END, ENGLISH, NO_TIMES, START, TIMES, TRANSCRIBE, noise, random_whisper, text_tokens
 from tests.speech.record_words import BEGIN, bytes_of, logits_of, scores_of, text_of
 from tests.speech.record_words import END as END_OF_BYTES
@@ -175,7 +176,9 @@ def test_scores_count_as_memory_beside_other_requests(whisper):
     assert not watch.scores[0, 4:].any()
 
 
-@pytest.mark.parametrize("how", [{"backend": "torch"}, {"quantize": "int8"}, {"quantize": "int4"}])
+@pytest.mark.parametrize(
+    "how", [pytest.param({"backend": "torch"}, marks=needs_torch), {"quantize": "int8"}, {"quantize": "int4"}]
+)
 def test_words_on_other_backends_and_with_other_weights(whisper, save, how):
     from tests.speech.conftest import whisper_tokenizer
 

@@ -39,6 +39,7 @@ OF_MODEL = {
     "qwen3": "Qwen2Tokenizer",
     "smollm3": None,
     "stablelm": PLAIN,
+    "whisper": "WhisperTokenizer",
 }
 """The class that transformers knows for each ``model_type``; None if it knows none."""
 WRONG_IN_FILES = ("phi3", "qwen2")
@@ -224,7 +225,7 @@ def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any],
     if given is None and (given := config.get("tokenizer_class")) is not None:
         _demand(given not in AS_THE_FILE_SAYS[1:])
     if given is None:
-        return known or PLAIN
+        given = known or PLAIN
     bare = given.removesuffix("Fast")
     if bare == "LlamaTokenizer" and model not in WRONG_IN_FILES and '"ByteLevel"' in text:
         return PLAIN
