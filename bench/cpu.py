@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
-from isa import add_isa_option, kernels, load
+from isa import add_isa_option, for_ctranslate2, kernels, load
 from llama_batch import LlamaBatch
 from machine import describe
 from prompts import CODING, PROSE, add_prompt_options, kinds
@@ -46,12 +46,6 @@ PARTS = ("load", "memory", "greedy", "beams", "batch", "prefill", "passes", "dra
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
 Ask = dict[str, Any]
 """A task for an engine: token ids, the number of new tokens, and specbeam's options."""
-CTRANSLATE2_ISA = {  # for its own kernels, and for oneDNN, which multiplies int8
-    "avx512": ("AVX512", "AVX512_CORE_VNNI"),
-    "avxvnni": ("AVX2", "AVX2_VNNI"),
-    "avx2": ("AVX2", "AVX2"),
-    "portable": ("GENERIC", "SSE41"),
-}
 BATCH = 8
 PREFILLS = 3
 PREFILL_TOKENS = (256, 512)
@@ -288,7 +282,7 @@ def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     """CTranslate2 on the file's values, which it quantizes to int8."""
     os.environ["CT2_VERBOSE"] = "1"  # it then reports its instruction set, on standard error when it is first used
     if given.isa:
-        os.environ["CT2_FORCE_CPU_ISA"], os.environ["ONEDNN_MAX_CPU_ISA"] = CTRANSLATE2_ISA[given.isa]
+        os.environ.update(for_ctranslate2(given.isa))
     import ctranslate2 as peer
 
     path = given.model

@@ -14,6 +14,14 @@ from specbeam.checkpoints import open_checkpoint
 SETS = ("avx512", "avxvnni", "avx2", "portable")
 
 
+CTRANSLATE2 = {  # for its own kernels, and for oneDNN, which multiplies int8
+    "avx512": ("AVX512", "AVX512_CORE_VNNI"),
+    "avxvnni": ("AVX2", "AVX2_VNNI"),
+    "avx2": ("AVX2", "AVX2"),
+    "portable": ("GENERIC", "SSE41"),
+}
+
+
 def add_isa_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--isa", choices=SETS, default="", help="default: this machine's best")
 
@@ -21,6 +29,11 @@ def add_isa_option(parser: argparse.ArgumentParser) -> None:
 def kernels(isa: str) -> str:
     """The instruction set in use, for the head of a table."""
     return f"kernels {choose_isa(isa)}"
+
+
+def for_ctranslate2(isa: str) -> dict[str, str]:
+    """The variables of a process in which CTranslate2 has this instruction set; empty for the machine's best."""
+    return dict(zip(("CT2_FORCE_CPU_ISA", "ONEDNN_MAX_CPU_ISA"), CTRANSLATE2.get(isa, ()), strict=False))
 
 
 def load(source: Path, isa: str, quantize: str = "auto", threads: int | None = None) -> specbeam.LanguageModel:

@@ -2,7 +2,8 @@
 
 It prints one line of JSON when it is ready: its version and settings. Each further line answers one line of standard
 input, ``{"prompts": token ids, "tokens": new tokens per prompt, "options": {...}}``, with seconds, the number of new
-tokens, and their ids. "seeds" has one for each prompt. With "ignore_eos" false, texts may end early.
+tokens, and their ids, or with an error. "seeds" has one for each prompt, "schemas" a JSON schema. With "ignore_eos"
+false, texts may end early.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def main(folder: str, threads: int, settings: str = "{}") -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB
     import vllm
-    from vllm.sampling_params import BeamSearchParams
+    from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
     options = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 64, **json.loads(settings)}
     lm = vllm.LLM(folder, **options)
@@ -37,9 +38,22 @@ def main(folder: str, threads: int, settings: str = "{}") -> None:
             texts = [one.sequences[0].tokens[len(ids) :] for one, ids in zip(found, ask["prompts"], strict=True)]
         else:
             sampling = options or {"temperature": 0.0}
-            seeds = ask.get("seeds", [None] * len(prompts))
-            params = [vllm.SamplingParams(max_tokens=tokens, ignore_eos=ignore, seed=x, **sampling) for x in seeds]
-            found = lm.generate(prompts, params, use_tqdm=False)
+            nothing = [None] * len(prompts)
+            params = [
+                vllm.SamplingParams(
+                    max_tokens=tokens,
+                    ignore_eos=ignore,
+                    seed=seed,
+                    structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+                    **sampling,
+                )
+                for seed, schema in zip(ask.get("seeds", nothing), ask.get("schemas", nothing), strict=True)
+            ]
+            try:
+                found = lm.generate(prompts, params, use_tqdm=False)
+            except ValueError as error:
+                print(json.dumps({"error": str(error)}), file=answers)
+                continue
             texts = [list(one.outputs[0].token_ids) for one in found]
         taken = time.perf_counter() - start
         print(json.dumps({"seconds": taken, "tokens": sum(map(len, texts)), "texts": texts}), file=answers)

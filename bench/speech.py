@@ -1,6 +1,7 @@
 """Whisper on a CPU against faster-whisper: same weights, same sound, same threads, one run.
 
-    python bench/speech.py MODEL AUDIO... --peer-python FILE [--threads 2] [--repeats 5] [--json FILE]
+    python bench/speech.py MODEL AUDIO... --peer-python FILE [--threads 2] [--repeats 5] [--isa avx2]
+        [--whisper-cpp MODEL.bin --whisper-cpp-python FILE] [--json FILE]
 
 MODEL is a folder of CTranslate2, which both read; each computes in int8. FILE is the Python of an environment with
 faster-whisper. Each engine has a process of its own, which sleeps while the other one runs, and both take turns. The
@@ -9,6 +10,10 @@ AUDIO, all of them again and again for 66 seconds, and eight pieces of these of 
 faster-whisper takes one after another, and in its batches of 8. "Encoder" is one window of 30 seconds through the
 encoder, with the keys and values of cross-attention. Figures are medians of our seconds over theirs, with the worst and
 the best. Where the texts differ, times are per token, and the table says so.
+
+whisper.cpp reads MODEL.bin in its own format (q8_0), through pywhispercpp in a third environment, and takes a turn of
+its own. Its seconds are compared as they are. With ``--isa``, specbeam's kernels and CTranslate2's have this
+instruction set. whisper.cpp has what its wheel was compiled for.
 
 With --drafts there is a second table: specbeam's own processor time with each draft over that without one, in turns,
 for all AUDIO one after another, and for 66 seconds or more of the first one again and again.
@@ -26,11 +31,13 @@ import sys
 import tempfile
 import time
 import wave
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from figures import Figures, add_json_option
+from isa import add_isa_option, for_ctranslate2, kernels
 from machine import describe
 from peers import Peer, foreign_environment
 
@@ -47,13 +54,13 @@ ASKED: dict[str, dict[str, Any]] = {
     "8 files, 5 beams": {"files": [f"piece {i}" for i in range(PIECES)], "beams": 5},
 }
 OURS = """
-import json, sys, time
+import json, os, sys, time
+from pathlib import Path
 import numpy as np
-import specbeam
-from specbeam.backends.contract import Segment
+from isa import load
 from specbeam.speech import transcribe
 path, threads = sys.argv[1], int(sys.argv[2])
-lm = specbeam.load(path, quantize="int8", threads=threads)
+lm = load(Path(path), os.environ["BENCH_ISA"], "int8", threads)
 print("ready", flush=True)
 backend = lm.backend
 slots = np.arange(backend.source_slots(None), dtype=np.int64)
@@ -102,13 +109,32 @@ for line in sys.stdin:
             tokens += sum(len(segment.tokens) for segment in segments)
     print(json.dumps([time.perf_counter() - start, tokens, texts]), flush=True)
 """
+WHISPER_CPP = """
+import json, sys, time
+from pywhispercpp.model import Model
+path, threads = sys.argv[1], int(sys.argv[2])
+quiet = {"print_progress": False, "print_realtime": False, "redirect_whispercpp_logs_to": None}
+models = [Model(path, params_sampling_strategy=way, n_threads=threads, **quiet) for way in (0, 1)]
+print("ready", flush=True)
+how = {"language": "en", "temperature": 0.0, "temperature_inc": 0.0, "no_context": True}
+for line in sys.stdin:
+    asked = json.loads(line)
+    start, texts = time.perf_counter(), []
+    for file in asked["files"]:
+        beams = {"beam_search": {"beam_size": asked["beams"], "patience": -1.0}}
+        one = {"greedy": {"best_of": 1}} if asked["beams"] == 1 else beams
+        found = models[asked["beams"] > 1].transcribe(file, **how, **one)
+        texts.append(" ".join(segment.text.strip() for segment in found))
+    print(json.dumps([time.perf_counter() - start, 0, texts]), flush=True)
+"""
 
 
 class Engine:
     """An engine in a process of its own."""
 
-    def __init__(self, python: str | Path, program: str, model: Path, threads: int, own: bool) -> None:
-        environment = dict(os.environ) if own else foreign_environment(OMP_NUM_THREADS=str(threads))
+    def __init__(
+        self, python: str | Path, program: str, model: Path, threads: int, environment: Mapping[str, str]
+    ) -> None:
         command = [python, "-c", program, str(model), str(threads)]
         self._peer = Peer(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None)
         self._read()
@@ -144,27 +170,44 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", nargs="*", choices=ASKED, default=[*ASKED])
     parser.add_argument("--drafts", nargs="+", default=[], metavar="DRAFT", help="ngram, suffix or a smaller Whisper")
+    parser.add_argument("--whisper-cpp", type=Path, metavar="MODEL.bin")
+    parser.add_argument("--whisper-cpp-python", type=Path, metavar="FILE")
+    add_isa_option(parser)
     add_json_option(parser)
     given = parser.parse_args()
-    print(describe())
+    print(describe(), kernels(given.isa))
     figures = Figures.of_this_run()
     with tempfile.TemporaryDirectory() as folder:
         files = sounds(given.audio, Path(folder))
+        ours = {**os.environ, "BENCH_ISA": given.isa, "PYTHONPATH": str(Path(__file__).parent)}
+        theirs = foreign_environment(OMP_NUM_THREADS=str(given.threads), **for_ctranslate2(given.isa))
         engines = [
-            Engine(sys.executable, OURS, given.model, given.threads, own=True),
-            Engine(given.peer_python, THEIRS, given.model, given.threads, own=False),
+            Engine(sys.executable, OURS, given.model, given.threads, ours),
+            Engine(given.peer_python, THEIRS, given.model, given.threads, theirs),
         ]
+        third = None
+        if given.whisper_cpp is not None:
+            third = Engine(
+                given.whisper_cpp_python, WHISPER_CPP, given.whisper_cpp, given.threads, foreign_environment()
+            )
+            engines.append(third)
         if given.parts:
-            print("\n| | ours over faster-whisper | ours, s | theirs, s | texts |\n| --- | --- | --- | --- | --- |")
+            print("\n| | ours over faster-whisper | ours, s | theirs, s | texts | ours over whisper.cpp |")
+            print("| --- | --- | --- | --- | --- | --- |")
         try:
             for part in given.parts:
                 task = ASKED[part] | {"files": [files[name] for name in ASKED[part].get("files", ())]}
                 ways = [task, task | {"batched": True}] if part.startswith("8") else [task]
-                rows, texts = measured(engines, task, ways, given.repeats)
+                rows, texts = measured(engines[:2], task, ways, given.repeats)
                 ratio = figures.add(part, "ours over faster-whisper", unit="times", samples=[one[0] for one in rows])
                 own, other = (statistics.median(one[i] for one in rows) for i in (1, 2))
                 about = f"{ratio.value:.2f} ({ratio.max:.2f} to {ratio.min:.2f})"
-                print(f"| {part} | {about} | {own:.3f} | {other:.3f} | {texts} |", flush=True)
+                beside = ""
+                if third is not None and part != "encoder":
+                    rows, says = measured([engines[0], third], task, [task], given.repeats)
+                    ratio = figures.add(part, "ours over whisper.cpp", unit="times", samples=[one[0] for one in rows])
+                    beside = f"{ratio.value:.2f} ({ratio.max:.2f} to {ratio.min:.2f}), texts {says}"
+                print(f"| {part} | {about} | {own:.3f} | {other:.3f} | {texts} | {beside} |", flush=True)
             if given.drafts:
                 compare_drafts(engines[0], files, given.drafts, given.repeats, figures)
         finally:
@@ -182,8 +225,9 @@ def measured(
         own, own_tokens, own_texts = engines[0].ask(task)
         answers = [engines[1].ask(way) for way in ways]
         other, tokens, texts = min(answers, key=lambda answer: answer[0] / max(answer[1], 1))
-        says = "equal" if own_texts == texts else f"per token: {own_tokens} and {tokens}"
-        scale = 1.0 if own_texts == texts else tokens / max(own_tokens, 1)
+        differ = f"per token: {own_tokens} and {tokens}" if tokens else "differ"
+        says = "equal" if own_texts == texts else differ
+        scale = tokens / max(own_tokens, 1) if own_texts != texts and tokens else 1.0
         if number:
             rows.append((own / other * scale, own, other))
     return rows, says

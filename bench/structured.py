@@ -67,8 +67,8 @@ def main() -> None:
     if given.states is not None:
         print(states(lm, [*taken(lm, given.schemas_file, AT_ONCE, given.seed, LONG)], given.states))
         return
-    drawn = [*taken(lm, given.schemas_file, max(given.schemas, AT_ONCE), given.seed)]
-    each, together = [[one] for one in drawn[: given.schemas]], [drawn[:AT_ONCE]] * RUNS
+    compiled = [*taken(lm, given.schemas_file, max(given.schemas, AT_ONCE), given.seed)]
+    each, together = [[one] for one in compiled[: given.schemas]], [compiled[:AT_ONCE]] * RUNS
     print(f"{given.model.stem}, {given.schemas} schemas, at most {given.tokens} new tokens\n")
     clock = Clock()
     print("| method | constraint, % of the time | steps per pass | alone | speed over alone | speed over free |")
@@ -107,6 +107,15 @@ def main() -> None:
     figures.write(given.json)
 
 
+def drawn(file: Path, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The names and schemas of a file, in the order of a seed."""
+    with gzip.open(file) as lines:
+        rows = [*map(json.loads, lines)]
+    random.Random(seed).shuffle(rows)
+    for row in rows:
+        yield row["name"], row["schema"]
+
+
 def taken(
     lm: specbeam.LanguageModel, file: Path, count: int, seed: int, around: dict[str, Any] | None = None
 ) -> Iterator[tuple[str, GrammarConstraint]]:
@@ -115,13 +124,10 @@ def taken(
     Args:
         around: take them as the items of this schema.
     """
-    with gzip.open(file) as lines:
-        rows = [*map(json.loads, lines)]
-    random.Random(seed).shuffle(rows)
-    for row in rows:
-        schema = row["schema"] if around is None else {**around, "items": row["schema"]}
+    for name, own in drawn(file, seed):
+        schema = own if around is None else {**around, "items": own}
         try:
-            yield row["name"], JsonSchema(schema).compile(lm)
+            yield name, JsonSchema(schema).compile(lm)
         except SpecbeamError:
             continue
         count -= 1
@@ -129,11 +135,11 @@ def taken(
             return
 
 
-def states(lm: specbeam.LanguageModel, drawn: list[tuple[str, GrammarConstraint]], tokens: int) -> str:
+def states(lm: specbeam.LanguageModel, some: list[tuple[str, GrammarConstraint]], tokens: int) -> str:
     """The memory that the states of requests hold once each has this many tokens, or has ended."""
-    engine = Engine(lm, max_requests=len(drawn))
+    engine = Engine(lm, max_requests=len(some))
     options = {"max_new_tokens": 2 * tokens, "temperature": 1.0, "seed": 1}
-    requests = [engine.submit(f"Write a JSON list of {name}.", options | {"constraint": one}) for name, one in drawn]
+    requests = [engine.submit(f"Write a JSON list of {name}.", options | {"constraint": one}) for name, one in some]
     live: list[Any] = [request._state for request in requests]
     while any(one._setup.tree.prefix_length < len(one.request.prompt_ids) + tokens for one in live):
         engine.step()
