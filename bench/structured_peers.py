@@ -8,13 +8,14 @@ tokens. "Of free" is the time per token over that of the free text. "Of specbeam
 token. Texts that came to their end are read and validated by jsonschema. "Refused" are schemas that an engine answers
 with an error; llama-cpp-python has a converter of its own for schemas. The schemas are drawn among what specbeam takes
 (docs/guides/constrain.md counts the others). vLLM runs on the same values in bfloat16, in an environment of its own. In
-the last rows 32 requests run at once, each with a schema of its own. "Beside" is the time of 8 plain requests beside
+the last rows up to 32 requests run at once, each with a schema of its own that nobody refused. "Beside" is the time of 8 plain requests beside
 one with a schema, over their time beside a ninth plain one.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import random
 import time
@@ -91,6 +92,7 @@ def main() -> None:
     of_free: dict[str, list[float]] = {name: [] for name in names}
     ratios: dict[str, list[float]] = {name: [] for name in names}
     counts = {name: dict.fromkeys(("refused", "ended", "invalid"), 0) for name in names}
+    refused: list[Case] = []
     for case in cases[: given.schemas]:
         own = 0.0
         for writer in writers:
@@ -98,6 +100,8 @@ def main() -> None:
                 (text,), seconds = writer.write([case], True)
             except Refused:
                 counts[writer.name]["refused"] += 1
+                if writer.most >= AT_ONCE:
+                    refused.append(case)
                 continue
             (free,), free_seconds = writer.write([Case(case.schema, case.prompt, len(text))], False)
             each = seconds / len(text)
@@ -116,7 +120,7 @@ def main() -> None:
         print(f"| {name} | {counts[name]} of {given.schemas} | |", flush=True)
         for what, count in counts[name].items():
             figures.add(given.model.stem, name, what, unit="schemas", samples=[count])
-    together = cases[:AT_ONCE]
+    together = [case for case in cases[: given.schemas] if case not in refused][:AT_ONCE]
     rates: dict[str, list[float]] = {writer.name: [] for writer in writers if writer.most >= AT_ONCE}
     for _ in range(RUNS):
         for writer in writers:
@@ -124,7 +128,7 @@ def main() -> None:
                 texts, seconds = writer.write(together, True)
                 rates[writer.name].append(sum(map(len, texts)) / seconds)
     for name, samples in rates.items():
-        table.row(name, f"{AT_ONCE} requests at once", unit="tokens/s", samples=samples)
+        table.row(name, f"{len(together)} requests at once", unit="tokens/s", samples=samples)
     table.row(names[0], "plain requests beside", unit="times", samples=[*beside(lm, cases)])
     figures.write(given.json)
 
@@ -200,30 +204,50 @@ def llama_writer(path: Path, threads: int) -> Writer:
     return Writer(f"llama-cpp-python {peer.__version__}", write, 1)
 
 
-def vllm_writer(model: Path, threads: int, python: Path) -> Writer:
-    settings = {"enable_prefix_caching": False, "structured_outputs_config": {"backend": "guidance"}}
-    script = str(Path(__file__).with_name("serving_vllm.py"))
-    command = [str(python), "-P", script, str(float_checkpoint(model)), str(threads), json.dumps(settings)]
-    peer = Peer(command, foreign_environment(), stdin=-1, stdout=-1)
-    assert peer.process.stdin is not None
-    assert peer.process.stdout is not None
-    sent, read = peer.process.stdin, peer.process.stdout
-    name = str(json.loads(read.readline()))
-    peer.pause()
+class Vllm:
+    """vLLM in a process of its own, which starts anew where a schema ends it."""
 
-    def write(cases: Sequence[Case], constrained: bool) -> Texts:
+    def __init__(self, model: Path, threads: int, python: Path) -> None:
+        settings = {"enable_prefix_caching": False, "structured_outputs_config": {"backend": "guidance"}}
+        script = str(Path(__file__).with_name("serving_vllm.py"))
+        self._command = [str(python), "-P", script, str(float_checkpoint(model)), str(threads), json.dumps(settings)]
+        self._peer, self.name = self._start()
+        atexit.register(lambda: self._peer.end())
+
+    def _start(self) -> tuple[Peer, str]:
+        peer = Peer(self._command, foreign_environment(), stdin=-1, stdout=-1)
+        name = str(json.loads(self._line(peer)))
+        peer.pause()
+        return peer, name
+
+    @staticmethod
+    def _line(peer: Peer) -> str:
+        assert peer.process.stdout is not None
+        return peer.process.stdout.readline()
+
+    def write(self, cases: Sequence[Case], constrained: bool) -> Texts:
+        """As :class:`Writer` says."""
         ask: dict[str, Any] = {"prompts": [case.prompt for case in cases], "tokens": cases[0].tokens, "options": {}}
         if constrained:
             ask |= {"schemas": [case.schema for case in cases], "ignore_eos": False}
-        with peer.running():
-            sent.write(json.dumps(ask) + "\n")
-            sent.flush()
-            answer = json.loads(read.readline())
+        assert self._peer.process.stdin is not None
+        with self._peer.running():
+            self._peer.process.stdin.write(json.dumps(ask) + "\n")
+            self._peer.process.stdin.flush()
+            line = self._line(self._peer)
+        if not line:
+            self._peer.end()
+            self._peer, _ = self._start()
+            raise Refused("vLLM ended")
+        answer = json.loads(line)
         if "error" in answer:
             raise Refused(answer["error"])
         return answer["texts"], answer["seconds"]
 
-    return Writer(name, write, AT_ONCE)
+
+def vllm_writer(model: Path, threads: int, python: Path) -> Writer:
+    one = Vllm(model, threads, python)
+    return Writer(one.name, one.write, AT_ONCE)
 
 
 def beside(lm: specbeam.LanguageModel, cases: Sequence[Case]) -> Iterator[float]:
