@@ -8,8 +8,8 @@ tokens. "Of free" is the time per token over that of the free text. "Of specbeam
 token. Texts that came to their end are read and validated by jsonschema. "Refused" are schemas that an engine answers
 with an error; llama-cpp-python has a converter of its own for schemas. The schemas are drawn among what specbeam takes
 (docs/guides/constrain.md counts the others). vLLM runs on the same values in bfloat16, in an environment of its own. In
-the last rows up to 32 requests run at once, each with a schema of its own that nobody refused. "Beside" is the time of 8 plain requests beside
-one with a schema, over their time beside a ninth plain one.
+the last rows up to 32 requests run at once, each with a schema of its own that nobody refused. "Beside" is the time of
+8 plain requests beside one with a schema, over their time beside a ninth plain one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
             ratios[writer.name].append(each / own)
             if text[-1] in ends:
                 counts[writer.name]["ended"] += 1
-                counts[writer.name]["invalid"] += not valid(lm.tokenizer.decode(text), case.schema)
+                counts[writer.name]["invalid"] += not valid(lm.tokenizer.decode(text[:-1]), case.schema)
     for name in names:
         table.row(name, "a constrained token", unit="ms", samples=per_token[name])
         table.row(name, "of free", unit="times", samples=of_free[name])
