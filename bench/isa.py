@@ -14,11 +14,11 @@ from specbeam.checkpoints import open_checkpoint
 SETS = ("avx512", "avxvnni", "avx2", "portable")
 
 
-CTRANSLATE2 = {  # for its own kernels, and for oneDNN, which multiplies int8
-    "avx512": ("AVX512", "AVX512_CORE_VNNI"),
-    "avxvnni": ("AVX2", "AVX2_VNNI"),
-    "avx2": ("AVX2", "AVX2"),
-    "portable": ("GENERIC", "SSE41"),
+CTRANSLATE2 = {  # for its own kernels, and for oneDNN or on Intel's processors MKL, which multiply int8
+    "avx512": ("AVX512", "AVX512_CORE_VNNI", "AVX512_E1"),
+    "avxvnni": ("AVX2", "AVX2_VNNI", "AVX2_E1"),
+    "avx2": ("AVX2", "AVX2", "AVX2"),
+    "portable": ("GENERIC", "SSE41", "SSE4_2"),
 }
 
 
@@ -33,7 +33,8 @@ def kernels(isa: str) -> str:
 
 def for_ctranslate2(isa: str) -> dict[str, str]:
     """The variables of a process in which CTranslate2 has this instruction set; empty for the machine's best."""
-    return dict(zip(("CT2_FORCE_CPU_ISA", "ONEDNN_MAX_CPU_ISA"), CTRANSLATE2.get(isa, ()), strict=False))
+    names = "CT2_FORCE_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
+    return dict(zip(names, CTRANSLATE2.get(isa, ()), strict=False))
 
 
 def load(source: Path, isa: str, quantize: str = "auto", threads: int | None = None) -> specbeam.LanguageModel:
