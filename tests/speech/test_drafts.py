@@ -250,7 +250,7 @@ def test_drafts_that_do_not_fit_are_refused_before_a_file_is_read(loaded, save, 
         transcribe(lm, "nowhere.wav", draft=tiny()[1])
 
 
-@pytest.mark.parametrize("beams", [1, 5])
+@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.thorough), 5])
 def test_whisper_base_with_a_draft_of_two_layers(save, beams):
     """The draft has base's encoder and its first two decoder layers."""
     folder, model = whisper_base()

@@ -279,7 +279,7 @@ def test_whisper_base_finds_the_words_that_openai_whisper_does(base, name, beams
             assert word.probability == pytest.approx(numbers[2], abs=1e-3)
 
 
-@pytest.mark.parametrize("beams", [1, 5])
+@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.thorough), 5])
 def test_whisper_base_writes_what_the_long_form_of_transformers_writes(base, beams):
     lm, model = base
     sound = recordings()["joined"]
