@@ -73,6 +73,7 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
         (("batch", "in.jsonl", "out.jsonl", "--regex", "a", "--choices", "a,b"), "a constraint is for generated texts"),
         (("generate", "-why"), "unknown option -why: put -- before a text that begins with a dash"),
         (("generate", "hi", "there"), "unexpected arguments: there"),
+        (("serve", "qwen"), "unexpected arguments: qwen: did you mean --model qwen?"),
         (("generate", "hi", "--backend", "gpu"), "'gpu' is not allowed: give auto, cpu, torch or transformers"),
         (("generate", "hi", "--dtype", "float23"), "argument --dtype: 'float23' is not allowed: give auto, float32, "),
         (("generate", "hi", "--top-logprobs", "2"), "--top-logprobs goes with --json"),

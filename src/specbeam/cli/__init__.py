@@ -128,7 +128,8 @@ def _run(words: list[str]) -> int:
     if given.command == "study" and not any(word.startswith("-") and word != "--" for word in rest):
         given.words += [word for word in rest if word != "--"]  # argparse stops taking words at an option
     elif rest:
-        parser.error(f"unexpected arguments: {' '.join(rest)}")
+        hint = f": did you mean --model {rest[0]}?" if given.command in ("chat", "serve", "demo") else ""
+        parser.error(f"unexpected arguments: {' '.join(rest)}{hint}")
     if given.version:
         from specbeam.version import __version__
 

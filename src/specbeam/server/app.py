@@ -166,8 +166,11 @@ def make_app(
             notes.call = call
             if logs_prompts:
                 notes.prompts = call.prompts
+            is_quick = call.is_quick and len(await request.body()) <= MAX_SHORT_BODY_BYTES
+            if is_quick:
+                call.encode()  # before the pause, so that those who paused together are submitted together
             await arrivals.pause()
-            if call.is_quick and len(await request.body()) <= MAX_SHORT_BODY_BYTES:
+            if is_quick:
                 call.submit()
             else:
                 await while_connected(request.receive, tokenizing(request, call.submit), call)

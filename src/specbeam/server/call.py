@@ -71,6 +71,7 @@ class Call:
             raise Refusal(f"{texts} texts are more than this server takes at once", self.field)
         self.requests: list[Request] = []
         self.prompt_scores: list[PromptScores] = []
+        self._encoded: list[list[int]] = []
         self._is_cancelled = False
 
     def once_per_prompt(self, values: Sequence[T]) -> Sequence[T]:
@@ -83,6 +84,14 @@ class Call:
         is_one = len(self.prompts) * self.plan.draws == 1 and self.plan.describe is None
         return is_one and (self.raw or chat_templates.render.is_ready)
 
+    def encode(self) -> None:
+        """Make token ids of the prompts before ``submit``, which then hands the requests to the engine at once.
+
+        Raises:
+            Refusal: a prompt is too long or of a wrong kind.
+        """
+        self._encoded = [self._encode(prompt) for prompt in self.prompts]
+
     def submit(self) -> None:
         """Submit the requests. Tokenizers and chat templates take long for long prompts.
 
@@ -91,8 +100,7 @@ class Call:
         """
         try:
             options = None
-            for prompt in self.prompts:
-                ids = self._encode(prompt)
+            for ids in self._encoded or map(self._encode, self.prompts):
                 options = options or self._options(ids)
                 for number in range(self.plan.draws):
                     if self._is_cancelled:
