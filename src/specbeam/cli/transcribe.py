@@ -17,7 +17,7 @@ from specbeam.cli.arguments import (
     add_placement_to,
     add_revision_to,
     add_source_to,
-    check_source,
+    check_sources,
     completer,
     load_draft,
     load_model,
@@ -181,7 +181,7 @@ def layout_of(given: argparse.Namespace) -> Layout:
 
 def run(given: argparse.Namespace) -> int:
     settings, layout = settings_of(given), layout_of(given)  # wrong input is refused before a model is loaded
-    check_source(given.model)
+    check_sources(given)
     if given.output is not None:
         return run_into_folder(given, settings, layout)
     if len(given.audio) > 1:
