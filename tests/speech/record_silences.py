@@ -40,7 +40,7 @@ def script_of(number):
 
 
 def tokens_of(window):
-    """The tokens of what a window says."""
+    """The tokens that a window says."""
     segments, ending, words = window
     tokens = []
     for (begin, end), own in zip(segments, words, strict=True):

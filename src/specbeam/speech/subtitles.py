@@ -59,7 +59,7 @@ class Cue(NamedTuple):
 
 
 def cues(segments: Iterable[Segment], layout: Layout) -> Iterator[Cue]:
-    """The subtitles of segments. Those of other layouts than the plain one need words."""
+    """The subtitles of segments. All layouts but the plain one need words."""
     if layout == PLAIN:
         for segment in segments:
             yield Cue(segment.start, segment.end, segment.text.strip())
