@@ -59,8 +59,8 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         own = draft.token_ids
         if own is not None and not own.mean_the_same(lm.token_ids):
             raise SpecbeamError(
-                f"the automaton has texts in the tokens of {own.source}, and {lm.source} has other tokens: make one with "
-                "specbeam.suffix_automaton and this model"
+                f"the automaton has texts in the tokens of {own.source}, and {lm.source} has other tokens: make one "
+                "with specbeam.suffix_automaton and this model"
             )
     elif _is_module(draft):
         raise SpecbeamError(
