@@ -56,6 +56,30 @@ class Origin:
     adapter: str | None
 
 
+@dataclass(frozen=True)
+class TokenIds:
+    """What the token ids of a model mean.
+
+    Attributes:
+        source: of the model, for messages.
+        size: of its vocabulary.
+    """
+
+    source: str
+    tokenizer: Any
+    size: int
+
+    def mean_the_same(self, other: TokenIds) -> bool:
+        """Whether ids mean the same to both, apart from 1%: siblings often differ in special tokens.
+
+        Without a tokenizer, the sizes of the vocabularies decide.
+        """
+        if self.tokenizer is other.tokenizer or self.tokenizer is None or other.tokenizer is None:
+            return self.size == other.size
+        ours, theirs = ({*tokenizer.get_vocab().items()} for tokenizer in (self.tokenizer, other.tokenizer))
+        return len(ours ^ theirs) < 0.01 * len(ours | theirs)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
     """A loaded model with its tokenizer, made by :func:`load`.
@@ -128,16 +152,15 @@ class LanguageModel:
         """The number type of its weights, and its device, such as "int8 on cpu"."""
         return f"{self.backend.precision} on {self.backend.device}"
 
-    def shares_tokenizer(self, other: LanguageModel) -> bool:
-        """Whether token ids mean the same to both models, apart from 1%: siblings often differ in special tokens.
+    @property
+    def token_ids(self) -> TokenIds:
+        """What its token ids mean."""
+        return TokenIds(self.source, self.tokenizer, self.backend.vocab_size)
 
-        If a model has no tokenizer, the sizes of the vocabularies decide.
-        """
-        if self.tokenizer is None or other.tokenizer is None:
-            return self.backend.vocab_size == other.backend.vocab_size
+    def shares_tokenizer(self, other: LanguageModel) -> bool:
+        """Whether token ids mean the same to both models, as :meth:`TokenIds.mean_the_same` decides."""
         if other not in self._shares_tokenizer:
-            ours, theirs = ({*lm.tokenizer.get_vocab().items()} for lm in (self, other))
-            self._shares_tokenizer[other] = len(ours ^ theirs) < 0.01 * len(ours | theirs)
+            self._shares_tokenizer[other] = self.token_ids.mean_the_same(other.token_ids)
         return self._shares_tokenizer[other]
 
     @cached_property

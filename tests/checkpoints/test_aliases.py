@@ -29,7 +29,7 @@ from specbeam.cli import main
 from tests.backends.test_whisper import random_whisper
 from tests.checkpoints.test_ctranslate2 import text, write
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import random_model, reference_model
+from tests.conftest import byte_tokenizer, random_model, reference_model
 
 Q4_K, Q5_K, Q6_K, Q8_0 = (getattr(GGMLQuantizationType, name) for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0"))
 F32, Q5_0, Q5_1 = (getattr(GGMLQuantizationType, name) for name in ("F32", "Q5_0", "Q5_1"))
@@ -113,7 +113,10 @@ def test_a_whisper_that_faster_whisper_has_fetched_is_found_listed_and_removed(c
     cache = cache.with_name("models--org--toy")
     snapshot, made = download(cache), write(cache / "made", random_whisper(), "float16")
     assert listed(models)["toy"]["path"] is None
-    for file in ("config.json", "vocabulary.txt", "model.bin"):
+    files = ("config.json", "vocabulary.txt", "model.bin", "tokenizer.json")
+    byte_tokenizer().backend_tokenizer.save(str(made / "tokenizer.json"))
+    for file in files:
+        assert listed(models)["toy"]["path"] is None  # its fetch was interrupted
         (made / file).rename(cache / "blobs" / file)
         (snapshot / file).symlink_to(f"../../blobs/{file}")
     made.rmdir()

@@ -39,6 +39,7 @@ PIECES = [
         "'LL",
     ),
     *("<s>", "</s>", "<bos>", "<|endoftext|>", "<|extra|>", " <|extra|> ", "<unk>", "<pad>", "the", "Hello", " world"),
+    *("<|startofprev|>", "<|startoftranscript|>", "<|en|>", "<|0.04|>", "<|notimestamps|>"),
     *("\u200b", "\xa0", "\x00", "\r\n", "!", "?..", "▁", "Ġ", "<0x0A>", "سلام", "हिन्दी", "한국", "\u2028", "def f(x):"),
 ]
 CORPUS = [
@@ -87,8 +88,19 @@ def sentencepiece():
     return backend
 
 
+def whisper():
+    """Bytes, with a lowercase normalizer that transformers does not use, and the special tokens of Whisper."""
+    backend = byte_level(LLAMA3[0])
+    names = ["startoftranscript", "en", "transcribe", "startofprev", "notimestamps"]
+    backend.add_special_tokens([f"<|{name}|>" for name in names])
+    backend.add_tokens([f"<|{place / 50:.2f}|>" for place in range(60)])
+    backend.normalizer = normalizers.Lowercase()
+    return backend
+
+
 BACKENDS = {
     "bytes": byte_level,
+    "whisper": whisper,
     "llama3": lambda: byte_level(*LLAMA3),
     "qwen": lambda: byte_level(*LLAMA3, composes=True),
     "sentencepiece": sentencepiece,
@@ -134,6 +146,8 @@ KINDS = [
     ("phi3", "sentencepiece", "LlamaTokenizer"),
     ("stablelm", "bytes", "GPTNeoXTokenizerFast"),
     ("whisper", "bytes", "TokenizersBackend"),
+    ("whisper", "whisper", "WhisperTokenizer"),
+    ("whisper", "whisper", None),
     ("whisper", "llama3", "PreTrainedTokenizerFast"),
 ]
 
@@ -304,6 +318,7 @@ def clean(folders):
 
 
 IN_OTHER_FILES = [
+    ("whisper", "whisper", "WhisperTokenizer"),
     ("gpt2", "bytes", None),
     ("qwen2", "llama3", "Qwen2Tokenizer"),
     ("gpt_neox", "bytes", "GPTNeoXTokenizerFast"),

@@ -9,6 +9,8 @@ import pytest
 
 from specbeam.cli import transcribe
 from specbeam.speech import Segment, Settings, Transcript, vocabulary
+from specbeam.speech.results import Word
+from specbeam.speech.subtitles import Layout
 from tests.conftest import reference_folder
 from tests.speech.conftest import TIMES, random_whisper, whisper_tokenizer
 from tests.speech.sounds import recorded, tones, write_wav
@@ -41,7 +43,9 @@ class Scripted:
         def __iter__(self):
             for second in range(int(self.seconds)):
                 self.model.before(self.seconds)
-                self.transcript.segments.append(Segment(second, second + 1, f" number {second}", [second], **MEASURES))
+                words = [Word(" number", second, second + 0.5, 0.9), Word(f" {second}", second + 0.5, second + 1, 0.9)]
+                text = f" number {second}"
+                self.transcript.segments.append(Segment(second, second + 1, text, [second], **MEASURES, words=words))
                 yield self.transcript.segments[-1]
 
 
@@ -74,6 +78,15 @@ def test_the_text_of_one_file_is_printed_while_it_comes(run, model, terminal):
 def test_json_is_one_object(run, model):
     status, out, _ = run("2.wav", "--format", "json")
     assert (status, json.loads(out)["text"]) == (0, "number 0 number 1")
+
+
+def test_subtitles_of_words_are_the_same_on_standard_output_and_in_a_folder(run, model, tmp_path):
+    words = ("1.wav", "--format", "vtt", "--word-timestamps", "--max-words-per-line", "1", "--highlight-words")
+    status, out, _ = run(*words)
+    cues = ["00:00.000 --> 00:00.500\n<u>number</u>\n\n", "00:00.500 --> 00:01.000\n<u>0</u>\n\n"]
+    assert (status, out) == (0, "".join(["WEBVTT\n\n", *cues]))
+    assert run(*words, "--output", "out")[0] == 0
+    assert (tmp_path / "out/1.vtt").read_text() == out
 
 
 def test_several_files_go_into_a_folder(run, model, tmp_path):
@@ -147,6 +160,16 @@ def test_bad_files_get_a_line_each_while_the_others_go_on(run, model, tmp_path):
         (["1.wav", "--num-beams", "0"], "--num-beams=0 is not allowed"),
         (["1.wav", "--temperature", "0,-1"], "--temperature="),
         (["1.wav", "--format", "doc"], "argument --format: 'doc' is not allowed: give txt, srt, vtt, tsv or json"),
+        (
+            ["1.wav", "--hallucination-silence-threshold", "2"],
+            "--hallucination-silence-threshold=2 needs word_timestamps",
+        ),
+        (["1.wav", "--max-line-width", "9", "--word-timestamps"], "give --format srt or vtt, not txt"),
+        (["1.wav", "--highlight-words", "--format", "srt"], "--highlight-words needs words: give --word-timestamps"),
+        (
+            ["1.wav", "--format=vtt", "--word-timestamps", "--max-line-count=2"],
+            "--max-line-count=2 needs max_line_width",
+        ),
         (["1.wav", "--no-speech-threshold", "x"], "argument --no-speech-threshold: invalid number value: 'x'"),
     ],
 )
@@ -197,7 +220,7 @@ def test_options_reach_the_settings(run, monkeypatch):
 def test_every_setting_has_an_option(specbeam_command):
     """But for the parameters of Silero."""
     _, shown, _ = specbeam_command("transcribe", "--help")
-    names = {one.name.replace("_", "-") for one in fields(Settings)} - {"vad-parameters"}
+    names = {one.name.replace("_", "-") for kind in (Settings, Layout) for one in fields(kind)} - {"vad-parameters"}
     assert [name for name in sorted(names) if f"--{name}" not in shown] == []
 
 

@@ -21,6 +21,7 @@ from specbeam.drafting.lookup import (
     likeliest,
 )
 from specbeam.tree import Tree
+from tests.conftest import byte_tokenizer, random_model
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -113,6 +114,13 @@ def test_earlier_texts_are_drafted_from(lm):
     assert again.stats.target_passes <= 4
     beams = specbeam.generate(lm, [9, 8, 7], draft=corpus, num_beams=3, **options)
     assert beams.token_ids == specbeam.generate(lm, [9, 8, 7], num_beams=3, **options).token_ids
+
+
+def test_texts_in_tokens_of_another_vocabulary_are_refused(lm, save):
+    other = specbeam.load(save(random_model("llama", vocab_size=40), byte_tokenizer(vocab_size=40)), quantize="float32")
+    automaton = specbeam.suffix_automaton(other, [[5, 6, 7]])
+    with pytest.raises(SpecbeamError, match=f"in the tokens of {other.source}, and {lm.source} has other tokens"):
+        specbeam.generate(lm, [5, 6], draft=automaton)
 
 
 @pytest.mark.parametrize("texts", [[], "one text", [[]], [3], None, 5])

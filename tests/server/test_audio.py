@@ -11,6 +11,7 @@ import pytest
 
 import specbeam
 from specbeam.server.limits import Limits
+from specbeam.server.models import Models
 from specbeam.speech import vad, vocabulary
 from tests.server.conftest import serving
 from tests.speech.conftest import END, TIMES, noise, random_whisper, whisper_tokenizer
@@ -141,10 +142,12 @@ def test_drafts_of_the_server_change_no_text(save, whisper, samples, monkeypatch
 
 
 @pytest.mark.parametrize("default", ["for texts", "for sound"])
-def test_a_draft_of_the_other_kind_is_no_default(save, whisper, chat_lm, draft_lm, samples, monkeypatch, default):
+def test_the_first_draft_of_its_kind_is_the_default(save, whisper, chat_lm, draft_lm, samples, monkeypatch, default):
     monkeypatch.setattr(vocabulary, "MULTILINGUAL", TIMES)
     small = specbeam.load(save(random_whisper(1), whisper_tokenizer()), quantize="float32", threads=1)
     lms, drafts = {"whisper": whisper, "chat": chat_lm}, {"for texts": draft_lm, "for sound": small}
+    found = {model.name: model.draft(None).source for model in Models(lms, drafts, default)}
+    assert found == {"whisper": "for sound", "chat": "for texts"}
     with serving(lms, drafts=drafts, default_draft=default) as server:
         client, sound = server.client(), {"model": "whisper", "file": file(samples), "language": "en"}
         text = {"model": "chat", "prompt": "abc", "max_tokens": 8, "temperature": 0}

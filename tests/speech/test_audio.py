@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -152,7 +153,7 @@ def test_a_cut_file_gives_what_comes_before_the_cut(tmp_path, wav, caplog):
     assert np.array_equal(samples, tones(4)[: len(samples), 0])
     assert 39_000 < len(samples) <= 40_000
     assert [record.getMessage() for record in caplog.records] == [
-        f"{cut} is damaged: 2.5 seconds of sound could be read"
+        f"{cut} is damaged at 2.5 s: 2.5 seconds of sound could be read"
     ]
 
 
@@ -166,16 +167,28 @@ def test_speech_that_is_cut(tmp_path, caplog):
 CUT = "cc6946c4feed9d32"
 
 
+def sweep(seconds, rate):
+    """Samples of int16, [time, 1]: a tone that rises, so that each moment differs from the others."""
+    time = np.arange(seconds * rate) / rate
+    return (9000 * np.sin(2 * np.pi * (200 + 90 * time) * time)).astype(np.int16)[:, None]
+
+
+def encode(path, codec, samples, rate):
+    """Write samples of one channel in the format that the file's name says."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples.T), format="s16", layout="mono")
+        frame.sample_rate = rate
+        size = stream.codec_context.frame_size or 1024
+        resampler = av.AudioResampler(format=stream.format, layout="mono", rate=rate, frame_size=size)
+        for part in (*resampler.resample(frame), *resampler.resample(None), None):
+            container.mux(stream.encode(part))
+
+
 def test_an_ogg_file_that_is_cut_between_its_pages(tmp_path, caplog):
     """FFmpeg takes the place of the last page for the length."""
     path, rate = tmp_path / "tones.ogg", 48_000
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libopus", rate=rate, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(tones(8, rate).T), format="s16", layout="mono")
-        frame.sample_rate = rate
-        resampler = av.AudioResampler(format=stream.format, layout="mono", rate=rate, frame_size=960)
-        for part in (*resampler.resample(frame), None):
-            container.mux(stream.encode(part))
+    encode(path, "libopus", tones(8, rate), rate)
     content, whole = path.read_bytes(), audio.load(path)
     assert not caplog.records
     pages = [place for place in range(len(content)) if content.startswith(b"OggS", place)]
@@ -187,24 +200,37 @@ def test_an_ogg_file_that_is_cut_between_its_pages(tmp_path, caplog):
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"{path} is damaged"]
 
 
-def test_damage_in_the_middle_leaves_the_rest(tmp_path, caplog):
-    """faster-whisper ends at the first frame that it cannot decode."""
-    path = tmp_path / "tones.m4a"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac", rate=16_000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(tones(8).T), format="s16", layout="mono")
-        frame.sample_rate = 16_000
-        for packet in [*stream.encode(frame), *stream.encode(None)]:
-            container.mux(packet)
+@pytest.mark.parametrize(
+    ("name", "codec", "rate"),
+    [
+        ("x.ogg", "libopus", 48_000),
+        ("x.webm", "libopus", 48_000),
+        ("x.m4a", "aac", 16_000),
+        ("x.mp3", "libmp3lame", 16_000),
+        ("x.flac", "flac", 16_000),
+    ],
+)
+def test_damage_in_the_middle_is_silence_and_the_rest_keeps_its_times(name, codec, rate, tmp_path, caplog):
+    """faster-whisper ends at the first frame that it cannot decode, or leaves it out."""
+    path = tmp_path / name
+    encode(path, codec, sweep(8, rate), rate)
     whole = audio.load(path)
+    assert not caplog.records
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
-    content[middle : middle + 300] = np.random.default_rng(0).bytes(300)
+    content[middle : middle + 3000] = np.random.default_rng(0).bytes(3000)
     path.write_bytes(content)
     samples = audio.load(path)
-    assert len(whole) - 16_000 < len(samples) < len(whole)
-    assert np.array_equal(samples[-16_000:], whole[-16_000:])
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"{path} is damaged"]
+    assert abs(len(samples) - len(whole)) < 800
+    found = np.correlate(samples[110_000:116_000].astype(float), whole[111_000:115_000].astype(float), "valid")
+    assert abs(int(found.argmax()) - 1000) < 500
+    heard = np.abs(samples[: len(samples) // 1600 * 1600].astype(int)).reshape(-1, 1600)
+    silent = np.flatnonzero(heard.max(1) < 100)
+    (message,) = [record.getMessage() for record in caplog.records]
+    place, missing = map(float, re.findall(r"[\d.]+(?= s:| seconds)", message.removeprefix(str(path))))
+    assert message.endswith("seconds are missing, and count as silence")
+    assert abs(len(silent) / 10 - missing) < 0.3
+    assert abs(silent[0] / 10 - place) < 0.3
 
 
 def test_a_file_that_names_other_files_reads_none_of_them(tmp_path, wav):

@@ -1,5 +1,7 @@
 """Log-mel features, against transformers' and, for their filters, librosa's formula."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,19 @@ def test_pieces_follow_each_other():
     for place, piece in ((slice(0, 300), (100, 400)), (slice(300, 400), (900, 1000))):
         np.testing.assert_allclose(joined[:, place], mel.window([piece], 3000)[:, : piece[1] - piece[0]], atol=1e-6)
     assert not joined[:, 400:].any()
+
+
+def test_spectra_of_hours_take_no_more_memory_than_those_of_seconds():
+    def peak(seconds):
+        samples = tone(seconds)
+        tracemalloc.start()
+        LogMel(samples, 80).window([(0, 3000 if seconds > 30 else 100 * seconds)], 3000)
+        _, highest = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return highest
+
+    peak(5)  # what is made once
+    assert peak(200) < 2 * peak(11)  # the features of a whole window are most of the difference
 
 
 def test_silence_is_all_floor():

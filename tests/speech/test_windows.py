@@ -1,8 +1,13 @@
 """The rules of openai-whisper for windows, fallback, silence and prompts, with a model that says what a test writes."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+import specbeam
 from specbeam import SpecbeamError
 from specbeam.results import Result, Sequence
 from specbeam.speech.alignment import Listen
@@ -12,6 +17,7 @@ from specbeam.speech.features import LogMel
 from specbeam.speech.settings import Settings
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.speech.windows import Transcriber, Windows
+from specbeam.speech.words import Timing, WordFinder
 from tests.speech.conftest import (
     END,
     ENGLISH,
@@ -23,8 +29,11 @@ from tests.speech.conftest import (
     TRANSCRIBE,
     TRANSLATE,
     noise,
+    random_whisper,
     text_tokens,
+    whisper_tokenizer,
 )
+from tests.speech.record_silences import WINDOW, script_of, tokens_of
 
 BEGIN = [START, ENGLISH, TRANSCRIBE]
 FRAMES = 2 * POSITIONS
@@ -72,6 +81,44 @@ def play(whisper, script, seconds=2.0, clips=None, listen=None, **settings):
         if step.strategy is not None:
             step.strategy.log_probs = [float(np.log(no_speech))]
         answer = Result(sequences if isinstance(sequences, list) else [sequences], stats=None)
+
+
+def fitting(words, tokens):
+    """The next words, of some tokens."""
+    while tokens:
+        word, *numbers = next(words)
+        tokens -= len(word)
+        yield Timing(word, [*word.encode()], *numbers)
+
+
+def test_text_that_nobody_said_is_left_out_as_in_faster_whisper(save, monkeypatch):
+    """Faster-whisper 1.2.1 with the same scripts, as record_silences.py wrote it down."""
+    long = random_whisper(max_source_positions=WINDOW // 2, vocab_size=TIMES + WINDOW // 2 + 1)
+    lm = specbeam.load(save(long, whisper_tokenizer()), quantize="float32", threads=1)
+    left_out = 0
+    for number, expected in enumerate(json.loads(Path(__file__).with_name("silences.json").read_text())):
+        frames, threshold, windows = script_of(number)
+        read, features = [], np.zeros((80, WINDOW), np.float32)
+        mel = SimpleNamespace(frames=frames, window=lambda pieces, _, read=read, to=features: read.append(pieces) or to)
+        said = iter(windows)
+
+        def timings(finder, sound, segments, frames, said=said):
+            yield from ()
+            words = iter([word for own in next(said)[2] for word in own])
+            return [[*fitting(words, len(own))] for own in segments]
+
+        monkeypatch.setattr("tests.speech.test_windows.LogMel", lambda *_, mel=mel: mel)
+        monkeypatch.setattr(WordFinder, "_timings", timings)
+        script = [(sequence(tokens_of(window)), 0.1) for window in windows[: len(expected["read"])]]
+        how = {"temperature": 0, "word_timestamps": True, "prepend_punctuations": "", "append_punctuations": ","}
+        segments, _ = play(lm, script, clips=None, hallucination_silence_threshold=threshold, **how)
+        assert [pieces[0][0] for pieces in read] == expected["read"]
+        inside = [one for one in expected["segments"] if one[0] < frames / 100]  # theirs may begin behind the end
+        for segment, (start, end, words) in zip(segments, inside, strict=True):
+            assert [word.word for word in segment.words] == [word for word, *_ in words]
+            assert (segment.start, segment.end) == pytest.approx((start, min(end, frames / 100)), abs=0.0051)
+        left_out += sum(len(window[0]) for window in windows[: len(read)]) - len(segments)
+    assert left_out > 50
 
 
 def test_the_last_timestamp_says_where_the_next_window_begins(whisper):
@@ -238,7 +285,8 @@ def test_clips_of_times_and_of_speech():
         ({"language": "xx"}, "language='xx' is not known: .* knows en, de, fr"),
         ({"task": "sing"}, "task='sing' is not allowed: give 'transcribe' or 'translate'"),
         ({"beam_size": 5}, "beam_size=5 cannot be honoured: it is num_beams here"),
-        ({"hallucination_silence_threshold": 2}, "hallucination_silence_threshold=2 cannot be honoured"),
+        ({"hallucination_silence_threshold": 2}, "hallucination_silence_threshold=2 needs word_timestamps"),
+        ({"hallucination_silence_threshold": -1}, "hallucination_silence_threshold=-1 is not allowed: give seconds"),
         ({"word_timestamps": "yes"}, "word_timestamps='yes' is not allowed: give true or false"),
         ({"append_punctuations": None}, "append_punctuations=None is not allowed: give a text"),
         ({"num_return_sequences": 6}, "num_return_sequences=6 is not allowed: give at most num_beams=5"),

@@ -44,7 +44,7 @@ def test_words_are_those_of_openai_whisper(number):
     one, expected = RECORDED["cases"][number], RECORDED["words"][number]
     seek, frames = one["seek"], one["frames"]
     by_spaces = one["language"] not in WITHOUT_SPACES
-    finder = WordFinder(BYTES, Settings(), ((0, 0), (0, 1), (0, 2)), BEGIN, by_spaces, last_end=one["last"])
+    finder = WordFinder(BYTES, Settings(), ((0, 0), (0, 1), (0, 2)), BEGIN, by_spaces, 3000, last_end=one["last"])
     segments = [Spoken(100 * s["start"], 100 * s["end"], [400, *bytes_of(s["text"]), 401]) for s in one["segments"]]
 
     def attend(asked):
@@ -59,7 +59,7 @@ def test_words_are_those_of_openai_whisper(number):
         listen.probabilities = [float(row[token]) for row, token in zip(odds, text, strict=False)]
 
     found = answered(finder.find("sound", segments, Clip([(0, seek + 3000)]), seek, frames), attend)
-    for segment, (start, end, words) in zip(found, expected, strict=True):
+    for segment, (start, end, words) in zip(found.segments, expected, strict=True):
         assert (segment.start / 100, segment.end / 100) == pytest.approx((start, end), abs=0.0051)
         assert [word.word for word in segment.words] == [word for word, *_ in words]
         for word, (_, *numbers) in zip(segment.words, words, strict=True):
@@ -73,7 +73,7 @@ def test_words_are_those_of_openai_whisper(number):
 def test_no_word_lies_in_two_segments(marks):
     """Also where a segment ends with a mark of the next word, or begins within a word."""
     texts = [' They say "', " well", "you -", " a. say", '."', " -"]
-    finder = WordFinder(BYTES, Settings(**marks), ((0, 0),), BEGIN, by_spaces=True)
+    finder = WordFinder(BYTES, Settings(**marks), ((0, 0),), BEGIN, True, 3000)
     segments = [Spoken(100 * i, 100 * (i + 1), [400, *bytes_of(text), 401]) for i, text in enumerate(texts)]
 
     def attend(asked):
@@ -82,7 +82,7 @@ def test_no_word_lies_in_two_segments(marks):
         asked.strategy.probabilities = [0.5] * len(b"".join(text.encode() for text in texts))
 
     found = answered(finder.find("sound", segments, Clip([(0, 3000)]), 0, 3000), attend)
-    assert ["".join(word.word for word in segment.words) for segment in found] == texts
+    assert ["".join(word.word for word in segment.words) for segment in found.segments] == texts
 
 
 @pytest.mark.parametrize("number", range(len(RECORDED["paths"])))

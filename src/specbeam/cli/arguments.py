@@ -303,13 +303,16 @@ def check_sources(given: argparse.Namespace) -> None:
         next(read_rows(None, given.draft_corpus))
     check_source(given.model)
     load_strategy(given)
-    if own_drafter(given.draft) is None and given.draft is not None and given.draft not in LOOKUPS:
+    check_draft_source(given.draft)
+
+
+def check_draft_source(source: str | None) -> None:
+    """Refuse a draft that is not there."""
+    if source is not None and source not in LOOKUPS and own_drafter(source) is None:
         try:
-            check_source(given.draft)
+            check_source(source)
         except SpecbeamError as error:
-            raise SpecbeamError(
-                f"--draft {given.draft}: give ngram, suffix, a model or module:name; {error}"
-            ) from error
+            raise SpecbeamError(f"--draft {source}: give ngram, suffix, a model or module:name; {error}") from error
 
 
 def check_source(source: str) -> None:

@@ -24,6 +24,7 @@ from specbeam.cli.arguments import (
     SAMPLING,
     add_placement_to,
     add_sampling_to,
+    check_draft_source,
     check_source,
     completer,
 )
@@ -65,7 +66,7 @@ def add_to(commands: Any) -> None:
         action="append",
         metavar="[NAME=]SOURCE",
         help="a draft model, ngram, suffix, or a drafter of your own as module:name (repeatable). The first one drafts "
-        "for requests that name none",
+        "for requests that name none; beside a model of sound and one of text, the first of each kind",
     )
     draft.completer = completer(*LOOKUPS)
     add_placement_to(model)
@@ -159,11 +160,10 @@ def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = 
     """
     sources = [_named(source) for source in given.model or [DEFAULT_MODEL]]
     drafts = [_named(source) for source in given.draft or []]
-    for name, source in [*sources, *drafts]:
-        if (name, source) in drafts and plugins.is_own_drafter(source):
-            plugins.resolve(source, "drafter", from_here=True)
-        elif source not in LOOKUPS or (name, source) in sources:
-            check_source(source)
+    for _, source in sources:
+        check_source(source)
+    for _, source in drafts:
+        check_draft_source(source)
     _check_names("--model", sources)
     _check_names("--draft", drafts)
     if not 0 <= given.port < 2**16:

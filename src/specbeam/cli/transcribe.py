@@ -17,7 +17,7 @@ from specbeam.cli.arguments import (
     add_placement_to,
     add_revision_to,
     add_source_to,
-    check_source,
+    check_sources,
     completer,
     load_draft,
     load_model,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specbeam.jobs.finished_files import FinishedFiles
     from specbeam.speech import Segment, Transcript, TranscriptStream
     from specbeam.speech.audio import Decoding, Samples
+    from specbeam.speech.subtitles import Layout
 
 MODEL = "whisper-base"
 JOURNAL, LOCK = ".specbeam-transcribe.jsonl", ".specbeam-transcribe.lock"
@@ -50,6 +51,7 @@ def add_to(commands: Any) -> None:
     about = f"{', '.join(TRANSCRIPT_FORMATS)} (default %(default)s)"
     add("--format", choices=TRANSCRIPT_FORMATS, default="txt", metavar="FORMAT", help=about)
     add("--output", metavar="DIR", help="the folder of the results, which have the names of the files")
+    add_layout_to(parser)
     model = parser.add_argument_group("model")
     add_source_to(model)
     add_revision_to(model)
@@ -59,6 +61,17 @@ def add_to(commands: Any) -> None:
     source.completer = completer(*LOOKUPS)
     add_options_to(parser)
     parser.set_defaults(run=run, model=MODEL, raw=True, adapter=None, draft_corpus=None)
+
+
+def add_layout_to(parser: argparse.ArgumentParser) -> None:
+    """The fields of Layout, under the same names."""
+    layout = parser.add_argument_group("subtitles (srt and vtt, with --word-timestamps)")
+    add = partial(layout.add_argument, type=int, metavar="N")
+    about = "show each subtitle once for each word, which is underlined while it is spoken"
+    layout.add_argument("--highlight-words", action="store_true", default=None, help=about)
+    add("--max-line-width", help="characters of a line")
+    add("--max-line-count", help="lines of a subtitle, filled across segments; needs --max-line-width")
+    add("--max-words-per-line", help="words of a subtitle")
 
 
 def add_options_to(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +112,8 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     yes_or_no("--word-timestamps", help="find words and their times; json has them")
     add("--prepend-punctuations", metavar="MARKS", help="marks that belong to the next word")
     add("--append-punctuations", metavar="MARKS", help="marks that belong to the word before")
+    about = "leave out text that nobody seems to have said, with silence of more than this around it"
+    limit("--hallucination-silence-threshold", help=about)
     about = "list up to K different texts of each window, the best first; json has them (default 1)"
     add("--num-return-sequences", type=int, metavar="K", help=about)
     add("--top-logprobs", type=int, metavar="N", help="list the N likeliest tokens at each place; json has them")
@@ -141,25 +156,41 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
 
     values: dict[str, Any] = {one.name: getattr(given, one.name, None) for one in fields(Settings)}
     values = {name: value for name, value in values.items() if value is not None}
-    for name in ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold"):
-        if name in values:
-            (values[name],) = values[name]
+    values = {name: value[0] if isinstance(value, tuple) else value for name, value in values.items()}
     Settings.of(values)
     return values
 
 
+def layout_of(given: argparse.Namespace) -> Layout:
+    """How words become subtitles.
+
+    Raises:
+        SpecbeamError: a number out of its range, another format, or no words.
+    """
+    from specbeam.speech.subtitles import Layout
+
+    values = {one.name: getattr(given, one.name) for one in fields(Layout) if getattr(given, one.name) is not None}
+    if values:
+        name = f"--{next(iter(values)).replace('_', '-')}"
+        if given.format not in ("srt", "vtt"):
+            raise SpecbeamError(f"{name} is for subtitles: give --format srt or vtt, not {given.format}")
+        if not given.word_timestamps:
+            raise SpecbeamError(f"{name} needs words: give --word-timestamps")
+    return Layout(**values)
+
+
 def run(given: argparse.Namespace) -> int:
-    settings = settings_of(given)  # wrong input is refused before a model is loaded
-    check_source(given.model)
+    settings, layout = settings_of(given), layout_of(given)  # wrong input is refused before a model is loaded
+    check_sources(given)
     if given.output is not None:
-        return run_into_folder(given, settings)
+        return run_into_folder(given, settings, layout)
     if len(given.audio) > 1:
         raise SpecbeamError(f"there are {len(given.audio)} files, and standard output takes one: give --output DIR")
     (path,) = given.audio
     began_at = time.perf_counter()
     with begun(path) as decoding:
         transcribe = transcriber(given, settings)
-        transcript = print_while_it_comes(path, transcribe(decoding.samples()), given.format)
+        transcript = print_while_it_comes(path, transcribe(decoding.samples()), given.format, layout)
     seconds = time.perf_counter() - began_at
     language = transcript.language or "no speech"
     print_lines(f"[{transcript.duration:,.1f} s of sound ({language}) in {seconds:,.1f} s]", file=sys.stderr)
@@ -195,13 +226,13 @@ def transcriber(given: argparse.Namespace, settings: dict[str, Any]) -> Callable
     return transcribe
 
 
-def print_while_it_comes(path: str, stream: TranscriptStream, form: str) -> Transcript:
+def print_while_it_comes(path: str, stream: TranscriptStream, form: str, layout: Layout) -> Transcript:
     """Print a transcript, piece by piece where the format allows it."""
     from specbeam.speech.subtitles import STREAMED, document
 
     segments = shown_progress(path, stream)
     if form in STREAMED:
-        for piece in STREAMED[form](segments):
+        for piece in STREAMED[form](segments, layout):
             print_lines(piece, end="")
     else:
         for _ in segments:
@@ -225,10 +256,11 @@ def shown_progress(name: str, stream: TranscriptStream) -> Iterator[Segment]:
             yield segment
 
 
-def run_into_folder(given: argparse.Namespace, settings: dict[str, Any]) -> int:
+def run_into_folder(given: argparse.Namespace, settings: dict[str, Any], layout: Layout) -> int:
     """Write a result for each file that has none. Returns the exit status."""
     from specbeam.jobs.finished_files import FinishedFiles
     from specbeam.jobs.lock import locked
+    from specbeam.speech.subtitles import written
 
     folder, results = Path(given.output), results_of(given.audio, given.format)
     try:
@@ -244,7 +276,8 @@ def run_into_folder(given: argparse.Namespace, settings: dict[str, Any]) -> int:
         if todo:
             with closing(begun_ahead(todo)) as files:
                 try:
-                    transcribe_files(files, todo, transcriber(given, settings), given.format, finished, summary)
+                    write = partial(written, form=given.format, layout=layout)
+                    transcribe_files(files, todo, transcriber(given, settings), write, finished, summary)
                 except KeyboardInterrupt:
                     raise KeyboardInterrupt(summary.so_far(folder)) from None
     print_lines(summary.line(folder), file=sys.stderr)
@@ -291,13 +324,11 @@ def transcribe_files(
     files: Iterable[tuple[str, Decoding | SpecbeamError]],
     results: Mapping[str, str],
     transcribe: Callable[[Samples], TranscriptStream],
-    form: str,
+    write: Callable[[Transcript], str],
     finished: FinishedFiles,
     summary: Summary,
 ) -> None:
     """Transcribe files one after another. A file that fails gets a line, and the others go on."""
-    from specbeam.speech.subtitles import written
-
     for path, decoding in files:
         try:
             if isinstance(decoding, SpecbeamError):
@@ -306,7 +337,7 @@ def transcribe_files(
                 stream = transcribe(decoding.samples())
             for _ in shown_progress(f"{path} ({summary.number} of {summary.total})", stream):
                 pass
-            finished.add(results[path], Path(path), written(stream.transcript, form))
+            finished.add(results[path], Path(path), write(stream.transcript))
             summary.finished(stream.transcript)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}; {summary.so_far(finished.folder)}") from error

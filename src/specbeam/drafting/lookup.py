@@ -20,7 +20,7 @@ from specbeam.decoding.chains import Chains
 from specbeam.decoding.drafter import Proposal
 from specbeam.decoding.matches import MAX_MATCH_TOKENS, occurrences
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel
+from specbeam.model import LanguageModel, TokenIds
 from specbeam.prompts import encode
 from specbeam.tree import Nodes, Tree
 
@@ -166,12 +166,16 @@ class SuffixAutomaton:
 
     A state stands for the substrings that end at the same positions. State 0 is the empty substring.
 
+    Args:
+        token_ids: what its tokens mean; None: what they mean to any model.
+
     Attributes:
         next: by state, the states that one more token leads to.
         count: by state, how often its substrings occurred.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token_ids: TokenIds | None = None) -> None:
+        self.token_ids = token_ids
         self.next: list[dict[int, int]] = [{}]
         self.count = [0]
         self._length = [0]  # of a state's longest substring
@@ -259,7 +263,7 @@ def suffix_automaton(lm: LanguageModel, texts: Iterable[str | Sequence[int]]) ->
     Raises:
         SpecbeamError: an element is neither a text nor token ids, or there are no texts at all.
     """
-    automaton = SuffixAutomaton()
+    automaton = SuffixAutomaton(lm.token_ids)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise SpecbeamError(f"suffix_automaton takes a list of texts, not {type(texts).__name__}")
     for text in texts:

@@ -55,6 +55,13 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):
         _check_draft_model(lm, draft)
+    elif isinstance(draft, SuffixAutomaton):
+        own = draft.token_ids
+        if own is not None and not own.mean_the_same(lm.token_ids):
+            raise SpecbeamError(
+                f"the automaton has texts in the tokens of {own.source}, and {lm.source} has other tokens: make one "
+                "with specbeam.suffix_automaton and this model"
+            )
     elif _is_module(draft):
         raise SpecbeamError(
             f"draft is a {type(draft).__name__}, and no loaded model: give what specbeam.load returned, or "

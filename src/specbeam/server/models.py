@@ -153,11 +153,7 @@ class ServedModel:
         prepare(lm)  # it takes up to 1.5 s, and holds the interpreter's lock
         self.created = int(time.time())
         self.drafts = drafts
-        default = drafts.get(default_draft)
-        of_another_kind = isinstance(default, LanguageModel) and (
-            default.backend.features_shape != lm.backend.features_shape
-        )
-        self._default_draft = NO_DRAFT if of_another_kind else default_draft
+        self._default_draft = self._found_default_draft(default_draft)
         self._tool_format = self._found_tool_format()
         marks = "" if self._tool_format is None else self._tool_format.marks
         self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer, marks)
@@ -215,6 +211,18 @@ class ServedModel:
             "no_tools",
         )
 
+    def _found_default_draft(self, name: str) -> str:
+        """The default draft, or in place of a draft model of the other kind, the first one that reads the same."""
+        shape = self.lm.backend.features_shape
+        alike = {
+            one: not isinstance(draft, LanguageModel) or draft.backend.features_shape == shape
+            for one, draft in self.drafts.items()
+        }
+        if alike.get(name, True):
+            return name
+        others = (one for one, draft in self.drafts.items() if isinstance(draft, LanguageModel) and alike[one])
+        return next(others, NO_DRAFT)
+
     def _found_tool_format(self) -> ToolFormat | None:
         with suppress(ValueError):  # without a template
             return format_of(self.lm.tokenizer.get_chat_template(tools=True))
@@ -227,8 +235,9 @@ class Models:
     Args:
         lms: loaded models by name.
         drafts: draft models and drafters of the operator's own, by name.
-        default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none". A model
-            that reads text has none from a draft model that reads sound, and the reverse.
+        default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none". In place
+            of a draft model that reads sound, a model that reads text has the first one that reads text, and the
+            reverse.
         sharers: processes of this machine that serve these models, and share its memory.
         allows_control_tokens: control tokens in chat messages reach the models as such.
         sampling: the operator's sampling options for requests that do not say how to sample. Each model's own come

@@ -221,5 +221,8 @@ def _warn_of_damage(name: str, report: Report) -> None:
     has, said = report["samples"] / SAMPLE_RATE, report["seconds"]
     if said is not None and has < said * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
         logger.warning("%s is cut or damaged: of %.1f seconds of sound, %.1f could be read", name, said, has)
-    elif report["damaged"]:
-        logger.warning("%s is damaged: %.1f seconds of sound could be read", name, has)
+    elif report["damaged"] or report["missing"]:
+        place = "" if report["damaged_at"] is None else f" at {report['damaged_at']:.1f} s"
+        lacks = f"{report['missing']:.1f} seconds are missing, and count as silence"
+        read = lacks if report["missing"] else f"{has:.1f} seconds of sound could be read"
+        logger.warning("%s is damaged%s: %s", name, place, read)

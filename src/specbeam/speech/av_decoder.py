@@ -30,6 +30,11 @@ CPU_SECONDS = 10.0
 MEMORY_BYTES = 512 << 20
 """Memory beside what the process has at its start."""
 
+LEAST_GAP, LEAST_GAP_OF_DAMAGE, MOST_GAP = 0.1, 0.005, 600.0
+"""Seconds between two frames from which on they count as missing: anywhere, and behind what cannot be decoded. Above
+the last, the times in the file are damaged, too."""
+SILENT_SAMPLES = 4096
+"""Of a frame of silence, for each channel."""
 OGG, OGG_FLAGS, OGG_LAST, OGG_HEADER_BYTES, OGG_PAGE_BYTES = b"OggS", 5, 4, 27, 65_307
 """The beginning of each page of an Ogg file, where its flags are, the last page's flag, and the largest sizes."""
 
@@ -42,12 +47,16 @@ class Report(TypedDict):
         samples: how many were written.
         seconds: the length that the file names; None: it names none.
         damaged: damaged packets, which may be left out.
+        damaged_at: the second of the sound where the first damage is; None: there is none, or nobody knows.
+        missing: seconds that could not be read, for which there is silence.
     """
 
     error: str | None
     samples: int
     seconds: float | None
     damaged: int
+    damaged_at: float | None
+    missing: float
 
 
 def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
@@ -61,7 +70,7 @@ def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
     import av
     import av.subtitles.stream  # PyAV imports it when it opens a file, and then no file can be opened any more
 
-    report = Report(error=None, samples=0, seconds=None, damaged=0)
+    report = Report(error=None, samples=0, seconds=None, damaged=0, damaged_at=None, missing=0.0)
     source: Any = io.FileIO(0)
     source.name = f"sound{suffix}"
     child_processes.limit_memory(child_processes.memory_of_this_process() + MEMORY_BYTES)
@@ -118,18 +127,56 @@ def _lacks_its_last_page(source: io.FileIO) -> bool:
 
 
 def _decoded(container: Any, stream: Any, report: Report) -> Iterator[AudioFrame]:
-    """The frames of a stream. Packets that cannot be decoded are left out, and damaged ones are counted."""
+    """The frames of a stream. Packets that cannot be decoded are left out, and damaged ones are counted.
+
+    Where frames are missing in the middle there is silence, so that the others keep their times. How long it is say the
+    times in the file. Formats without times count on from the frame before: there the bytes that cannot be decoded do.
+    """
     from av.error import FFmpegError
 
     packets = container.demux(stream)
+    seconds, read, lost, damaged = 0.0, 0, 0, 0  # the sound so far, its bytes, bytes since it, damage before it
+    end: float | None = None  # of the frame before, as the file has it
+    packet = None
     while True:
         try:
             if (packet := next(packets, None)) is None:
                 return
             report["damaged"] += packet.is_corrupt  # cut, for example
-            yield from packet.decode()
+            for frame in packet.decode():
+                start = end if frame.pts is None else float(frame.pts * frame.time_base)
+                gap = 0.0 if start is None or end is None else start - end
+                if seconds and report["damaged"] > damaged:
+                    gap = max(gap, lost * seconds / read)
+                if seconds and (LEAST_GAP if report["damaged"] == damaged else LEAST_GAP_OF_DAMAGE) < gap < MOST_GAP:
+                    report["missing"] += gap
+                    yield from _silence(frame, gap)
+                else:
+                    gap = 0.0
+                if report["damaged_at"] is None and (gap or report["damaged"]):
+                    report["damaged_at"] = seconds
+                own = frame.samples / frame.sample_rate
+                end = None if start is None else start + own
+                seconds, lost, damaged = seconds + gap + own, 0, report["damaged"]
+                yield frame
+            read += packet.size
         except FFmpegError:  # after an error of reading there are no more packets
             report["damaged"] += 1
+            lost += 0 if packet is None else packet.size
+
+
+def _silence(like: AudioFrame, seconds: float) -> Iterator[AudioFrame]:
+    """Silent frames, in the form of another one."""
+    from av import AudioFrame
+
+    rest = round(seconds * like.sample_rate)
+    while rest:
+        frame = AudioFrame(like.format, like.layout, min(rest, SILENT_SAMPLES))
+        frame.sample_rate = like.sample_rate
+        for plane in frame.planes:
+            plane.update(bytes([0x80 if like.format.name.startswith("u8") else 0]) * plane.buffer_size)
+        rest -= frame.samples
+        yield frame
 
 
 def _resampled(frames: Iterator[AudioFrame]) -> Iterator[AudioFrame]:

@@ -19,8 +19,8 @@ HOP = 160
 """Samples from one frame to the next: a frame is 10 ms."""
 FFT = 400
 FRAMES_PER_SECOND = SAMPLE_RATE // HOP
-CHUNK = 3000
-"""Frames whose spectra are held at once."""
+CHUNK, PIECE = 3000, 500
+"""Frames whose powers are held at once, and whose spectra are, which take ten times the memory."""
 LEAST_POWER = 1e-10
 RANGE = 8.0
 """Powers of 10 below the highest of the whole file where values are cut off."""
@@ -76,17 +76,23 @@ class LogMel:
         """The powers in the bands of some frames, float32 [bands, end - first]."""
         if self._latest is not None and self._latest[:2] == (first, end):
             return self._latest[2]
+        mel = np.empty((len(self._filters), end - first), np.float32)
+        for start in range(first, end, PIECE):
+            stop = min(start + PIECE, end)
+            mel[:, start - first : stop - first] = self._filters @ self._power(start, stop).T
+        release(self._samples)
+        self._latest = first, end, mel
+        return mel
+
+    def _power(self, first: int, end: int) -> NDArray[np.float32]:
+        """The power spectra of some frames, float32 [end - first, FFT // 2 + 1]."""
         begin, stop = first * HOP - FFT // 2, (end - 1) * HOP + FFT // 2
         own = self._samples[max(0, begin) : stop]
         sound = own.astype(np.float32) / np.float32(32768) if own.dtype == np.int16 else own.astype(np.float32)
-        release(self._samples)
         beyond = max(0, -begin), max(0, stop - len(self._samples))
         around = np.pad(sound, beyond, mode="reflect") if len(sound) > 1 else np.resize(sound, stop - begin)
         spectrum = np.fft.rfft(sliding_window_view(around, FFT)[::HOP] * self._window)
-        power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32)
-        mel: NDArray[np.float32] = self._filters @ power.T
-        self._latest = first, end, mel
-        return mel
+        return (spectrum.real**2 + spectrum.imag**2).astype(np.float32)
 
 
 def mel_filters(bands: int) -> NDArray[np.float32]:

@@ -18,7 +18,6 @@ OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "beam_size": ((), "it is num_beams here"),
     "patience": ((None, 1), "beam search ends by the rules of transformers"),
     "prefix": ((None,), "give an initial_prompt"),
-    "hallucination_silence_threshold": ((None,), "vad_filter leaves out silence"),
     "multilingual": ((False,), "a file has one language"),
     "chunk_length": ((None, 30), "a window is as long as the encoder reads"),
     "language_detection_segments": ((None, 1), "the first window decides"),
@@ -60,6 +59,9 @@ class Settings:
         word_timestamps: find the words and their times (:class:`specbeam.speech.Word`), by one more pass over the text
             of each window. As in openai-whisper, a window then begins where the last word before it ends.
         prepend_punctuations, append_punctuations: marks that become a part of the next word, or of the word before.
+        hallucination_silence_threshold: segments of unlikely, very short or very long words are left out where silence
+            of more than this, in seconds, is around them, and that silence is not read. It needs ``word_timestamps``.
+            None: nothing is left out.
         num_return_sequences: how many different texts of each window are returned, at most
             (:attr:`specbeam.speech.Transcript.windows`): the best of ``num_beams`` beams, or of ``best_of`` draws.
         top_logprobs: also return how likely each token is, and this many of the likeliest tokens at its place. None for
@@ -97,6 +99,7 @@ class Settings:
     word_timestamps: bool = False
     prepend_punctuations: str = PREPENDED
     append_punctuations: str = APPENDED
+    hallucination_silence_threshold: float | None = None
     num_return_sequences: int = 1
     top_logprobs: int | None = None
     vad_filter: bool = True
@@ -121,6 +124,11 @@ class Settings:
         flags = ("condition_on_previous_text", "suppress_blank", "without_timestamps", "vad_filter", "word_timestamps")
         for name in flags:
             self._check(name, isinstance(getattr(self, name), bool), "true or false")
+        silence = self.hallucination_silence_threshold
+        if silence is not None:
+            self._check("hallucination_silence_threshold", _is_number(silence) and silence >= 0, "seconds, or None")
+            if not self.word_timestamps:
+                raise SpecbeamError(f"hallucination_silence_threshold={silence:g} needs word_timestamps")
         for name in ("prepend_punctuations", "append_punctuations"):
             self._check(name, isinstance(getattr(self, name), str), "a text")
         top = self.top_logprobs

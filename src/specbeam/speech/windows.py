@@ -129,7 +129,7 @@ class Transcriber:
         if not self.settings.word_timestamps:
             return None
         by_spaces = self.settings.task == "translate" or language not in WITHOUT_SPACES
-        return WordFinder(self.vocabulary, self.settings, self.heads, self.begin(language), by_spaces)
+        return WordFinder(self.vocabulary, self.settings, self.heads, self.begin(language), by_spaces, self.frames)
 
     def options(self, temperature: float, seed: int) -> dict[str, object]:
         """Of an attempt at a temperature."""
@@ -217,10 +217,16 @@ class Windows:
                 parts, step = split(text.tokens, self.transcriber.vocabulary.timestamps, frames)
                 spoken = [Spoken(start + part.start, start + part.end, part.tokens) for part in parts]
                 if (finder := self._words) is not None:
-                    spoken = yield from finder.find(sound, spoken, clip, start, frames)
+                    found = yield from finder.find(sound, spoken, clip, start, frames)
                     ends = ends_with_silence(text.tokens, self.transcriber.vocabulary.timestamps)
-                    if not ends and finder.last_frame > start:
+                    if found.next_frame is not None:
+                        step = found.next_frame - start
+                    elif not ends and finder.last_frame > start:
                         step = finder.last_frame - start
+                    if found.is_silent_first:
+                        start += step
+                        continue
+                    spoken = found.segments
                 del sound  # it holds the output of the encoder
                 origin = self._origin(clip, start, frames, text)
                 shown, place = [], 0

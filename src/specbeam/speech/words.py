@@ -15,6 +15,7 @@ from specbeam.speech.alignment import Heads, Listen
 from specbeam.speech.attempts import Attempt
 from specbeam.speech.clips import Clip
 from specbeam.speech.features import FRAMES_PER_SECOND
+from specbeam.speech.hallucinations import Heard, skip
 from specbeam.speech.results import Word
 from specbeam.speech.timestamps import FRAMES_PER_TIMESTAMP, SECONDS_PER_TIMESTAMP
 from specbeam.speech.vocabulary import Vocabulary
@@ -66,6 +67,20 @@ class Spoken:
 
 
 @dataclass
+class Found:
+    """The segments of a window with their words.
+
+    Attributes:
+        next_frame: of the clip, where the next window begins, if what is left out as never said decides that.
+        is_silent_first: whether the window counts for nothing, and is read again behind its silence.
+    """
+
+    segments: list[Spoken]
+    next_frame: int | None = None
+    is_silent_first: bool = False
+
+
+@dataclass
 class WordFinder:
     """Finds the words of windows, one after another.
 
@@ -75,6 +90,7 @@ class WordFinder:
         heads: of cross-attention that follow the sound.
         begin: the tokens that begin a prompt, up to the task.
         by_spaces: whether spaces part words.
+        window: the most frames of a window.
         last_end: of the words so far, in seconds. The first words after a pause may not last too long.
         last_frame: the same, in frames of the clip.
     """
@@ -84,12 +100,13 @@ class WordFinder:
     heads: Heads
     begin: list[int]
     by_spaces: bool
+    window: int
     last_end: float = 0.0
     last_frame: int = 0
 
     def find(
         self, sound: Sound, segments: list[Spoken], clip: Clip, start: int, frames: int
-    ) -> Generator[Attempt, Any, list[Spoken]]:
+    ) -> Generator[Attempt, Any, Found]:
         """Find the words of a window's segments, and fit the times of both to each other.
 
         Args:
@@ -116,7 +133,8 @@ class WordFinder:
         def frame(seconds: float) -> float:
             return round(seconds * FRAMES_PER_SECOND, 3) - first_frame
 
-        found, last_end = [], self.last_end
+        found, heard, before = [], list[Heard](), self.last_end
+        last_end = before
         for segment, some in zip(segments, spoken, strict=True):
             words = [timing for timing in some if timing.text]
             for word in words:
@@ -127,10 +145,19 @@ class WordFinder:
                 last_end, self.last_end = end, words[-1].end
             listed = [Word(one.text, *clip.span(frame(one.start), frame(one.end)), one.probability) for one in words]
             found.append(Spoken(frame(begin), frame(end), segment.tokens, listed))
+            heard.append(Heard(begin, end, words))
         if not timings:
             self.last_end = end
         self.last_frame = round(frame(self.last_end))
-        return found
+        if (threshold := self.settings.hallucination_silence_threshold) is None:
+            return Found(found)
+        end, window_end, whole = (offset + n / FRAMES_PER_SECOND for n in (frames, self.window, clip.frames - start))
+        if (skipped := skip(heard, threshold, offset, end, window_end, whole, before)) is None:
+            return Found(found)
+        kept = heard[: skipped.kept]
+        ends_of_words = [one.words[-1].end for one in kept if one.words]
+        self.last_end = (ends_of_words or [one.end for one in kept] or [before])[-1]
+        return Found(found[: skipped.kept], max(start + 1, round(frame(skipped.next_start))), skipped.is_all_silence)
 
     def _timings(
         self, sound: Sound, segments: list[list[int]], frames: int

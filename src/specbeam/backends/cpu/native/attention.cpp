@@ -375,17 +375,16 @@ template <bool WHOLE> class Work {
   template <int M, int V> void multiply_keys(int64_t row, const Run *runs) {
     Dot s[M][V] = {};
     const uint32_t *q = queries + row;
-    for (int64_t i = 0; i < steps;) {
-      prefetch_next(SLOTS_PER_FETCH);
-      for (const int64_t stop = i + STEPS_PER_FETCH; i < stop; i++, q += rows) {
-        U32 keys[V];
+    // One loop. The steps between two fetches would be unrolled, and need more registers than there are.
+    for (int64_t i = 0; i < steps; i++, q += rows) {
+      if (i % STEPS_PER_FETCH == 0) prefetch_next(SLOTS_PER_FETCH);
+      U32 keys[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) keys[v] = load<U32>(runs[v].panel + i * LANES);
+      for (int v = 0; v < V; v++) keys[v] = load<U32>(runs[v].panel + i * LANES);
 #pragma GCC unroll 6
-        for (int m = 0; m < M; m++)
+      for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-          for (int v = 0; v < V; v++) s[m][v] = multiply_lanes(s[m][v], keys[v], q[m]);
-      }
+        for (int v = 0; v < V; v++) s[m][v] = multiply_lanes(s[m][v], keys[v], q[m]);
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
