@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import socket
+import pickle
 import subprocess
 import sys
 
@@ -63,6 +64,7 @@ def test_a_hub_id_is_loaded(offline):
     lms = [specbeam.load("some/model", revision=revision) for revision in ("main", "old")]
     one, other = (specbeam.generate(lm, "abc", max_new_tokens=8).token_ids for lm in lms)
     assert one != other
+    assert [pickle.loads(pickle.dumps(lm)).weights for lm in lms] == [lm.weights for lm in lms]  # of its revision
 
 
 @pytest.mark.parametrize(
