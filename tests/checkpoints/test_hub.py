@@ -2,10 +2,10 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import socket
-import pickle
 import subprocess
 import sys
 
