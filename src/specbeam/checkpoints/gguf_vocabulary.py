@@ -87,7 +87,7 @@ class Vocabulary:
 
     kind: str | None
     tokens: list[str]
-    ids: Mapping[str, int]
+    ids: dict[str, int]
     types: list[int]
     special: Mapping[str, int]
     eos_token_ids: frozenset[int]
