@@ -65,7 +65,7 @@ wheel: .venv/installed .venv/wheel
 	mv build/dist/*.tar.gz dist/
 	.ci/test-wheel dist/*.whl
 
-# What a release has, in dist/: an sdist, and the wheels of all platforms, compiled by zig. Wheels for ARM are not run here.
+# What a release has, in dist/: an sdist, and the wheels of all platforms, compiled by zig. The wheel for macOS is not run.
 wheels: .venv/installed .venv/wheel
 	rm -rf dist
 	$(BIN)/pyproject-build --sdist --outdir dist .
@@ -73,6 +73,7 @@ wheels: .venv/installed .venv/wheel
 	.ci/wheel manylinux_2_28_aarch64
 	.ci/wheel macosx_12_0_arm64
 	.ci/test-wheel dist/*manylinux_2_28_x86_64.whl
+	.ci/test-wheel dist/*manylinux_2_28_aarch64.whl
 
 # Python compiles a module when it first imports it. To compile all modules of all packages here takes a minute more.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet -c constraints.txt

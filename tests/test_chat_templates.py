@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from specbeam import chat_templates
 from specbeam.chat_templates import Renderer
 from specbeam.cli import main
+from specbeam.errors import SpecbeamError
 from tests.conftest import byte_tokenizer, random_model
 
 MESSAGES = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "Hi 'ü' <b>\u2028 \ud800"}]
@@ -196,6 +197,13 @@ def test_a_child_that_has_ended_is_replaced(renderer):
     os.kill(renderer._process.pid, signal.SIGKILL)
     renderer._process.wait()
     assert renderer(CONTENTS, MESSAGES[:1]) == "Be brief.\n"
+
+
+@pytest.mark.parametrize("program", ["no-such-python", __file__])
+def test_a_child_that_cannot_start_is_refused(monkeypatch, program):
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(SpecbeamError, match=rf"{program} cannot be started as a child process \(.+\)"):
+        Renderer()(CONTENTS, MESSAGES)
 
 
 def test_a_hostile_template_is_one_line_on_the_command_line(save, capsys):

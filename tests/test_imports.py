@@ -120,7 +120,8 @@ def test_the_lowest_layers_stay_low():
     graph = layers()
     assert graph["generation_defaults"] == {"errors"}
     assert graph["errors"] == graph["tree"] == graph["detokenizing"] == graph["selection"] == set()
-    assert graph["constraints"] == graph["callers"] == {"errors"}
+    assert graph["constraints"] == graph["extras"] == {"errors"}
+    assert graph["callers"] == {"errors", "extras"}
     assert graph["options"] <= {"constraints", "errors", "generation_defaults", "option_names"}
     assert graph["cache"] == {"backends", "errors", "tree"}
     assert graph["streaming"] == {"detokenizing"}

@@ -1,6 +1,8 @@
 """Limits of machines and containers, in fake trees of /proc and /sys, laid out as Linux and Docker lay them out."""
 
+import ctypes
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +39,45 @@ def test_without_control_groups_the_machine_is_the_limit(machine):
     assert usable_processors(root) == 64
     assert usable_memory(root, mapped=3 * GB) == (100 * GB, 87 * GB)  # files of this process are not free
     assert usable_memory(root, mapped=95 * GB) == (100 * GB, 0)
+
+
+MAC = {
+    "hw.memsize": (16 * GB, 8),
+    "hw.pagesize": (16384, 8),
+    "hw.perflevel0.logicalcpu": (4, 4),
+    "vm.page_free_count": (65536, 4),
+    "vm.page_pageable_external_count": (131072, 4),
+    "vm.page_purgeable_count": (65536, 4),
+}
+"""What an Apple M1 answers: numbers and their bytes."""
+
+
+@pytest.mark.parametrize(
+    ("lacks", "memory", "processors"),
+    [
+        pytest.param((), (16 * GB, 4 * GB), 4, id="Apple's processor"),
+        pytest.param(("hw.perflevel0.logicalcpu",), (16 * GB, 4 * GB), 8, id="Intel's, which has one kind"),
+        pytest.param([name for name in MAC if name.startswith("vm.")], (16 * GB, 16 * GB), 4, id="counts no pages"),
+    ],
+)
+def test_a_mac_says_it_by_sysctl(tmp_path, monkeypatch, lacks, memory, processors):
+    """The function is C's to its caller: its arguments and results go through ctypes."""
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    def sysctlbyname(name, old, size, new, new_size):
+        room = ctypes.c_size_t.from_address(size)
+        if name.decode() not in MAC.keys() - {*lacks} or new is not None or new_size:
+            return -1
+        number, room.value = MAC[name.decode()]
+        ctypes.memmove(old, number.to_bytes(room.value, "little"), room.value)
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert usable_memory(tmp_path) == memory
+    assert usable_memory(tmp_path, mapped=GB) == (memory[0], memory[1] - GB)
+    assert usable_processors(tmp_path) == processors
 
 
 def test_version_2_with_limits_at_several_levels(machine):

@@ -86,3 +86,29 @@ def test_other_values_in_the_place_of_options_are_refused(lm, function):
     for wrong in (64, "Be brief.", [("num_beams", 2)]):
         with pytest.raises(SpecbeamError, match=r"options=.* is not allowed: give Options or a mapping"):
             function(lm, [1, 2], wrong)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules |= {"torch": None, "transformers": None}
+import specbeam
+from specbeam.callers import call
+for statement in sys.argv[1:]:
+    try: exec(statement)
+    except specbeam.SpecbeamError as error: print(error)
+"""
+
+
+def test_what_needs_the_extra_torch_says_so():
+    expected = {
+        "specbeam.hf": "specbeam.hf needs torch and transformers",
+        "import specbeam.hf": "specbeam.hf needs torch and transformers",
+        "from specbeam import ladder": "specbeam.ladder needs torch",
+        "import specbeam.ladder": "specbeam.ladder needs torch",
+        "call('logits_processor', specbeam.tensors(abs), 'cpu', 1)": "logits_processor of tensors needs torch",
+    }
+    run = [sys.executable, "-c", WITHOUT_TORCH, *expected]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"{why}: pip install 'specbeam[torch]'" for why in expected.values()], (
+        done.stderr
+    )

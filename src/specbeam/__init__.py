@@ -92,9 +92,7 @@ _HOMES = {
     "transcribe_stream": "speech",
 }
 
-_MODULES = ("constraints", "labels", "reference", "scoring", "speech")
-_MODULES_OF_EXTRAS = {"hf": ("torch", "transformers"), "ladder": ("torch",), "lm_eval": ("lm_eval",)}
-"""The modules that need more packages than the core, and these packages."""
+_MODULES = ("constraints", "hf", "labels", "ladder", "lm_eval", "reference", "scoring", "speech")
 
 __all__ = [*_HOMES]
 
@@ -103,11 +101,7 @@ if not TYPE_CHECKING:  # which would take every name, misspelt ones too, for one
 
     def __getattr__(name: str) -> Any:
         """Import a public name or module on first use, so that the command line answers before PyTorch has loaded."""
-        if name in ("hf", "ladder"):
-            from specbeam.extras import require
-
-            require(f"specbeam.{name}", *_MODULES_OF_EXTRAS[name])
-        if name in _MODULES or name in _MODULES_OF_EXTRAS:
+        if name in _MODULES:
             return import_module(f"specbeam.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
@@ -120,7 +114,7 @@ def __dir__() -> list[str]:
     ``help`` imports all of them. So modules that need more packages are among them only where these are installed, and
     ``lm_eval`` only once it is imported.
     """
-    from specbeam.extras import are_installed
+    from specbeam.extras import MODULES, are_installed
 
-    there = [name for name in ("hf", "ladder") if are_installed(*_MODULES_OF_EXTRAS[name])]
-    return [*_HOMES, *_MODULES, *there, *(name for name in globals() if name == "lm_eval" or name.startswith("__"))]
+    there = [name for name in _MODULES if name not in MODULES or (name != "lm_eval" and are_installed(*MODULES[name]))]
+    return [*_HOMES, *there, *(name for name in globals() if name == "lm_eval" or name.startswith("__"))]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.errors import SpecbeamError
+from specbeam.extras import require
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 THEIRS = "transformers.generation.logits_process"
@@ -49,9 +50,10 @@ def call(option: str, function: Callable[..., Any], device: str, *given: Any) ->
         given: its arguments. Arrays become tensors where the function wants them.
 
     Raises:
-        SpecbeamError: it used an array as a tensor.
+        SpecbeamError: it used an array as a tensor, or wants tensors where PyTorch is missing.
     """
     if wants_tensors(function):
+        require(f"{option} of tensors", "torch")
         import torch
 
         def tensor(array: Any) -> torch.Tensor:  # as in backends/torch/transfer.py

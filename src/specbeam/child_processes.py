@@ -12,6 +12,8 @@ import subprocess
 import sys
 from typing import Any
 
+from specbeam.errors import SpecbeamError
+
 
 def start(file: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
     """Run a file as a program. It finds the packages that this process finds, and no Ctrl-C of a terminal.
@@ -19,13 +21,22 @@ def start(file: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
     Args:
         file: of a module of this package. It is run by its path, so that the package that it is in is not imported.
         how: arguments of :class:`subprocess.Popen`.
+
+    Raises:
+        SpecbeamError: the system starts no process.
     """
-    return subprocess.Popen(
-        [sys.executable, "-P", file, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
-        start_new_session=True,
-        **how,
-    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", file, *arguments],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+            **how,
+        )
+    except OSError as error:
+        raise SpecbeamError(
+            f"{sys.executable or 'Python'} cannot be started as a child process ({error.strerror}), and only there "
+            "chat templates and files of sound are read: free memory or end other processes"
+        ) from error
 
 
 def ran_out_of_time(status: int) -> bool:

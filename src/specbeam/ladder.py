@@ -12,6 +12,7 @@ Read it from top to bottom: the model as the rungs see it, the rungs, and their 
 all of specbeam runs on, ``backends/torch/transformer.py``.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import math
@@ -22,6 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from specbeam.extras import require_for
+
+require_for(__name__)
 
 import numpy as np
 import torch

@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 
 UNKNOWN_MEMORY_BYTES = 16 << 30
 """Assumed where the system does not say: outside of Linux and macOS."""
+FREE_PAGES = ("vm.page_free_count", "vm.page_pageable_external_count", "vm.page_purgeable_count")
+"""macOS's numbers of pages that can be taken: unused ones, copies of files, and what programs have given up."""
 
 
 class Memory(NamedTuple):
@@ -39,7 +41,10 @@ def usable_processors(root: Path = Path("/")) -> int:
     Args:
         root: the folder with ``proc`` and ``sys``.
     """
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        processors = len(os.sched_getaffinity(0))
+    else:  # of a Mac only the fast ones: the threads of a pass share its work evenly, so the slowest sets its time
+        processors = _sysctl("hw.perflevel0.logicalcpu") or os.cpu_count() or 1
     quotas = [_quota(group) for group in _groups("cpu", root)]
     return max(1, math.ceil(min([processors, *quotas])))
 
@@ -123,11 +128,26 @@ def _machine_memory(root: Path, mapped: int) -> Memory:
     if "MemTotal" in facts:
         total = facts["MemTotal"] * 1024
         return Memory(total, max(0, facts.get("MemAvailable", facts["MemTotal"]) * 1024 - mapped))
+    if total := _sysctl("hw.memsize"):
+        free = sum(map(_sysctl, FREE_PAGES)) * _sysctl("hw.pagesize") or total
+        return Memory(total, max(0, min(free, total) - mapped))
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         total = UNKNOWN_MEMORY_BYTES
     return Memory(total, max(0, total - mapped))
+
+
+def _sysctl(name: str) -> int:
+    """A number of macOS's; 0 if it has none of this name, and on other systems."""
+    try:
+        function = ctypes.CDLL(None).sysctlbyname
+    except (AttributeError, OSError, TypeError):
+        return 0
+    function.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_size_t]
+    number, size = ctypes.c_uint64(), ctypes.c_size_t(8)  # some numbers have 4 bytes: the lower ones
+    failed = function(name.encode(), ctypes.byref(number), ctypes.byref(size), None, 0)
+    return 0 if failed else number.value
 
 
 def _facts(path: Path) -> dict[str, int]:

@@ -19,11 +19,13 @@ import sys
 import traceback
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import SpecbeamError, shown
+
+if TYPE_CHECKING:  # it imports forty modules
+    from importlib.metadata import EntryPoint
 
 GROUPS = {
     "strategy": "specbeam.strategies",
@@ -50,6 +52,8 @@ def is_name(text: str) -> bool:
 @cache
 def points(kind: str) -> tuple[EntryPoint, ...]:
     """The entry points of a kind. They are looked up once, since that reads a file of each installed package."""
+    from importlib.metadata import entry_points
+
     return tuple(entry_points(group=GROUPS[kind]))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -63,6 +64,7 @@ def test_a_hub_id_is_loaded(offline):
     lms = [specbeam.load("some/model", revision=revision) for revision in ("main", "old")]
     one, other = (specbeam.generate(lm, "abc", max_new_tokens=8).token_ids for lm in lms)
     assert one != other
+    assert [pickle.loads(pickle.dumps(lm)).weights for lm in lms] == [lm.weights for lm in lms]  # of its revision
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_and_no_hang(monkeypatch):
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SpecbeamError, match=r"pip install specbeam\[ray\]"):
+    with pytest.raises(SpecbeamError, match=r"pip install 'specbeam\[ray\]'"):
         run_on_ray([1], echo, print)
 
 

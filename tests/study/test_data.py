@@ -155,7 +155,7 @@ def test_a_hub_without_an_answer_is_asked_for_a_data_set_once(tmp_path, monkeypa
 def test_a_packaged_data_set_of_the_hub_names_the_extra_that_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     asked = check(compose(["data=cnn_dailymail"])).data
-    says = r"data.source=abisee/cnn_dailymail is no file here, .* package datasets: pip install specbeam\[study\]"
+    says = r"data.source=abisee/cnn_dailymail is no file here, .* package datasets: pip install 'specbeam\[study\]'"
     with pytest.raises(SpecbeamError, match=says):
         read_rows(asked, [], 0)
 

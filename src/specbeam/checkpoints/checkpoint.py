@@ -229,7 +229,7 @@ class Checkpoint(ABC):
         with refusing(f"{self.path}: its tokenizer is damaged"):
             written = tokenizer("").input_ids
             tokenizer.decode([0])
-        beyond = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= vocab_size)
+        beyond = self.tokens_beyond(vocab_size)
         if not beyond:
             return
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -240,6 +240,10 @@ class Checkpoint(ABC):
                     f"{self.path}: the tokenizer's token {token!r} has id {i}, but the model's vocabulary has "
                     f"{vocab_size} tokens: use the tokenizer it was trained with, or resize its embedding"
                 )
+
+    def tokens_beyond(self, vocab_size: int) -> list[tuple[int, str]]:
+        """The tokens of the tokenizer that a model with a vocabulary of this size lacks, with their ids."""
+        return sorted((i, token) for token, i in self.tokenizer.get_vocab().items() if i >= vocab_size)
 
     def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raises SpecbeamError unless the checkpoint has exactly the tensors of these parameters."""

@@ -165,6 +165,9 @@ class GGUFCheckpoint(Checkpoint):
         with refusing(f"{self.path}: its tokenizer is damaged"):
             return tokenizer_from_gguf(self.metadata, self.vocabulary)
 
+    def tokens_beyond(self, vocab_size: int) -> list[tuple[int, str]]:
+        return [*enumerate(self.vocabulary.tokens[vocab_size:], vocab_size)]  # to ask for all tokens takes long
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return self.vocabulary.eos_token_ids

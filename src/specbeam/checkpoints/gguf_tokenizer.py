@@ -191,8 +191,7 @@ def _byte_level(vocabulary: Vocabulary, merges: list[str] | None, pre: Pre) -> B
             f"{vocabulary.path}: its tokenizer has no merges (tokenizer.ggml.merges), without which each byte would be "
             "a token: convert the model again"
         )
-    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    tokenizer = Backend(models.BPE(ids, _pairs(merges), ignore_merges=pre.ignores_merges))
+    tokenizer = Backend(models.BPE(vocabulary.ids, _pairs(merges), ignore_merges=pre.ignores_merges))
     if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -218,15 +217,14 @@ def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Backend:
     if len(scores) != len(tokens):
         raise SpecbeamError(f"{path}: its tokenizer has {len(tokens)} tokens and {len(scores)} scores")
     check_lengths(tokens, path)
-    ids = {token: i for i, token in enumerate(tokens)}
-    implied = _kept_merges(vocabulary, ids, scores)
+    implied = _kept_merges(vocabulary, scores)
     if implied is None:
         merges = _pairs(_given_merges(get("merges"), path))
     else:
         names = np.array(tokens, object)
         merges = [*zip(names[implied[:, 0]], names[implied[:, 1]], strict=True)]
     unknown = tokens[vocabulary.special["unk_token"]] if "unk_token" in vocabulary.special else "<unk>"
-    tokenizer = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Backend(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     space_prefix = get("add_space_prefix", True)
     spaces = [normalizers.Prepend("▁")] if space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
@@ -260,13 +258,13 @@ def cuts(ids: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
                 yield token, left, right
 
 
-def _kept_merges(vocabulary: Vocabulary, ids: Mapping[str, int], scores: list[float]) -> Merges | None:
+def _kept_merges(vocabulary: Vocabulary, scores: list[float]) -> Merges | None:
     """:func:`_implied_merges` of a vocabulary. A large one has them beside the packed weights."""
     if len(scores) < MANY_TOKENS:
-        return _implied_merges(ids, scores)
+        return _implied_merges(vocabulary.ids, scores)
 
     def make() -> bytes:
-        merges = _implied_merges(ids, scores)
+        merges = _implied_merges(vocabulary.ids, scores)
         return NO_ORDER if merges is None else merges.tobytes()
 
     content = hashlib.sha256("\0".join(vocabulary.tokens).encode(errors="surrogatepass"))

@@ -78,6 +78,7 @@ class Vocabulary:
     Attributes:
         kind: of the tokenizer, such as "gpt2"; None if the file does not say.
         tokens: by their ids; empty if the file has none.
+        ids: of the tokens.
         types: of the tokens.
         special: the ids of bos_token, eos_token, unk_token and pad_token, as far as there are such tokens.
         eos_token_ids: the tokens that end a text.
@@ -86,6 +87,7 @@ class Vocabulary:
 
     kind: str | None
     tokens: list[str]
+    ids: dict[str, int]
     types: list[int]
     special: Mapping[str, int]
     eos_token_ids: frozenset[int]
@@ -136,7 +138,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> Vocab
         )
     _make_exceptions(ids, types, ends)
     special = {name: named[key] for name, key in SPECIAL_TOKENS.items() if key in named}
-    return Vocabulary(kind, tokens, types, special, frozenset(ends), path)
+    return Vocabulary(kind, tokens, ids, types, special, frozenset(ends), path)
 
 
 def _tokens(tokens: list[str], path: Path | str) -> list[str]:

@@ -173,10 +173,7 @@ def resembles(name: str, names: list[str]) -> bool:
 def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
     """Generate the texts and print them. Returns how many prompts failed."""
     from specbeam.engine import Engine
-    from specbeam.jobs.atomic import write_whole
     from specbeam.prompts import last_message, show_prompt
-    from specbeam.recording import event_line, events
-    from specbeam.replay import replay_page
 
     lm = load_model(given)
     draft, strategy = load_draft(given, lm), load_strategy(given)
@@ -202,6 +199,10 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
             raise KeyboardInterrupt(f"{printer.finished:,} of {len(rows):,} prompts were finished")
         raise KeyboardInterrupt
     if given.record is not None and not printer.failed:
+        from specbeam.jobs.atomic import write_whole
+        from specbeam.recording import event_line, events
+        from specbeam.replay import replay_page
+
         message = last_message(lm, rows[0].prompt, raw=given.raw)
         recording = events(lm, requests[0].prompt_ids, options[0], given.draft, requests[0].result(), message)
         if given.record.endswith(".html"):
@@ -232,8 +233,6 @@ class Printer:
         stream: bool,
         shows_trace: bool,
     ) -> None:
-        from tqdm import tqdm
-
         self.waiting = [*enumerate(zip(rows, requests, shown_prompts, strict=True))]
         self.number_of_prompts = len(rows)
         self.finished = self.failed = 0
@@ -242,8 +241,11 @@ class Printer:
         self.as_json = as_json
         self.stream = stream
         self.shows_trace = shows_trace
-        several = len(rows) > 1
-        self.bar = tqdm(total=len(rows), desc="prompts", leave=False, disable=None if several else True)
+        self.bar = None
+        if len(rows) > 1:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=len(rows), desc="prompts", leave=False, disable=None)
         if stream:
             self._print_heading(rows[0], 0, shown_prompts[0])
 
@@ -254,7 +256,8 @@ class Printer:
                 self._print(piece.text, end="")
         while self.waiting and self.waiting[0][1][1].done:
             index, (row, request, shown_prompt) = self.waiting.pop(0)
-            self.bar.update()
+            if self.bar is not None:
+                self.bar.update()
             try:
                 result = request.result()
             except Exception as error:  # the other prompts go on after any error
@@ -276,7 +279,7 @@ class Printer:
                 self._print(*show_trace(result.trace, colour=self.out.isatty() and "NO_COLOR" not in os.environ))
             if self.out is sys.stdout or self.number_of_prompts == 1:
                 print_lines(summary(result), file=sys.stderr)
-        if not self.waiting:
+        if not self.waiting and self.bar is not None:
             self.bar.close()
 
     def _about(self, row: PromptRow, index: int) -> dict[str, Any]:

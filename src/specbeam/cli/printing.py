@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,10 +28,9 @@ def one_line(error: Exception) -> str:
 
 def print_lines(*lines: str, end: str = "\n", file: TextIO | None = None) -> None:
     """Print lines, if there are any, above the progress bars of the terminal."""
-    from tqdm import tqdm
-
+    tqdm = sys.modules.get("tqdm")  # if nothing has imported it, there are no bars
     if lines:
-        with tqdm.external_write_mode(file=file):
+        with tqdm.tqdm.external_write_mode(file=file) if tqdm else nullcontext():
             print(*lines, sep="\n", end=end, file=file, flush=True)
 
 
@@ -42,11 +41,11 @@ def printing_to(file: str | None) -> Iterator[TextIO]:
     Raises:
         SpecbeamError: the file cannot be written.
     """
-    from specbeam.jobs.atomic import replacing
-
     if file is None or file == "-":
         yield sys.stdout
         return
+    from specbeam.jobs.atomic import replacing
+
     path = Path(file)
     if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe cannot be replaced
         with path.open("w", encoding="utf-8", errors="replace") as out:

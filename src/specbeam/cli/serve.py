@@ -192,7 +192,7 @@ def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = 
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client"):
             raise
-        raise SpecbeamError(f"the server needs {error.name}: pip install specbeam[server]") from error
+        raise SpecbeamError(f"the server needs {error.name}: pip install 'specbeam[server]'") from error
 
 
 def _serve(
@@ -242,7 +242,7 @@ def _serve(
             try:
                 from specbeam.server.replicas import make_front, replicas_on_ray
             except ImportError as error:
-                raise SpecbeamError("--launcher ray needs Ray Serve: pip install specbeam[ray]") from error
+                raise SpecbeamError("--launcher ray needs Ray Serve: pip install 'specbeam[ray]'") from error
             replicas = stack.enter_context(
                 replicas_on_ray(
                     make_models,

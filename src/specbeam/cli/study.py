@@ -51,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
         import hydra  # noqa: F401
         import pandas  # noqa: F401
     except ImportError as error:
-        raise SpecbeamError(f"the study bench needs {error.name}: pip install specbeam[study]") from error
+        raise SpecbeamError(f"the study bench needs {error.name}: pip install 'specbeam[study]'") from error
     match given.words:
         case ["show"]:
             from specbeam.study.results import latest_run

@@ -64,7 +64,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise SpecbeamError("workers on a cluster need Ray: pip install specbeam[ray]") from error
+        raise SpecbeamError("workers on a cluster need Ray: pip install 'specbeam[ray]'") from error
     return ray
 
 

@@ -393,7 +393,7 @@ def pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise SpecbeamError("Parquet files need pyarrow: pip install specbeam[study]") from error
+        raise SpecbeamError("Parquet files need pyarrow: pip install 'specbeam[study]'") from error
     return pyarrow
 
 

@@ -177,7 +177,7 @@ def _of_hub(data: Data) -> Iterator[Any]:
     except ImportError as error:
         raise SpecbeamError(
             f"data.source={data.source} is no file here, and data sets of the hub need the package {error.name}: "
-            "pip install specbeam[study]"
+            "pip install 'specbeam[study]'"
         ) from error
     assert data.source is not None
     silence, offline = no_answer(data.source, kind="dataset"), config.HF_HUB_OFFLINE

@@ -51,7 +51,7 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise SpecbeamError("tracking=wandb needs wandb: pip install specbeam[wandb]") from error
+            raise SpecbeamError("tracking=wandb needs wandb: pip install 'specbeam[wandb]'") from error
         self._wandb: Any = wandb
         self._rows: list[list[Any]] = []
         tracking = config["tracking"]

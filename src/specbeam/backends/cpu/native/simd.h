@@ -9,7 +9,7 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -150,7 +150,7 @@ inline F32 multiply_add(F32 a, F32 b, F32 c) {
   return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(SPECBEAM_EIGHT_LANES)
   return {multiply_add(a.low, b.low, c.low), multiply_add(a.high, b.high, c.high)};
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__aarch64__)
   for (int quarter = 0; quarter < 4; quarter++) {
     const float32x4_t x = vld1q_f32((const float *)&a + 4 * quarter), y = vld1q_f32((const float *)&b + 4 * quarter);
     vst1q_f32((float *)&c + 4 * quarter, vfmaq_f32(vld1q_f32((const float *)&c + 4 * quarter), x, y));
@@ -215,7 +215,7 @@ inline Register load_half(const uint16_t *p) {
   return (F32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(SPECBEAM_EIGHT_LANES)
   return (Register)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__aarch64__)
   F32 out;
   for (int i = 0; i < LANES; i += 4) vst1q_f32((float *)&out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i))));
   return out;
