@@ -123,10 +123,6 @@ class Controller:
         lookups_pay = self._matched is not None and rounds.seconds < rounds.steps * plain
         return DraftTokens() if lookups_pay else SKIPPED
 
-    def chances(self, depth: int) -> NDArray[np.float64]:
-        """The chances that this round's chains are accepted down to each level, float64 [depth]."""
-        return self._surviving(self._now, self._now.sizes.widths[0], depth, self._matched)
-
     def draft_cost(self, nodes: int) -> float:
         """Seconds of a pass of the draft model."""
         return self._draft(nodes) if self._draft is not None and nodes else 0.0

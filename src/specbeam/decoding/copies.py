@@ -62,7 +62,7 @@ class Copies:
             self._acceptance.skip()
             return DraftTokens()
         below = [[chain[:depth].tolist()] for chain in chains]
-        draft_tokens = self._chains.draft(np.array([*self._matched]), below, 1, lambda levels: np.ones(levels))
+        draft_tokens = self._chains.draft(np.array([*self._matched]), below, 1)
         self._parents = dict(zip(draft_tokens.nodes.tolist(), tree.parents(draft_tokens.nodes).tolist(), strict=True))
         for node, parent in self._parents.items():
             self._matched[node] = self._matched[parent] + 1

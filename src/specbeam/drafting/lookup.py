@@ -78,7 +78,7 @@ class Lookup:
         if not depth:
             return self.controller.no_draft()
         found = [following(width, depth), *(self._look_up(tip)[1](width, depth) for tip in others)]
-        return self.chains.draft(np.array([best, *others]), found, width, self.controller.chances)
+        return self.chains.draft(np.array([best, *others]), found, width)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _read_prefix(self) -> None:
