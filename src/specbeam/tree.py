@@ -217,10 +217,6 @@ class Tree:
         """Whether a node is live."""
         return self._living.counts[node] > 0
 
-    def live_among(self, nodes: Any) -> NDArray[np.bool_]:
-        """Which of the nodes, int [n], are live, bool [n]."""
-        return np.array([self._living.counts[node] > 0 for node in nodes], dtype=bool)
-
     def keep(self, growing: Any, finished: Any = NO_NODES) -> None:
         """Drop every node that is neither one of these nor an ancestor of one; extend the shared prefix.
 

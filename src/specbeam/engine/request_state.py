@@ -145,10 +145,6 @@ class RequestState:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
         return sum(state.slots.found() * state.backend.slot_bytes for state in self._states)
 
-    def most_growth_bytes(self, nodes: Nodes) -> int:
-        """Upper bound on :meth:`growth_bytes`: as if none of the nodes had a slot."""
-        return (len(nodes) + self.model.source_growth) * self.model.backend.slot_bytes
-
     def growth_bytes(self, nodes: Nodes) -> int:
         """Bytes of new slots that a pass over some of its pending nodes takes."""
         return (self.model.slots.growth(nodes) + self.model.source_growth) * self.model.backend.slot_bytes

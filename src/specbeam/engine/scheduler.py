@@ -319,10 +319,7 @@ class Scheduler:
         while True:
             room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
             room -= self.budget.held
-            growth = sum(request.most_growth_bytes(nodes) for batch in batches for request, nodes in batch)
-            if growth > room:  # some nodes may have slots, since a pass over them failed
-                growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
-            room -= growth
+            room -= sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             self.budget.evict(room)
             if room >= 0:
                 return [batch for batch in batches if batch]
