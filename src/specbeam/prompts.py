@@ -234,7 +234,7 @@ def _encode_text(
         text = render(lm.tokenizer, messages, rendering) if templated else joined
     if most is not None:
         check_unicode(text)
-        least = least_tokens(tokenizer, text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
+        least = least_tokens(text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
         if least > most:
             raise too_long(lm, f"at least {least:,}", most)
     ids = token_ids(tokenizer, text, add_special_tokens=not templated)

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
@@ -296,25 +295,10 @@ class JsonlRows(TextRows):
         return islice((numbered for numbered in stripped if numbered[1]), self.limit)
 
 
-@dataclass(frozen=True)
-class LargeNumber:
-    """A number that is too large for Python's int or float. No column of a Parquet file has room for it."""
-
-    digits: str
-
-    def __repr__(self) -> str:
-        return self.digits if len(self.digits) <= 24 else f"{self.digits[:24]}..."
-
-
-def whole_number(digits: str) -> int | LargeNumber:
-    try:
-        return int(digits)
-    except ValueError:  # Python reads at most 4,300 digits
-        return LargeNumber(digits)
-
-
-def fraction(digits: str) -> float | LargeNumber:
-    return LargeNumber(digits) if math.isinf(value := float(digits)) else value
+def finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"the number {digits[:24]} is too large")
+    return value
 
 
 def distinct_members(members: list[tuple[str, Any]]) -> Row:
@@ -326,7 +310,7 @@ def distinct_members(members: list[tuple[str, Any]]) -> Row:
     return row
 
 
-ROW_DECODER = json.JSONDecoder(object_pairs_hook=distinct_members, parse_int=whole_number, parse_float=fraction)
+ROW_DECODER = json.JSONDecoder(object_pairs_hook=distinct_members, parse_float=finite)
 
 
 class CsvRows(TextRows):
@@ -515,9 +499,7 @@ def csv_line(cells: Iterable[Any]) -> bytes:
 def csv_cell(value: Any) -> str:
     if value is None:
         return ""
-    if isinstance(value, LargeNumber):
-        return value.digits
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda n: n.digits)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def json_of(value: Any) -> str:
