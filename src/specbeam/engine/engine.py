@@ -1,7 +1,8 @@
 """The engine: requests of many kinds share forward passes.
 
-A request is a strategy, a generator that asks for logits at nodes of its tree. In each iteration the engine gathers the
-nodes that live requests ask for, runs one forward pass, and hands back the logits. It alone owns memory and batching.
+A request is a strategy, a generator that asks for selections at nodes of its tree. In each iteration the engine gathers
+the nodes that live requests ask for, runs one forward pass, and hands back the selections. It alone owns memory and
+batching.
 """
 
 from __future__ import annotations

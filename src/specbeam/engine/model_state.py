@@ -126,7 +126,7 @@ class ModelState:
         return 0 if (own := self._source_slots) is None else own.tree.prefix_length - own.used
 
     @property
-    def is_reading(self) -> bool:
+    def is_prefilling(self) -> bool:
         """Whether it prefills or recomputes: no pass has completed what the strategy asked for since it began."""
         return self.completed == self._completed_before
 
