@@ -182,7 +182,7 @@ class Selection:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """Those with a row for each node; None for those that were not asked for."""
+        """The arrays with a row for each node. None stands for an array that was not asked for."""
         return self.tokens, self.log_probs, self.scores, self.normalizers, self.noise, self.given, self.totals
 
     @property

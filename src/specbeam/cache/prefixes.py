@@ -103,7 +103,7 @@ class PrefixCache:
         return np.concatenate([NO_SLOTS, *(node.slots for node in self._by_use)])
 
     def _walk(self, tokens: Ints) -> tuple[RadixNode, int, int]:
-        """The last node that a sequence goes through, the tokens in common with it, and the number in all."""
+        """The last node on a sequence's path, how many of its tokens match, and the length of the cached prefix."""
         node, common, known = self._root, 0, 0
         while common == len(node.tokens) and known < len(tokens):
             child = node.children.get(int(tokens[known]))

@@ -405,4 +405,4 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END) | {"pad_token": "<|padding|>"},
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
 }
-"""The special tokens of each kind that is rebuilt, where tokenizer_config.json does not say which."""
+"""The special tokens of each kind that is rebuilt, if tokenizer_config.json names none."""

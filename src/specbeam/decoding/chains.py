@@ -13,7 +13,7 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 class Chains:
     """Puts chains of tokens below tips.
 
-    A chain ends before a token that is forbidden, that would end the sequence, or that has no room.
+    A chain ends before a forbidden token, an end token, and the maximum length.
 
     Args:
         most: the largest number of draft tokens per forward pass.

@@ -1,4 +1,4 @@
-"""Changes of scores that a checkpoint asks for in its generation settings, and that are no options of a request."""
+"""Processors that only a checkpoint's generation settings ask for: a request has no option for them."""
 
 from __future__ import annotations
 

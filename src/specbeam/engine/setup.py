@@ -215,7 +215,7 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
 
 
 def with_forced_tokens(setup: Setup, drafter: Drafter | None) -> Drafter | None:
-    """The drafter of a request, which first proposes the tokens that its constraint forces, if it has one."""
+    """The drafter of a request. Under a constraint, it first proposes the tokens that are forced."""
     process = setup.selector.process
     if process.constraint is None:
         return drafter
