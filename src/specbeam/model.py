@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
-from specbeam.backends.devices import choose_device, choose_dtype, has_kernels, kind
+from specbeam.backends.devices import DTYPES, choose_device, choose_dtype, has_kernels, kind
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.checkpoints.registry import ALIASES
 from specbeam.errors import SpecbeamError, Unsupported
@@ -188,7 +188,6 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
     except Unsupported as error:
         return "transformers", error
     from specbeam.backends.cpu.library import choose_isa, library
-    from specbeam.backends.devices import choose_device
 
     halves = placement.dtype not in ("auto", "float32")
     if placement.quantize == "auto" and (halves or choose_device(placement.device) != "cpu"):
@@ -204,8 +203,6 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
 
 def _weight_format(placement: Placement) -> str:
     """The cpu backend's format of weights."""
-    from specbeam.backends.devices import choose_device
-
     device, dtype, quantize = placement.device, placement.dtype, placement.quantize
     if device != "auto" and choose_device(device) != "cpu":
         raise SpecbeamError(f"the cpu backend does not run on {device}: leave out the device, or the backend")
@@ -296,8 +293,6 @@ def weights_of(source: str | os.PathLike[str], placement: Placement) -> tuple[st
     Raises:
         SpecbeamError: as for :func:`load`.
     """
-    from specbeam.backends.devices import DTYPES, choose_device, choose_dtype
-
     checkpoint, backend, _ = _open(source, placement)
     if backend == "cpu":
         from specbeam.backends.cpu import choose_mode
@@ -318,8 +313,6 @@ def _open(
     backend, reason = placement.backend, None
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
-    from specbeam.backends.devices import choose_dtype
-
     choose_dtype(placement.dtype, "cpu", "float32")  # refuses names that nobody knows before a package is asked for
     checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
     if backend == "auto":
