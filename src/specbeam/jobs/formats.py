@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
@@ -11,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +43,7 @@ ROW_GROUP_BYTES = 4 * 2**20
 """The size of a row group in a Parquet file, before compression. It is in memory until it is written."""
 PAGE_BUFFER_BYTES = 2**16
 """Bytes that are read at a time from each column of a Parquet file."""
-CONVERSION_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError)
+CONVERSION_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError, EOFError, zlib.error)
 """Raised for damaged bytes, and by pyarrow for a cell without a value in Python."""
 
 
@@ -51,7 +53,7 @@ def open_rows(path: Path, limit: int | None = None) -> Rows:
     Raises:
         SpecbeamError: the file cannot be read, has another ending, is damaged, or has no rows.
     """
-    if (ending := path.suffix.lower()) not in FORMATS:
+    if (ending := Path(path.name.removesuffix(".gz")).suffix.lower()) not in FORMATS:
         raise SpecbeamError(f"{path} has an unknown ending: name it {', '.join(FORMATS)}, after its format")
     make, _ = FORMATS[ending]
     return make(path, limit)
@@ -166,13 +168,14 @@ class Rows(ABC):
 
 
 def seekable(path: Path) -> io.BufferedReader | io.BufferedRandom:
-    """A file to read several times. A pipe's content is copied to a nameless file first."""
+    """A file to read several times. The content of a pipe or of a .gz file is copied to a nameless file first."""
     file = path.open("rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    is_gzip = path.suffix == ".gz"
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode) and not is_gzip:
         return file
-    with file:
+    with file, gzip.open(file) if is_gzip else file as content:
         copy = tempfile.TemporaryFile()  # noqa: SIM115
-        shutil.copyfileobj(file, copy)
+        shutil.copyfileobj(content, copy)
         copy.flush()
     return copy
 
