@@ -230,7 +230,7 @@ def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
 
 
 def warn_of_settings(lm: LanguageModel) -> None:
-    """Name the generation settings of a model's checkpoint that transformers applies, and that have no effect here."""
+    """Name the generation settings of a checkpoint that only transformers applies."""
     if not_applied := lm.generation_defaults.not_applied:
         logger.warning("%s: %s", lm.source, not_applied)
 

@@ -38,7 +38,7 @@ Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Su
 """Text, token ids (a list, or a vector of NumPy or PyTorch), or chat messages."""
 
 PLACE_OF_ANSWER = "<PLACE OF THE ANSWER>"
-"""Put at the end of the message that is to be continued, this shows where the chat template has that end."""
+"""A mark at the end of the message to be continued. It shows that end in the rendered template."""
 
 ALSO_NEW = ", which must hold at least one new token too"
 """What messages say of a context that a prompt may not fill."""

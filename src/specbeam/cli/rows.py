@@ -1,4 +1,4 @@
-"""Commands that make an answer for each row of a file, here or on a cluster, and go on where they were interrupted."""
+"""Commands that make an answer for each row of a file, here or on a cluster. They can be interrupted and resumed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from specbeam.constraints.grammar import DESCRIPTIONS
 from specbeam.errors import SpecbeamError, located
 from specbeam.model import Placement
 from specbeam.option_names import LOOKUPS, nearest_name
-from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
+from specbeam.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
 from specbeam.plugins import entry_point_names, is_name, is_own_drafter
 from specbeam.study.tables import KNOWN, own_name
 
@@ -25,7 +25,7 @@ FUNCTIONS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 """Options whose values are Python objects."""
 USERS: dict[str, frozenset[str]] = {
     **dict.fromkeys(SAMPLING_OPTIONS, frozenset({"samples"})),
-    **dict.fromkeys((*BEAM_OPTIONS, "num_beams", "num_beam_groups", "diversity_penalty"), frozenset({"has beams"})),
+    **dict.fromkeys(SEARCH_OPTIONS, frozenset({"has beams"})),
     **dict.fromkeys(MAX_DRAFT_SIZES, frozenset({"drafts"})),
     **dict.fromkeys(("draft_temperature", "draft_top_k"), frozenset({"samples", "drafts"})),
     "bound_rule": frozenset({"has beams"}),
