@@ -213,7 +213,7 @@ def row(strategy: str, prompts: list[dict[str, Any]]) -> str:
 
 
 def texts(results: dict[str, Any]) -> Iterator[str]:
-    """Each different text once, then notes on beams, on unused drafts and on strategies that differ from their twins."""
+    """Each different text once, then notes on beams, on unused drafts and strategies that differ from their twins."""
     found: dict[tuple[str, ...], list[str]] = {}
     for strategy, result in results.items():
         found.setdefault(tuple(s.text for s in result.sequences), []).append(strategy)
