@@ -150,11 +150,15 @@ class LanguageModel:
 
     def token_text(self, token: int) -> str:
         """The text of a token as a part of a text, special tokens written out; empty without a tokenizer."""
+        text = self.text_or_bytes(token)
+        return text if isinstance(text, str) else text.decode(errors="replace")
+
+    def text_or_bytes(self, token: int) -> str | bytes:
+        """As :meth:`token_text`, but the bytes of a token that is no whole characters."""
         piece = None if self.tokenizer is None else self.tokenizer.convert_ids_to_tokens(token)
         if piece is None or token in self._added_tokens:
-            return piece or ""
-        text = text_of(self.tokenizer, token, piece)
-        return text if isinstance(text, str) else text.decode(errors="replace")
+            return piece or ""  # a model may have more rows than its tokenizer has tokens
+        return text_of(self.tokenizer, token, piece)
 
     @cached_property
     def _added_tokens(self) -> frozenset[int]:
