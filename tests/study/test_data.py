@@ -186,6 +186,7 @@ FAR = pyarrow.table({"prompt": ["a"], "day": pyarrow.array([2**62], pyarrow.time
         ("d.jsonl.gz", bytes(DAMAGED_GZIP), "cannot be read"),
         ("e.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("f.json", b"[" * 100_000, "is not JSON"),
+        ("g.json", b"\xff", r"^\S+/g.json is not UTF-8 text"),
     ],
 )
 def test_unreadable_files_are_one_line(tmp_path, name, content, message):

@@ -115,8 +115,9 @@ def _records(path: Path) -> Iterator[Any]:
     if suffix not in TABLES:
         raise SpecbeamError(f"data.source={path} is not a {', '.join(TABLES)} or .txt file: convert it")
     if suffix == ".json":
+        text = _read(path)
         try:
-            whole = json.loads(_read(path))
+            whole = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SpecbeamError(f"{path} is not JSON: {error}") from error
         yield from whole if isinstance(whole, list) else [whole]
