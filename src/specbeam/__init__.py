@@ -111,7 +111,7 @@ if not TYPE_CHECKING:  # which would take every name, misspelt ones too, for one
 def __dir__() -> list[str]:
     """The public names, for ``dir``, ``help`` and tab completion.
 
-    ``help`` imports all of them. So modules that need more packages are among them only where these are installed, and
+    ``help`` imports all of them. So a module that needs more packages is listed only if these are installed, and
     ``lm_eval`` only once it is imported.
     """
     from specbeam.extras import MODULES, are_installed

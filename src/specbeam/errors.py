@@ -26,7 +26,7 @@ class Unsupported(SpecbeamError):
 class TooManyNodes(SpecbeamError):
     """The memory of an engine cannot hold the nodes that a strategy asks for, although its request is alone.
 
-    It is raised in a strategy that would rather go on with fewer nodes (``Evaluate.or_fewer``), where it asked.
+    It is raised at the ``yield`` of a strategy that prefers to go on with fewer nodes (``Evaluate.or_fewer``).
     """
 
 
@@ -47,7 +47,7 @@ class QueueFull(SpecbeamError):
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Let the message of a SpecbeamError begin with the place where it was raised, unless that is empty."""
+    """Put a place before the message of a SpecbeamError, unless the place is empty."""
     try:
         yield
     except SpecbeamError as error:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode_answers
-from specbeam.scoring import Text, check_length, score
+from specbeam.scoring import Text, check_length, score_by_owner
 
 MIN_LABELS = 2
 
@@ -108,11 +108,7 @@ def probabilities(
     """
     check_labels(labels)
     questions = [question(lm, prompt, labels, system=system, raw=raw) for prompt in prompts]
-    owners = [(number, place) for number, one in enumerate(questions) for place in range(len(one.texts))]
-    log_probs = [[0.0] * len(one.texts) for one in questions]
-    texts = [text for one in questions for text in one.texts]
-    for index, log_prob, _ in score(lm, texts, max_contexts=max_contexts):
-        number, place = owners[index]
-        log_probs[number][place] = log_prob
-    found = [one.probabilities(scores).tolist() for one, scores in zip(questions, log_probs, strict=True)]
-    return [dict(zip(labels, shares, strict=True)) for shares in found]
+    texts = {number: one.texts for number, one in enumerate(questions)}
+    scores = dict(score_by_owner(lm, texts, max_contexts=max_contexts))
+    shares = [one.probabilities(scores[number]).tolist() for number, one in enumerate(questions)]
+    return [dict(zip(labels, some, strict=True)) for some in shares]

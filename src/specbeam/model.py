@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
-from specbeam.backends.devices import choose_device, choose_dtype, has_kernels, kind
+from specbeam.backends.devices import DTYPES, choose_device, choose_dtype, has_kernels, kind
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.checkpoints.registry import ALIASES
 from specbeam.errors import SpecbeamError, Unsupported
@@ -173,11 +173,15 @@ class LanguageModel:
 
     def token_text(self, token: int) -> str:
         """The text of a token as a part of a text, special tokens written out; empty without a tokenizer."""
+        text = self.text_or_bytes(token)
+        return text if isinstance(text, str) else text.decode(errors="replace")
+
+    def text_or_bytes(self, token: int) -> str | bytes:
+        """As :meth:`token_text`, but the bytes of a token that is no whole characters."""
         piece = None if self.tokenizer is None else self.tokenizer.convert_ids_to_tokens(token)
         if piece is None or token in self._added_tokens:
-            return piece or ""
-        text = text_of(self.tokenizer, token, piece)
-        return text if isinstance(text, str) else text.decode(errors="replace")
+            return piece or ""  # a model may have more rows than its tokenizer has tokens
+        return text_of(self.tokenizer, token, piece)
 
     @cached_property
     def _added_tokens(self) -> frozenset[int]:
@@ -211,7 +215,6 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
     except Unsupported as error:
         return "transformers", error
     from specbeam.backends.cpu.library import choose_isa, library
-    from specbeam.backends.devices import choose_device
 
     halves = placement.dtype not in ("auto", "float32")
     if placement.quantize == "auto" and (halves or choose_device(placement.device) != "cpu"):
@@ -227,8 +230,6 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
 
 def _weight_format(placement: Placement) -> str:
     """The cpu backend's format of weights."""
-    from specbeam.backends.devices import choose_device
-
     device, dtype, quantize = placement.device, placement.dtype, placement.quantize
     if device != "auto" and choose_device(device) != "cpu":
         raise SpecbeamError(f"the cpu backend does not run on {device}: leave out the device, or the backend")
@@ -256,7 +257,7 @@ def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
 
 
 def warn_of_settings(lm: LanguageModel) -> None:
-    """Name the generation settings of a model's checkpoint that transformers applies, and that have no effect here."""
+    """Name the generation settings of a checkpoint that only transformers applies."""
     if not_applied := lm.generation_defaults.not_applied:
         logger.warning("%s: %s", lm.source, not_applied)
 
@@ -319,8 +320,6 @@ def weights_of(source: str | os.PathLike[str], placement: Placement) -> tuple[st
     Raises:
         SpecbeamError: as for :func:`load`.
     """
-    from specbeam.backends.devices import DTYPES, choose_device, choose_dtype
-
     checkpoint, backend, _ = _open(source, placement)
     if backend == "cpu":
         from specbeam.backends.cpu import choose_mode
@@ -341,8 +340,6 @@ def _open(
     backend, reason = placement.backend, None
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
-    from specbeam.backends.devices import choose_dtype
-
     choose_dtype(placement.dtype, "cpu", "float32")  # refuses names that nobody knows before a package is asked for
     checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
     if backend == "auto":

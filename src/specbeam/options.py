@@ -16,7 +16,7 @@ from specbeam.option_names import nearest_name
 MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
 """The largest allowed values of the draft sizes: draft length, draft tokens per level, draft tokens per pass."""
 NEUTRAL_VALUES = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
-"""The options that shape the distribution tokens are drawn from, and the values with which they leave it alone."""
+"""The options that shape the distribution of draws, and the values that leave it as it is."""
 SAMPLING_OPTIONS = tuple(NEUTRAL_VALUES)
 MAX_LOGIT_BIAS = 10_000
 """The sum of such biases over a sequence stays far from the scores that mark forbidden sequences."""
@@ -45,6 +45,8 @@ NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 """The type of each option that is a number, whether a value is allowed, and the allowed values in words."""
 BEAM_OPTIONS = ("length_penalty", "early_stopping", "distinct")
 """Options that have no effect without beams, None if they are not given."""
+SEARCH_OPTIONS = ("num_beams", *BEAM_OPTIONS, "num_beam_groups", "diversity_penalty")
+"""Options that only methods with beams have."""
 FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size")
 FILLED_BEAM_OPTIONS = ("length_penalty", "early_stopping")
 """Options that a checkpoint's generation settings fill in: for every method, and with beams."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from specbeam import chat_templates
 from specbeam.checkpoints.code import refusing
 from specbeam.control_tokens import ControlTokens
+from specbeam.detokenizing import shared_length
 from specbeam.errors import SpecbeamError
 from specbeam.machine import return_free_memory
 from specbeam.model import LanguageModel
@@ -37,7 +38,7 @@ Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Su
 """Text, token ids (a list, or a vector of NumPy or PyTorch), or chat messages."""
 
 PLACE_OF_ANSWER = "<PLACE OF THE ANSWER>"
-"""Put at the end of the message that is to be continued, this shows where the chat template has that end."""
+"""A mark at the end of the message to be continued. It shows that end in the rendered template."""
 
 ALSO_NEW = ", which must hold at least one new token too"
 """What messages say of a context that a prompt may not fill."""
@@ -166,7 +167,7 @@ def encode_answers(
     own, *wholes = _encode_all(lm, texts, add_special_tokens=not templated)
     if own[:1] != first and prompt is None:
         own, wholes = [*first, *own], [[*first, *ids] for ids in wholes]
-    length = min(map(_common_length, [own] * len(wholes), wholes))
+    length = shared_length([own, *wholes])
     if not length:
         raise SpecbeamError("the prompt has no token that stays when a text follows it: give a longer prompt")
     return own[:length], [ids[length:] for ids in wholes]
@@ -195,12 +196,6 @@ def space_before(prompt: str, answer: str) -> str:
     is_wide = is_punctuation and unicodedata.east_asian_width(last) in "WF"
     opens = unicodedata.category(last or " ") in ("Ps", "Pi") or last in "\"'`"
     return "" if last.isspace() or answer[:1].isspace() or opens or is_wide else " "
-
-
-def _common_length(some: list[int], other: list[int]) -> int:
-    """How many tokens two texts begin with in common."""
-    pairs = enumerate(zip(some, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(some), len(other)))
 
 
 def _encode_all(lm: LanguageModel, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -234,7 +229,7 @@ def _encode_text(
         text = render(lm.tokenizer, messages, rendering) if templated else joined
     if most is not None:
         check_unicode(text)
-        least = least_tokens(tokenizer, text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
+        least = least_tokens(text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
         if least > most:
             raise too_long(lm, f"at least {least:,}", most)
     ids = token_ids(tokenizer, text, add_special_tokens=not templated)

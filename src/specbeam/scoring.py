@@ -6,9 +6,10 @@ that begin alike, with the same examples for instance, share the slots of their 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,21 @@ def score(
     for (numbers, scores), request in engine.as_completed(submissions):
         request.result()
         yield from zip(numbers, scores.log_probs.tolist(), scores.greedy.tolist(), strict=True)
+
+
+def score_by_owner(
+    lm: LanguageModel, texts: Mapping[int, list[Text]], *, max_contexts: int = 8
+) -> Iterator[tuple[int, list[float]]]:
+    """The scores of all texts of each owner, as soon as they are known. Arguments and errors as for :func:`score`."""
+    owners = [(owner, place) for owner, some in texts.items() for place in range(len(some))]
+    scores = {owner: [0.0] * len(some) for owner, some in texts.items()}
+    left = Counter(owner for owner, _ in owners)
+    for index, log_prob, _ in score(lm, [*chain.from_iterable(texts.values())], max_contexts=max_contexts):
+        owner, place = owners[index]
+        scores[owner][place] = log_prob
+        left[owner] -= 1
+        if not left[owner]:
+            yield owner, scores[owner]
 
 
 def _submit(

@@ -7,7 +7,8 @@ are. ``specbeam.backends.torch.selecting`` does so in PyTorch on any device. It 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from operator import getitem
 from typing import Any, Literal
 
 import numpy as np
@@ -180,6 +181,11 @@ class Selection:
         return rows[0] if len(rows) == 1 else self.join(rows)
 
     @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays with a row for each node. None stands for an array that was not asked for."""
+        return self.tokens, self.log_probs, self.scores, self.normalizers, self.noise, self.given, self.totals
+
+    @property
     def finite(self) -> bool:
         """Whether each row of logits has probabilities: no logit is NaN or +inf, and not all are -inf."""
         return bool(np.isfinite(self.normalizers).all())
@@ -188,17 +194,9 @@ class Selection:
         """The selections of the passes, at n nodes each."""
         for first in range(0, len(self.tokens), n):
             rows = slice(first, first + n)
-            yield Selection(
-                self.tokens[rows],
-                self.log_probs[rows],
-                self.scores[rows],
-                self.normalizers[rows],
-                None if self.noise is None else self.noise[rows],
-                None if self.given is None else self.given[rows],
-                None if self.totals is None else self.totals[rows],
-                self.sources if rows.stop == len(self.tokens) else (),
-                self.join,
-            )
+            sources = self.sources if rows.stop == len(self.tokens) else ()
+            arrays: list[Any] = [None if one is None else one[rows] for one in self.arrays]
+            yield Selection(*[*arrays, sources, self.join])
 
     def take(self, rows: NDArray[np.int64]) -> Selection:
         """The selection at some of the nodes, given by their rows, int64 [k]."""
@@ -221,25 +219,19 @@ class Selection:
 
 def gather(rows: Sequence[tuple[Selection, int]]) -> Selection:
     """One selection of rows of several, whose requests must be of one kind."""
-
-    def gathered(name: str) -> Any:
-        if getattr(first, name) is None:
-            return None
-        return getattr(first, name)[numbers] if same else np.stack([getattr(one, name)[row] for one, row in rows])
-
     first, numbers = rows[0][0], [row for _, row in rows]
-    same = all(selection is first for selection, _ in rows)
+    if all(selection is first for selection, _ in rows):
+        arrays: list[Any] = [None if one is None else one[numbers] for one in first.arrays]
+    else:
+        each = zip(*(selection.arrays for selection, _ in rows), strict=True)
+        arrays = [None if of[0] is None else np.stack([*map(getitem, of, numbers)]) for of in each]
     all_there = all(selection.sources for selection, _ in rows)
     sources = tuple(selection.source(row) for selection, row in rows) if all_there else ()
-    names = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
-    return Selection(**{name: gathered(name) for name in names}, sources=sources, join=first.join)
+    return Selection(*[*arrays, sources, first.join])
 
 
 def one_after_another(selections: Sequence[Selection]) -> Selection:
     """The selections of several passes at the same nodes as one, with the logits of the last."""
-    *_, last = selections
-    values: dict[str, Any] = {}
-    for name in (one.name for one in fields(Selection) if one.name not in ("sources", "join")):
-        arrays = [getattr(one, name) for one in selections]
-        values[name] = None if arrays[0] is None else np.concatenate(arrays)
-    return Selection(**values, sources=last.sources, join=last.join)
+    each = zip(*(selection.arrays for selection in selections), strict=True)
+    arrays: list[Any] = [None if of[0] is None else np.concatenate(of) for of in each]
+    return Selection(*[*arrays, selections[-1].sources, selections[-1].join])

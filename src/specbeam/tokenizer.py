@@ -30,8 +30,8 @@ class Encoding(dict[str, Any]):
 class Tokenizer:
     """Turns texts into token ids, and token ids into texts.
 
-    ``load(...).tokenizer`` is one, and so it has the tokens and the chat template of the model's files. Models whose
-    tokenizers need transformers have one of transformers' instead, which has all of these calls, too.
+    ``load(...).tokenizer`` is one, and so it has the tokens and the chat template of the model's files. If a model's
+    tokenizer needs transformers, it is one of transformers', which has all of these calls, too.
 
     Args:
         backend: does the work. It is used as it is, and without truncation and padding.

@@ -217,15 +217,11 @@ class Tree:
         """Whether a node is live."""
         return self._living.counts[node] > 0
 
-    def live_among(self, nodes: Any) -> NDArray[np.bool_]:
-        """Which of the nodes, int [n], are live, bool [n]."""
-        return np.array([self._living.counts[node] > 0 for node in nodes], dtype=bool)
-
     def keep(self, growing: Any, finished: Any = NO_NODES) -> None:
         """Drop every node that is neither one of these nor an ancestor of one; extend the shared prefix.
 
-        Nothing grows below finished nodes. They and the ancestors that no growing node needs stay in the tree, but no
-        forward pass needs them again, so they are among the nodes that :meth:`take_dropped` returns.
+        Nothing grows below finished nodes. They stay in the tree with their ancestors. No forward pass needs these
+        again, unless a growing node is below them, so :meth:`take_dropped` returns them, too.
 
         Raises:
             ValueError: a node is not live.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbeam.cache.pool import NOBODY, EngineCache, FreeList, pool_of
-from specbeam.cache.slots import Slots
+from specbeam.cache.slots import NOWHERE, Slots
 from specbeam.tree import NO_NODES, Tree
 from tests.calls import calls_made
 from tests.conftest import examples
@@ -182,15 +182,17 @@ def test_an_error_in_the_middle_of_a_change_harms_no_other_engine(method):
 
     def interrupted(*_):
         free._lengths.clear()
+        free.count += 1000
         raise KeyboardInterrupt
 
     change = {"take": lambda: prefill([4] * 200, broken, backend), "give_back": lambda: broken.evict(100)}[method]
     with mock.patch.object(free, method, interrupted), pytest.raises(KeyboardInterrupt):
         change()
+    prefill([5] * 300, other, backend)  # at once, and not only after the engine has given up its slots
     broken.clear()
     slots.close()
     check(pool, other, [])
-    assert pool.in_use == other.kept == 100
+    assert pool.in_use == other.kept == 400
     assert prefill([1] * 150, other, backend) == 100
     other.evict(other.kept)
     assert (pool.in_use, pool.free.end, pool.free.count) == (0, 0, 0)
@@ -318,3 +320,10 @@ def test_a_kv_cache_that_cannot_grow_leaves_the_tree_as_it_was(failures):
         assert slots.used == 50
     backend.forward(slots, pending[50:], parents)
     assert slots.used == 100
+
+
+def test_a_sequence_at_the_end_goes_on_there_although_slots_before_it_are_free():
+    free = FreeList()
+    before, own = free.take(64, NOWHERE), free.take(640, NOWHERE)
+    free.give_back(np.array(before))
+    assert free.take(1, after=own[-1])[0] == own[-1] + 1

@@ -85,7 +85,7 @@ def test_a_lookup_finds_the_tokens_of_a_branch_too(draft):
     """Beams share no more than the prompt: what repeats is below it."""
     tree, found = Tree([1, 9]), []
     chains, controller = Mock(), Mock(shape=lambda num_tips, matched: (1, 3))
-    chains.draft = lambda tips, below, width, chances: found.append((tips.tolist(), [of_tip[-1] for of_tip in below]))
+    chains.draft = lambda tips, below, width: found.append((tips.tolist(), [of_tip[-1] for of_tip in below]))
     lookup = Lookup(tree, chains, controller, latest=draft == "ngram")
     tips = []
     for branch in ([3, 4, 5, 3], [2, 6, 7, 2]):

@@ -116,10 +116,10 @@ class Rounds:
     def __init__(self, target, draft, prompt):
         self.target, self.draft = target, draft
         self.tree = Tree(prompt)
-        controller = SimpleNamespace(shape=lambda num_tips: (1, DEPTH), chances=None)
+        controller = SimpleNamespace(shape=lambda num_tips: (1, DEPTH))
         self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(draft=self.take), controller, target, draft)
 
-    def take(self, tips, found, width, chances):
+    def take(self, tips, found, width):
         self.found = dict(zip(tips.tolist(), found, strict=True))
         return DraftTokens(NO_NODES)
 

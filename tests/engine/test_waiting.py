@@ -389,6 +389,7 @@ def test_many_starts_and_stops(lm, expected):
         request = engine.submit([1], OPTIONS)
         if i % 2:
             engine.stop(0)
+            assert not engine.is_running
             assert request.result().token_ids == expected[0][: len(request.result().token_ids)]
         else:
             in_threads(*[engine.stop] * 3)

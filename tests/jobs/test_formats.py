@@ -133,8 +133,7 @@ def test_what_json_does_not_have_is_refused_by_column(tmp_path, cell, says):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-TOO_LARGE = ("1e400", "-1E+999", str(2**70), "9" * 5_000)
-NUMBERS = (*TOO_LARGE, "1.10", "1e-400", "-0.0", "0.1000000000000000055511151231257827")
+NUMBERS = (str(2**70), "1.10", "1e-400", "-0.0", "0.1000000000000000055511151231257827")
 
 
 def test_a_line_of_json_stays_as_it_is(tmp_path):
@@ -147,11 +146,17 @@ def test_a_line_of_json_stays_as_it_is(tmp_path):
     assert written == [line.removesuffix("\t}") + ', "text": "\\ud83d"}' for line in lines[1:]]
 
 
-@pytest.mark.parametrize("number", TOO_LARGE)
-def test_a_number_too_large_for_parquet_is_refused(tmp_path, number):
-    (tmp_path / "in.jsonl").write_text(f'{{"x": 1.5}}\n{{"x": {number}}}')
+def test_a_number_too_large_for_parquet_is_refused(tmp_path):
+    (tmp_path / "in.jsonl").write_text(f'{{"x": 1.5}}\n{{"x": {2**70}}}')
     with open_rows(tmp_path / "in.jsonl") as rows, pytest.raises(SpecbeamError, match=r"column 'x' .*name OUT .jsonl"):
         writer(tmp_path / "out.parquet", rows, TYPES)
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1E+999", "9" * 5_000])
+def test_a_number_too_large_for_python_is_refused_by_its_line(tmp_path, number):
+    (tmp_path / "in.jsonl").write_text(f'{{"x": 1.5}}\n{{"x": {number}}}')
+    with pytest.raises(SpecbeamError, match=r"line 2 is not JSON: (the number -?1[eE].?[49]|Exceeds the limit)"):
+        open_rows(tmp_path / "in.jsonl")
 
 
 @pytest.mark.parametrize("at", range(0, 700, 50))
@@ -197,12 +202,16 @@ def test_a_csv_file_comes_back_from_a_csv_file(tmp_path_factory, table):
 
 
 def test_values_of_json_in_a_csv_file(tmp_path):
-    rows = ['{"a": "x, y", "b": 1.5}', '{"b": null, "c": [1e400, {"d": "é"}]}', '{"a": true, "b": 1e400}']
+    rows = [
+        '{"a": "x, y", "b": 1.5}',
+        '{"b": null, "c": [1e300, {"d": "é"}]}',
+        '{"a": true, "b": 98765432109876543210}',
+    ]
     (tmp_path / "in.jsonl").write_text("\n".join(rows), "utf-8")
     with open_rows(tmp_path / "in.jsonl") as source:
         writer(tmp_path / "out.csv", source, {"text": "string"})([{"text": None}] * 3)
     written = (tmp_path / "out.csv").read_text("utf-8").splitlines()
-    assert written == ["a,b,c,text", '"x, y",1.5,,', ',,"[""1e400"", {""d"": ""é""}]",', "true,1e400,,"]
+    assert written == ["a,b,c,text", '"x, y",1.5,,', ',,"[1e+300, {""d"": ""é""}]",', "true,98765432109876543210,,"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 9])

@@ -118,7 +118,7 @@ NO_CATEGORY = r"^data.categories=x: \S+ has no such category: there are a, b$"
         (named(reference="answer"), [{"prompt": "a", "answer": None}], "row 1 has nothing in the column"),
         ({}, [{"said": "a"}], "data.columns.prompt is missing: it is one of said"),
         ({}, [], "has no rows"),
-        ({}, [3], "is no object"),
+        ({}, [3], "line 1 is no JSON object"),
         ({"categories": ["x"], "columns": COLUMNS}, TABLE, NO_CATEGORY),
         ({"template": "{promt}"}, TABLE, "data.template does not fit"),
         ({"format": "spec_bench"}, TABLE, "has no turns"),
@@ -170,18 +170,23 @@ FAR = pyarrow.table({"prompt": ["a"], "day": pyarrow.array([2**62], pyarrow.time
     [
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2 is not JSON"),
         ("b.jsonl", b"\xff\xfe\x00", "not UTF-8"),
-        ("c.parquet", b"nothing", "cannot be read"),
+        ("c.parquet", b"nothing", "is damaged"),
         ("d.docx", b"nothing", "is not a"),
         ("e.jsonl.gz", b"nothing", "cannot be read"),
         ("missing.jsonl", None, "there is no such file"),
-        ("far.parquet", FAR, "cannot be read: date value out of range"),  # Python does not have this date
+        (
+            "far.parquet",
+            FAR,
+            "column 'day' of .* cannot be used: date value out of range",
+        ),  # Python does not have this date
         # The fuzzer found these.
-        ("a.csv", b'q,a\n"x" y,1\n', "line 1 is not CSV"),
-        ("b.csv", b"q,a\nx,1,2\n", "line 2 has more or fewer cells than the 2 columns"),
-        ("c.csv", b"q,a\nx\n", "line 2 has more or fewer cells than the 2 columns"),
+        ("a.csv", b'q,a\n"x" y,1\n', "is damaged: line 2: "),
+        ("b.csv", b"q,a\nx,1,2\n", "line 2 has 3 cells, but there are 2 columns"),
+        ("c.csv", b"q,a\nx\n", "line 2 has 1 cells, but there are 2 columns"),
         ("d.jsonl.gz", bytes(DAMAGED_GZIP), "cannot be read"),
         ("e.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("f.json", b"[" * 100_000, "is not JSON"),
+        ("g.json", b"\xff", r"^\S+/g.json is not UTF-8 text"),
     ],
 )
 def test_unreadable_files_are_one_line(tmp_path, name, content, message):

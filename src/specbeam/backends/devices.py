@@ -116,7 +116,7 @@ def memory_for_caches(device: str) -> int:
 
 
 def free_memory(device: str) -> int:
-    """Bytes of a device's memory that this process can still take, beside the weights that it has mapped."""
+    """Bytes of a device's memory that are left for this process, mapped weights not counted."""
     if kind(device) != "cuda":
         return usable_memory(mapped=mapped_bytes()).free
     import torch

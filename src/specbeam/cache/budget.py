@@ -148,7 +148,7 @@ class Budget:
         )
 
     def lost(self, own_bytes: int) -> SpecbeamError:
-        """The error of a request that is alone and holds this much, where the count says that others hold more."""
+        """The error of a request that is alone and holds this many bytes, although more are counted as held."""
         slots = (self.held - own_bytes) // self.target.slot_bytes
         return SpecbeamError(
             f"{slots} of the engine's {self.cache_tokens} cache slots are held by no request, and the others do not "

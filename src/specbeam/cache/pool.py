@@ -44,10 +44,10 @@ class FreeList:
         self._firsts: dict[int, int] = {}  # by the slot after a run
 
     def take(self, count: int, after: int) -> list[int]:
-        """Take slots, in as few runs as is easy: at least ``count``, and the rest of the last one's block.
+        """Take at least ``count`` slots, in few runs, and the rest of the last one's block.
 
         Args:
-            after: a slot that the first of them should follow.
+            after: the first of them should follow this slot.
         """
         taken: list[int] = []
         if after + 1 in self._lengths:
@@ -98,12 +98,12 @@ class FreeList:
 
 
 def end_of_block(slot: int) -> int:
-    """The first slot from this one on that begins a block."""
+    """The first slot of a block, from this slot on."""
     return -(-slot // BLOCK_SLOTS) * BLOCK_SLOTS
 
 
 def locked(method: Method) -> Method:
-    """A method that changes who holds what, in one thread at a time. Its object has a ``pool``."""
+    """A method that changes owners or references, in one thread at a time. Its object has a ``pool``."""
 
     @wraps(method)
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:

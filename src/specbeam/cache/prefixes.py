@@ -16,38 +16,38 @@ MIN_TOKENS_EVICTED = 64
 
 
 @dataclass(eq=False, slots=True)
-class Stretch:
-    """A node of the radix tree: some tokens that follow one another.
+class RadixNode:
+    """Some tokens that follow one another, and their slots.
 
     Attributes:
         tokens, slots: int64 [n].
-        above: the stretch before. None for the root, which is empty.
-        below: the stretches that follow, by their first tokens.
+        parent: None for the root, which is empty.
+        children: by their first tokens.
     """
 
     tokens: Ints
     slots: Ints
-    above: Stretch | None
-    below: dict[int, Stretch] = field(default_factory=dict)
+    parent: RadixNode | None
+    children: dict[int, RadixNode] = field(default_factory=dict)
 
 
 class PrefixCache:
     """Token sequences and their slots. Common prefixes are there once (RadixAttention: Zheng et al. 2024, SGLang)."""
 
     def __init__(self) -> None:
-        self._root = Stretch(NO_SLOTS, NO_SLOTS, None)
-        self._by_use: OrderedDict[Stretch, None] = OrderedDict()  # least recently used first, each before the one above
+        self._root = RadixNode(NO_SLOTS, NO_SLOTS, None)
+        self._by_use: OrderedDict[RadixNode, None] = OrderedDict()  # least recently used first, children before parents
 
     def find(self, tokens: Ints) -> Ints:
         """The slots of the longest cached prefix of a sequence, int64 [n]."""
-        stretch, _, known = self._walk(tokens)
-        return _slots(stretch, known)
+        node, _, known = self._walk(tokens)
+        return _slots(node, known)
 
     def use(self, tokens: Ints) -> Ints:
         """The same as :meth:`find`, and what is found is evicted later than others."""
-        stretch, _, known = self._walk(tokens)
-        self._touch(stretch)
-        return _slots(stretch, known)
+        node, _, known = self._walk(tokens)
+        self._touch(node)
+        return _slots(node, known)
 
     def add(self, tokens: Ints, slots: Ints) -> Ints:
         """Cache a sequence.
@@ -57,20 +57,20 @@ class PrefixCache:
 
         Returns: the slots that were added: those beyond the longest cached prefix.
         """
-        stretch, common, known = self._walk(tokens)
+        node, common, known = self._walk(tokens)
         rest = slots[known:]
         if len(rest) and rest.min() < 0:
             rest = rest[: int((rest < 0).argmax())]
         if len(rest):
             more = tokens[known : known + len(rest)]
-            if common < len(stretch.tokens):
-                stretch = self._split(stretch, common)
-            if stretch.above is not None and not stretch.below:  # the sequence goes on where another one ends
-                stretch.tokens = np.concatenate([stretch.tokens, more])
-                stretch.slots = np.concatenate([stretch.slots, rest])
+            if common < len(node.tokens):
+                node = self._split(node, common)
+            if node.parent is not None and not node.children:  # the sequence goes on where another one ends
+                node.tokens = np.concatenate([node.tokens, more])
+                node.slots = np.concatenate([node.slots, rest])
             else:
-                stretch.below[int(more[0])] = stretch = Stretch(more.copy(), rest.copy(), stretch)
-        self._touch(stretch)
+                node.children[int(more[0])] = node = RadixNode(more.copy(), rest.copy(), node)
+        self._touch(node)
         return rest
 
     def evict(self, least: int, references: NDArray[np.int32]) -> Iterator[Ints]:
@@ -83,7 +83,7 @@ class PrefixCache:
 
         Yields: slots that are not cached any more, int64 [n]. A tree may still hold them.
         """
-        held = set[Stretch]()
+        held = set[RadixNode]()
         while least > 0 and self._by_use:
             leaf = next(iter(self._by_use))
             if leaf in held:  # so are all others
@@ -100,52 +100,52 @@ class PrefixCache:
 
     def slots(self) -> Ints:
         """All cached slots, int64 [n]."""
-        return np.concatenate([NO_SLOTS, *(stretch.slots for stretch in self._by_use)])
+        return np.concatenate([NO_SLOTS, *(node.slots for node in self._by_use)])
 
-    def _walk(self, tokens: Ints) -> tuple[Stretch, int, int]:
-        """The last stretch that a sequence goes through, the tokens in common with it, and the number in all."""
-        stretch, common, known = self._root, 0, 0
-        while common == len(stretch.tokens) and known < len(tokens):
-            below = stretch.below.get(int(tokens[known]))
-            if below is None:
+    def _walk(self, tokens: Ints) -> tuple[RadixNode, int, int]:
+        """The last node on a sequence's path, how many of its tokens match, and the length of the cached prefix."""
+        node, common, known = self._root, 0, 0
+        while common == len(node.tokens) and known < len(tokens):
+            child = node.children.get(int(tokens[known]))
+            if child is None:
                 break
-            stretch, common = below, common_length(below.tokens, tokens[known:])
+            node, common = child, common_length(child.tokens, tokens[known:])
             known += common
-        return stretch, common, known
+        return node, common, known
 
-    def _cut(self, leaf: Stretch, length: int) -> Ints:
+    def _cut(self, leaf: RadixNode, length: int) -> Ints:
         """Shorten a leaf to its first tokens. Return the slots of the others."""
         gone = leaf.slots[length:]
         if not length:
-            assert leaf.above is not None
-            del leaf.above.below[int(leaf.tokens[0])], self._by_use[leaf]
+            assert leaf.parent is not None
+            del leaf.parent.children[int(leaf.tokens[0])], self._by_use[leaf]
         leaf.slots, leaf.tokens = leaf.slots[:length], leaf.tokens[:length]
         return gone
 
-    def _split(self, stretch: Stretch, length: int) -> Stretch:
-        """Cut a stretch in two, and return the first part. The caller uses it next."""
-        assert stretch.above is not None
-        first = Stretch(stretch.tokens[:length], stretch.slots[:length], stretch.above)
-        stretch.tokens, stretch.slots, stretch.above = stretch.tokens[length:], stretch.slots[length:], first
-        first.below[int(stretch.tokens[0])] = stretch
-        assert first.above is not None
-        first.above.below[int(first.tokens[0])] = first
+    def _split(self, node: RadixNode, length: int) -> RadixNode:
+        """Cut a node in two, and return the first part. The caller uses it next."""
+        assert node.parent is not None
+        first = RadixNode(node.tokens[:length], node.slots[:length], node.parent)
+        node.tokens, node.slots, node.parent = node.tokens[length:], node.slots[length:], first
+        first.children[int(node.tokens[0])] = node
+        assert first.parent is not None
+        first.parent.children[int(first.tokens[0])] = first
         return first
 
-    def _touch(self, stretch: Stretch) -> None:
-        """Note that a stretch and all above it are used now."""
-        while stretch.above is not None:
-            self._by_use[stretch] = None
-            self._by_use.move_to_end(stretch)
-            stretch = stretch.above
+    def _touch(self, node: RadixNode) -> None:
+        """Note that a node and all above it are used now."""
+        while node.parent is not None:
+            self._by_use[node] = None
+            self._by_use.move_to_end(node)
+            node = node.parent
 
 
-def _slots(stretch: Stretch, count: int) -> Ints:
-    """The first slots down to a stretch."""
-    parts = [stretch.slots]
-    while stretch.above is not None:
-        stretch = stretch.above
-        parts.append(stretch.slots)
+def _slots(node: RadixNode, count: int) -> Ints:
+    """The slots from the root down to a node, the first ones of them."""
+    parts = [node.slots]
+    while node.parent is not None:
+        node = node.parent
+        parts.append(node.slots)
     return np.concatenate(parts[::-1])[:count]
 
 

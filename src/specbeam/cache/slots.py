@@ -1,4 +1,4 @@
-"""In which slot each node of a token tree lies."""
+"""The slot of the KV cache in which each node of a token tree lies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Slots:
     Attributes:
         used: nodes that have a slot.
         peak: the most slots that were in use at once.
-        reused: how many nodes had a slot from the start. After it was closed, it may find its own: these do not count.
+        reused: how many nodes had a slot from the start. Its own nodes, found again after it was closed, do not count.
         reserved: slots reserved for this tree, the next one last.
         begin: the tokens of the shared prefix, at most down to the first node prepared, int64 [n]. None before that.
         cached: how many of its first tokens the tree has added to the prefix cache.
@@ -61,8 +61,6 @@ class Slots:
         self._placed = 0  # nodes of the shared prefix that have got slots, which are in _prefix
         self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
         self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
-
-    # Questions.
 
     @property
     def held(self) -> Ints:
@@ -113,8 +111,6 @@ class Slots:
         """The first position that a node at this position sees in some layer."""
         return 0 if self.backend.window is None else max(0, position + 1 - self.backend.window)
 
-    # Changes.
-
     def prepare(self, nodes: Nodes) -> Nodes:
         """Get ready to evaluate nodes, and return what is :meth:`missing`.
 
@@ -153,7 +149,7 @@ class Slots:
         return False
 
     def _farthest(self, others: Iterable[Slots]) -> tuple[Slots, Ints, int] | None:
-        """The tree that prefills most of the tokens that this one lacks, its begin, and how many tokens both share."""
+        """The tree that will prefill the longest common prefix, its begin, and the length of that prefix."""
         assert self.begin is not None
         own, farthest, most = self.begin[:-1], None, self._placed + MIN_TOKENS_AWAITED - 1
         for other in others:

@@ -48,7 +48,7 @@ def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn any error of a library that reads a checkpoint's files into one line that begins with ``what``.
+    """Turn any error of a library, raised by a checkpoint's files, into one line. It begins with ``what``.
 
     Raises:
         SpecbeamError: in place of the error.

@@ -57,7 +57,7 @@ WITHOUT_EFFECT = {
     *("tokenizer_class", "tokenizer_file", "trim_offsets", "truncation_side", "truncation_strategy"),
     *("use_default_system_prompt", "local_files_only", "use_fast", "return_attention_mask"),
 }
-"""Keys of tokenizer_config.json that change no text and no token id where there is a tokenizer.json."""
+"""Keys of tokenizer_config.json that beside a tokenizer.json change no text and no token id."""
 WITH_EFFECT = {
     *("add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "chat_template"),
     *("clean_up_tokenization_spaces", "extra_special_tokens", "legacy", "split_special_tokens"),
@@ -413,4 +413,4 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
     WHISPER: dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
 }
-"""The special tokens of each kind that is rebuilt, where tokenizer_config.json does not say which."""
+"""The special tokens of each kind that is rebuilt, if tokenizer_config.json names none."""

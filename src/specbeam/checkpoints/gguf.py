@@ -53,7 +53,7 @@ SAMPLING: dict[str, tuple[str, type, Callable[[float], bool]]] = {
     "top_p": ("general.sampling.top_p", float, lambda x: 0 < x < 1),
     "min_p": ("general.sampling.min_p", float, lambda x: 0 < x < 1),
 }
-"""The keys with sampling options that a file recommends, their types, and which of their values change anything."""
+"""The keys with recommended sampling options, their types, and a test whether a value changes anything."""
 PENALTY = "general.sampling.penalty_repeat"
 """llama.cpp's penalty looks at the last tokens, and ours at the whole text. So only chat and the server take it."""
 

@@ -72,7 +72,7 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 
 def _lost_keys(metadata: Metadata) -> list[str]:
-    """The keys of an architecture that specbeam lacks which the loader does not take, and which are not neutral."""
+    """The keys of an architecture unknown to specbeam that have an effect, and that the loader ignores."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     taken = GGUF_CONFIG_MAPPING.get(OWN_NAMES.get(metadata.architecture, metadata.architecture))

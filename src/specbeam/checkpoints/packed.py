@@ -154,7 +154,7 @@ def _plain(name: str) -> str:
 
 
 def files_of(name: str) -> list[PackedFile]:
-    """The packed files of the checkpoints that have a label, and of the files of a repository that has it."""
+    """The packed files of the checkpoints with a label, and of the files of the repository of that name."""
     named = re.compile(rf"{re.escape(name)}(--.+)?-[^-]+-[0-9a-f]+({SUFFIX}|{KEPT})")
     return [file for file in files() if named.fullmatch(file.path.name)]
 

@@ -208,86 +208,30 @@ ALIASES = {
         True,
         "Qwen3 8B, Q4_K_M, thinks first",
     ),
-    "whisper-tiny": Alias(
-        HubModel("Systran/faster-whisper-tiny"),
-        75_538_270,
-        53_400_000,
+}
+WHISPERS = {
+    "tiny": ("Systran", 75_538_270, 53_400_000),
+    "tiny.en": ("Systran", 75_537_502, 53_400_000),
+    "base": ("Systran", 145_217_532, 102_000_000),
+    "base.en": ("Systran", 145_216_508, 102_000_000),
+    "small": ("Systran", 483_546_902, 324_000_000),
+    "small.en": ("Systran", 483_545_366, 324_000_000),
+    "medium": ("Systran", 1_527_906_378, 979_000_000),
+    "medium.en": ("Systran", 1_527_904_330, 979_000_000),
+    "large-v3-turbo": ("mobiuslabsgmbh", 1_617_884_929, 916_000_000),
+    "large-v3": ("Systran", 3_087_284_237, 1_917_000_000),
+}
+"""By size: whose CTranslate2 repository it is, the bytes of its ``model.bin``, and the memory that it takes."""
+ALIASES |= {
+    f"whisper-{name}": Alias(
+        HubModel(f"{owner}/faster-whisper-{name}"),
+        size,
+        memory,
         "mit",
         False,
-        "Whisper tiny, float16: speech",
-    ),
-    "whisper-tiny.en": Alias(
-        HubModel("Systran/faster-whisper-tiny.en"),
-        75_537_502,
-        53_400_000,
-        "mit",
-        False,
-        "Whisper tiny.en, float16: English speech",
-    ),
-    "whisper-base": Alias(
-        HubModel("Systran/faster-whisper-base"),
-        145_217_532,
-        102_000_000,
-        "mit",
-        False,
-        "Whisper base, float16: speech",
-    ),
-    "whisper-base.en": Alias(
-        HubModel("Systran/faster-whisper-base.en"),
-        145_216_508,
-        102_000_000,
-        "mit",
-        False,
-        "Whisper base.en, float16: English speech",
-    ),
-    "whisper-small": Alias(
-        HubModel("Systran/faster-whisper-small"),
-        483_546_902,
-        324_000_000,
-        "mit",
-        False,
-        "Whisper small, float16: speech",
-    ),
-    "whisper-small.en": Alias(
-        HubModel("Systran/faster-whisper-small.en"),
-        483_545_366,
-        324_000_000,
-        "mit",
-        False,
-        "Whisper small.en, float16: English speech",
-    ),
-    "whisper-medium": Alias(
-        HubModel("Systran/faster-whisper-medium"),
-        1_527_906_378,
-        979_000_000,
-        "mit",
-        False,
-        "Whisper medium, float16: speech",
-    ),
-    "whisper-medium.en": Alias(
-        HubModel("Systran/faster-whisper-medium.en"),
-        1_527_904_330,
-        979_000_000,
-        "mit",
-        False,
-        "Whisper medium.en, float16: English speech",
-    ),
-    "whisper-large-v3-turbo": Alias(
-        HubModel("mobiuslabsgmbh/faster-whisper-large-v3-turbo"),
-        1_617_884_929,
-        916_000_000,
-        "mit",
-        False,
-        "Whisper large-v3-turbo, float16: speech",
-    ),
-    "whisper-large-v3": Alias(
-        HubModel("Systran/faster-whisper-large-v3"),
-        3_087_284_237,
-        1_917_000_000,
-        "mit",
-        False,
-        "Whisper large-v3, float16: speech",
-    ),
+        f"Whisper {name}, float16: {'English ' if name.endswith('.en') else ''}speech",
+    )
+    for name, (owner, size, memory) in WHISPERS.items()
 }
 
 

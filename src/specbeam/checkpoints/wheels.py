@@ -110,8 +110,8 @@ def _download_wheel(package: str, folder: Path, name: str, bar: Any) -> None:
 def _pip(name: str) -> tuple[list[str], dict[str, str]]:
     """The command that runs pip, and its further environment.
 
-    Environments of uv have no pip. Then it is the one that Python brings along, or one that uv runs, and it takes the
-    index that uv is configured with.
+    Environments of uv have no pip. Then Python's bundled pip is used, or one that uv runs, with the index of uv's
+    configuration.
 
     Raises:
         SpecbeamError: there is none of these.

@@ -326,6 +326,11 @@ def check_source(source: str) -> None:
         locate(source)
 
 
+def placement_of(given: argparse.Namespace) -> dict[str, Any]:
+    """What the options of ``add_placement_to`` say: the fields of :class:`specbeam.model.Placement`."""
+    return {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
+
+
 def load_model(given: argparse.Namespace, says_precision: bool = True) -> LanguageModel:
     """Load the model as the options of ``add_model_to`` say.
 
@@ -336,7 +341,7 @@ def load_model(given: argparse.Namespace, says_precision: bool = True) -> Langua
         chat_templates.render.start()  # while this process imports and loads
     from specbeam.model import Placement, load, load_silently, warn_of_settings
 
-    placement = {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
+    placement = placement_of(given)
     if says_precision:
         return load(given.model, **placement, revision=given.revision, adapter=given.adapter)
     lm = load_silently(given.model, Placement(**placement), given.revision, given.adapter)

@@ -17,14 +17,13 @@ from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError, located
-from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
+from specbeam.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
 """The strategies in the order they run. Each has the strategy whose text it must reproduce, or None."""
-OPTIONS_OF_BEAMS = ("num_beams", "num_return_sequences", *BEAM_OPTIONS, "num_beam_groups", "diversity_penalty")
 ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*SAMPLING_OPTIONS, "seed"), ("sample",)),
-    **dict.fromkeys(OPTIONS_OF_BEAMS, ("beam", "speculative-beam")),
+    **dict.fromkeys(("num_return_sequences", *SEARCH_OPTIONS), ("beam", "speculative-beam")),
     **dict.fromkeys(("draft", "draft_corpus", *MAX_DRAFT_SIZES), ("speculative", "speculative-beam")),
 }
 """The strategies of the options that not all strategies have."""
@@ -214,7 +213,7 @@ def row(strategy: str, prompts: list[dict[str, Any]]) -> str:
 
 
 def texts(results: dict[str, Any]) -> Iterator[str]:
-    """The texts, each different one once, drafts that were not used, and strategies that should not differ but do."""
+    """Each different text once, then notes on beams, on unused drafts and strategies that differ from their twins."""
     found: dict[tuple[str, ...], list[str]] = {}
     for strategy, result in results.items():
         found.setdefault(tuple(s.text for s in result.sequences), []).append(strategy)

@@ -1,4 +1,4 @@
-"""Commands that make an answer for each row of a file, here or on a cluster, and go on where they were interrupted."""
+"""Commands that make an answer for each row of a file, here or on a cluster. They can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -428,22 +427,16 @@ def _log_probs(
 
     All rows are scored together. If that fails, whatever the reason, each is scored alone, so that the others go on.
     """
-    from specbeam.scoring import score
+    from specbeam.scoring import score_by_owner
 
-    owners = [(row, place) for row, some in texts.items() for place in range(len(some))]
-    log_probs = {row: [0.0] * len(some) for row, some in texts.items()}
-    left = Counter(row for row, _ in owners)
+    known = set()
     try:
-        for index, log_prob, _ in score(lm, list(chain.from_iterable(texts.values())), max_contexts=max_contexts):
-            row, place = owners[index]
-            log_probs[row][place] = log_prob
-            left[row] -= 1
-            if not left[row]:
-                del left[row]
-                yield row, log_probs[row]
+        for row, log_probs in score_by_owner(lm, texts, max_contexts=max_contexts):
+            known.add(row)
+            yield row, log_probs
     except Exception as error:
         if len(texts) == 1:
             yield next(iter(texts)), error
             return
-        for row in [*left]:
+        for row in [row for row in texts if row not in known]:
             yield from _log_probs(lm, {row: texts[row]}, max_contexts)

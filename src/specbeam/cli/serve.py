@@ -27,6 +27,7 @@ from specbeam.cli.arguments import (
     check_draft_source,
     check_source,
     completer,
+    placement_of,
 )
 from specbeam.errors import SpecbeamError
 from specbeam.option_names import LOOKUPS, NO_DRAFT
@@ -215,10 +216,9 @@ def _serve(
         cors_origins=tuple(given.cors_origin or ()),
     )
     bound = listen(given.host, given.port)  # before the models, which take long to load
-    placement = {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
     make_models = partial(
         _make_models,
-        placement,
+        placement_of(given),
         sources,
         [named for named in drafts if named[1] not in LOOKUPS],
         default_draft=drafts[0][0] if drafts else NO_DRAFT,

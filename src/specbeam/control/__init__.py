@@ -23,7 +23,7 @@ class DraftTokens:
 
     Attributes:
         nodes: int64 [n], parents before children.
-        chances: the drafter's estimate of the probability that each is accepted, float64 [n].
+        chances: of a tree, the draft model's estimate of the probability that each is accepted, float64 [n].
         width: the width that they were chosen with: draft tokens per level, or chains per beam.
         skipped: there are none, because drafting would not have paid. The backend may go ahead.
         seconds: expected for the draft model's passes.

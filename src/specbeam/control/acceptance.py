@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MATCH_LENGTHS = (1, 2, 3, 4, 8)
-"""The buckets of draft tokens that are copied: matches from each of these lengths to the next one, in tokens."""
+"""The buckets of draft tokens from lookups, by the length of the match in tokens: from each of these to the next."""
 DECAY = 0.9
 """The share of their weight that observations keep when later ones come."""
 SKIP_DECAY = 0.98
@@ -24,7 +24,7 @@ So a draft that fails each time it is tried again is tried ever more rarely.
 
 
 def match_bucket(length: ArrayLike) -> Any:
-    """The bucket of a token that is copied after a match of this length, from 1 on. Arrays of lengths have arrays."""
+    """The bucket of a draft token after a match of this length, from 1 on. Of an array of lengths, an array."""
     return np.searchsorted(MATCH_LENGTHS, length, side="right") - 1
 
 
@@ -46,7 +46,7 @@ class Acceptance:
         return np.minimum(self._rates, 1.0)
 
     def surviving(self, matched: ArrayLike, depth: int) -> NDArray[np.float64]:
-        """The chances that tokens copied after matches of these lengths are accepted down to each level.
+        """The chances that draft tokens after matches of these lengths are accepted down to each level.
 
         Args:
             matched: in tokens, one or [n]. An accepted token makes the match longer. 0 counts as 1.

@@ -1,7 +1,7 @@
 """How far to draft: as far as the acceptance rates and the costs of passes promise more steps per second.
 
-Drafts differ in the buckets of their acceptance rates. A lookup finds the end of the sequence where it stood before,
-and the longer that match, the likelier the token after it follows again: an accepted token makes the match longer.
+Drafts differ in the buckets of their acceptance rates. A lookup has a bucket for each length of the match: a longer
+match is likelier to continue in the same way, and each accepted token makes it longer.
 Levels below beams have a bucket for each width. A tree below one tip has the draft's own probabilities, and one bucket
 for how far they can be trusted.
 """
@@ -110,8 +110,7 @@ class Controller:
 
         Args:
             num_tips: below which to draft. Any other number than of ``sizes`` counts as all beams.
-            steps: how many are to come. Up to ``FURTHER_TOKENS`` of them share the seconds in which the draft model
-                reads what it has not read.
+            steps: how many are to come. Up to ``FURTHER_TOKENS`` steps share the seconds of the draft's prefill.
             matched: the number of tokens at the end of the best sequence that a lookup found.
         """
         self._now, self._matched = self._drafts.get(num_tips, self._all), matched
@@ -122,10 +121,6 @@ class Controller:
         rounds, plain = self._now.rounds, self._plain(self._now.sizes.num_tips)
         lookups_pay = self._matched is not None and rounds.seconds < rounds.steps * plain
         return DraftTokens() if lookups_pay else SKIPPED
-
-    def chances(self, depth: int) -> NDArray[np.float64]:
-        """The chances that this round's chains are accepted down to each level, float64 [depth]."""
-        return self._surviving(self._now, self._now.sizes.widths[0], depth, self._matched)
 
     def draft_cost(self, nodes: int) -> float:
         """Seconds of a pass of the draft model."""
@@ -168,15 +163,15 @@ class Controller:
 
     @property
     def reading_seconds(self) -> float:
-        """Expected seconds in which the draft model reads what it has not read: 0 for lookups."""
+        """Expected seconds of the draft model's prefill of the tokens that it lacks: 0 for lookups."""
         return self.draft_cost(self._unread)
 
     def _reading(self, steps: float) -> float:
-        """The part of these seconds that each of the steps to come bears. Infinitely many bear nothing."""
+        """Each step's share of these seconds. With infinitely many steps it is 0."""
         return 0.0 if steps == math.inf else self.reading_seconds / max(1, min(steps, FURTHER_TOKENS))
 
     def seconds_per_step(self, steps: int) -> float:
-        """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""
+        """Expected seconds per step of rounds with drafts below one tip, if this many steps are to come."""
         alone = self._drafts[1]
         expected, _ = self._best(alone, math.inf, None if self._matched is None else TYPICAL_MATCH)
         return alone.rounds.seconds_per_step(expected) + self._reading(steps)

@@ -24,7 +24,7 @@ MIN_RECENT_LOSS = 0.02
 RECENT_TOKENS = 8
 """The last few tokens."""
 OVERALL_POWER, RECENT_POWER = 0.7, 0.5
-"""The expected log-probability lost per token is the product of these powers of that so far, and of that lately.
+"""The expected loss of log-probability per token is (loss so far) ** OVERALL_POWER * (recent loss) ** RECENT_POWER.
 
 Together they are above 1: a text that was sure so far gets surer (docs/decisions/deferred-beams.md).
 """

@@ -43,7 +43,7 @@ class BannedTokens:
 
 
 class RepeatedNgrams:
-    """Bans the tokens that would end an n-gram that the sequence has already (Paulus et al. 2018, 2.5).
+    """Bans the tokens that would complete an n-gram of the sequence a second time (Paulus et al. 2018, 2.5).
 
     The shared prefix's n-grams are kept as it grows. The others are compared: they begin in its last tokens, or beyond.
     """
@@ -90,7 +90,7 @@ class RepeatedNgrams:
 
 
 def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens that would end an n-gram that a sequence has already, and their rows. ``ids``: int64 [n, length]."""
+    """The tokens that would complete an n-gram a second time, and their rows. ``ids``: int64 [n, length]."""
     n, length = ids.shape
     if length < size:
         return NONE, NONE
@@ -103,7 +103,7 @@ def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64
 
 
 class SourceNgrams:
-    """Bans the tokens that would end an n-gram that the prompt has (``encoder_no_repeat_ngram_size``)."""
+    """Bans the tokens that would complete an n-gram of the prompt (``encoder_no_repeat_ngram_size``)."""
 
     def __init__(self, source: Sequence[int], size: int) -> None:
         self.size = size
@@ -176,7 +176,7 @@ class BadWords:
 
 
 class SequenceBias:
-    """Numbers that are added to the score of a word's last token where the sequence ends with its other tokens."""
+    """Adds a number to the score of a word's last token where the sequence ends with its other tokens."""
 
     def __init__(self, biases: dict[tuple[int, ...], float]) -> None:
         self.words, self.values = Words([*biases]), np.array([*biases.values()], dtype=np.float32)

@@ -1,6 +1,7 @@
-"""The candidates of a step of beam search, which may become beams, and the finished hypotheses that are kept.
+"""The candidates of a step of beam search, and the finished hypotheses that are kept.
 
-Candidates are continuations of beams. Ended ones compete to be kept, by transformers' rules.
+Candidates are continuations of beams. They become beams or, if they have ended, compete to be kept by transformers'
+rules.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def forbid(scores: Scores, mask: Mask) -> Scores:
 def possible(scores: Any) -> Any:
     """Which scores, float32 [...], do not include FORBIDDEN_SCORE. No sum of log-probabilities is nearly as low.
 
-    Forbidden are tokens that a processor masks, beams that only fill up the beam width, and continuations of both.
+    Masked tokens include it, beams that only fill up the beam width, and continuations of both.
     """
     return scores > FORBIDDEN_SCORE / 2
 
@@ -145,7 +146,7 @@ class Finished:
 
     Attributes:
         nodes: their last nodes, int64 [size]; -1 where there is none yet.
-        ended: bool [size]. False where there is none yet, and for unfinished hypotheses that rounding puts there.
+        ended: bool [size]. False where there is none yet, or where rounding let an unfinished hypothesis in.
         possible: bool [size]. False also for forbidden hypotheses that are kept because there were fewer candidates.
         scores: log-probability / length ** length_penalty, float32 [size].
         texts: as of candidates, [size].

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-from numpy.typing import NDArray
 
 from specbeam.control import DraftTokens
 from specbeam.decoding.processors import Processors
@@ -16,7 +13,7 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 class Chains:
     """Puts chains of tokens below tips.
 
-    A chain ends before a token that is forbidden, that would end the sequence, or that has no room.
+    A chain ends before a forbidden token, an end token, and the maximum length.
 
     Args:
         most: the largest number of draft tokens per forward pass.
@@ -28,35 +25,27 @@ class Chains:
         self.stop = stop
         self.most = most
 
-    def draft(
-        self,
-        tips: Nodes,
-        chains: list[list[list[int]]],
-        width: int,
-        chances: Callable[[int], NDArray[np.float64]],
-    ) -> DraftTokens:
+    def draft(self, tips: Nodes, chains: list[list[list[int]]], width: int) -> DraftTokens:
         """Draft chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
 
         Args:
             width: the most chains below each tip.
-            chances: that draft tokens are accepted, by level, for a depth, float64 [depth].
         """
         tree = self.tree
         parents = np.repeat(tips, [len(below) for below in chains])
         below = [chain for of_tip in chains for chain in of_tip]
-        nodes, levels = NO_NODES, NO_NODES
-        column = 0
+        nodes, column = NO_NODES, 0
         while len(parents):
             goes_on = np.array([len(chain) > column for chain in below], dtype=bool)
             tokens = np.array([chain[column] if len(chain) > column else 0 for chain in below], dtype=np.int64)
             goes_on &= self._allowed(parents, tokens)
             below = [chain for chain, on in zip(below, goes_on, strict=True) if on]
             parents = tree.draft(parents[goes_on], tokens[goes_on])
-            nodes, levels = np.concatenate([nodes, parents]), np.concatenate([levels, np.full(len(parents), column)])
+            nodes = np.concatenate([nodes, parents])
             column += 1
         _, first = np.unique(nodes, return_index=True)
         first = np.sort(first)[: self.most]
-        return DraftTokens(nodes[first], chances(column)[levels[first]], width=width)
+        return DraftTokens(nodes[first], width=width)
 
     def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:
         allowed = (tokens < self.process.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))

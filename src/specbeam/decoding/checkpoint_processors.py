@@ -1,12 +1,12 @@
-"""Changes of scores that a checkpoint asks for in its generation settings, and that are no options of a request."""
+"""Processors that only a checkpoint's generation settings ask for: a request has no option for them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,58 +20,44 @@ LARGEST_RAISE = 1e30
 """The most that a score is multiplied by. float32 has no numbers over 3e38."""
 
 
-class Change(Protocol):
+@dataclass(frozen=True, eq=False)
+class Change:
     """An edit of the scores of some tokens, in the sequences that have certain numbers of new tokens.
 
     Attributes:
-        first, last: these numbers.
-        tokens: which tokens, int64 [n].
         kind: of the edit.
+        tokens: which tokens, int64 [n].
+        first, last: these numbers.
         only: no other token has a chance.
+        values: of the edit, float32 [m], for sequences with numbers of new tokens, int64 [m].
     """
 
+    kind: Literal["set", "raise"]
+    tokens: NDArray[np.int64]
     first: int
     last: int
-    tokens: NDArray[np.int64]
-    kind: Literal["set", "raise"]
     only: bool
-
-    def values(self, new_tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The value of the edit for sequences with numbers of new tokens, int64 [m]: float32 [m]."""
+    values: Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
 
-class Forced:
+def forced(tokens: Sequence[int], at: int) -> Change:
     """One of some tokens must follow: each has the score 0, and no other token has a chance."""
-
-    kind: Literal["set", "raise"] = "set"
-    only = True
-
-    def __init__(self, tokens: Sequence[int], at: int) -> None:
-        self.tokens, self.first, self.last = np.array(tokens, dtype=np.int64), at, at
-
-    def values(self, new_tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        return np.zeros(len(new_tokens), np.float32)
+    return Change("set", np.array(tokens, dtype=np.int64), at, at, True, lambda new: np.zeros(len(new), np.float32))
 
 
-class LengthPenalty:
+def rising_end(start: int, factor: float, eos_token_ids: frozenset[int]) -> Change:
     """``exponential_decay_length_penalty``: beyond some new tokens, the scores of end tokens rise exponentially."""
 
-    kind: Literal["set", "raise"] = "raise"
-    only = False
-    last = sys.maxsize
-
-    def __init__(self, start: int, factor: float, eos_token_ids: frozenset[int]) -> None:
-        self.start, self.factor, self.first = start, factor, start + 1
-        self.tokens = np.array(sorted(eos_token_ids), dtype=np.int64)
-
-    def values(self, new_tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        return (np.array([self._power(n) for n in (new_tokens - self.start).tolist()]) - 1).astype(np.float32)
-
-    def _power(self, exponent: int) -> float:
+    def power(exponent: int) -> float:
         try:
-            return min(self.factor**exponent, LARGEST_RAISE)
+            return min(factor**exponent, LARGEST_RAISE)
         except OverflowError:
             return LARGEST_RAISE
+
+    def values(new_tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        return (np.array([power(n) for n in (new_tokens - start).tolist()]) - 1).astype(np.float32)
+
+    return Change("raise", np.array(sorted(eos_token_ids), dtype=np.int64), start + 1, sys.maxsize, False, values)
 
 
 @dataclass(frozen=True)
@@ -136,10 +122,10 @@ def processors_of_checkpoint(
     for tokens, at in (forced_bos, 1 - begin), (forced_eos, max_length - 1 - begin):
         banned = {*suppressed, *(suppressed_first if at == first else ())}
         if tokens and at >= 0:
-            changes.append(Forced([token for token in tokens if token not in banned], at))
+            changes.append(forced([token for token in tokens if token not in banned], at))
     decay = read.decay()
     if decay is not None and eos_token_ids:
-        changes.append(LengthPenalty(*decay, eos_token_ids))
+        changes.append(rising_end(*decay, eos_token_ids))
     penalty = read.number("encoder_repetition_penalty", 1.0, "0.00001 to 100000", lambda x: 1e-5 <= x <= 1e5)
     return CheckpointProcessors(
         biases=SequenceBias(biases) if biases else None,

@@ -1,7 +1,7 @@
-"""Draft tokens below beams that come back after they were deferred: what the best hypothesis says in their place.
+"""Draft tokens below beams that come back after they were deferred, copied from the best hypothesis.
 
-Beams of one search mostly differ in a few tokens and agree again after them. By the time that a deferred beam turns out
-to be needed, the best hypothesis is ahead of it.
+Beams of one search mostly differ in a few tokens and agree again after them. When a deferred beam turns out to be
+needed, the best hypothesis is already longer than it is.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Copies:
             self._acceptance.skip()
             return DraftTokens()
         below = [[chain[:depth].tolist()] for chain in chains]
-        draft_tokens = self._chains.draft(np.array([*self._matched]), below, 1, lambda levels: np.ones(levels))
+        draft_tokens = self._chains.draft(np.array([*self._matched]), below, 1)
         self._parents = dict(zip(draft_tokens.nodes.tolist(), tree.parents(draft_tokens.nodes).tolist(), strict=True))
         for node, parent in self._parents.items():
             self._matched[node] = self._matched[parent] + 1

@@ -49,7 +49,7 @@ class ForcedTokens:
             if not depth:
                 return DraftTokens()  # a step of beam search needs all its beams
         chains = [[tokens[:depth]] for tokens in found]
-        drafted = self._chains.draft(different, chains, 1, lambda levels: np.ones(levels))
+        drafted = self._chains.draft(different, chains, 1)
         return replace(drafted, certain=len(drafted.nodes) > 0)
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:

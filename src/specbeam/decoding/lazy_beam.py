@@ -261,4 +261,4 @@ class LazyBeamSearch(BeamSearch):
             return super().finished_nodes
         first = self.levels[0].finished
         nodes = np.union1d(first.nodes[first.ended], super().finished_nodes)
-        return nodes[self.tree.live_among(nodes)]  # one may be dropped, and come back below the returned ones
+        return nodes[[*map(self.tree.is_live, nodes.tolist())]]  # one may be dropped, and come back below the returned

@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from specbeam.decoding import Selection, SelectionRequest
 from specbeam.tree import Nodes, Tree
 
@@ -46,8 +44,7 @@ class NodeNotes(ABC, Generic[V]):
         """Take in the selection at nodes, int64 [n]."""
         self._values.update(zip(nodes.tolist(), self.values(selection), strict=True))
         if len(self._values) > self._max_values:
-            nodes = np.array([*self._values])
-            self._values = {node: self._values[node] for node in nodes[self._tree.live_among(nodes)].tolist()}
+            self._values = {node: value for node, value in self._values.items() if self._tree.is_live(node)}
             self._max_values = max(2 * len(self._values), MIN_FORGOTTEN)
 
     def after(self, node: int) -> V:

@@ -131,7 +131,7 @@ class Processors:
         return forbidden
 
     def check(self, nodes: Nodes, selection: Selection) -> None:
-        """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token, and beams of NaN that were drafted.
+        """Refuse accepted draft tokens after which a function allowed no token or returned NaN.
 
         Raises:
             SpecbeamError: one of the beams, int64 [n], is left without any by the function alone, or all of them are by

@@ -78,7 +78,7 @@ class Lookup:
         if not depth:
             return self.controller.no_draft()
         found = [following(width, depth), *(self._look_up(tip)[1](width, depth) for tip in others)]
-        return self.chains.draft(np.array([best, *others]), found, width, self.controller.chances)
+        return self.chains.draft(np.array([best, *others]), found, width)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _read_prefix(self) -> None:
@@ -98,7 +98,7 @@ class Lookup:
         return self._text[:length]
 
     def _look_up(self, tip: int) -> tuple[int, Continue]:
-        """The length of the longest suffix of a tip's sequence that occurred before, and what followed it there."""
+        """The length of the match of a tip's sequence, and a function that gives its continuations."""
         branch = self.tree.tokens(self.tree.paths_beyond_prefix(np.array([tip]))[0])
         text = self._put(branch)
         places, matched = occurrences(text[:-1], text)

@@ -156,7 +156,7 @@ class ModelDrafter:
 
 
 def log_chances(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Estimates of the log-probabilities that the target draws tokens that the draft ranks with the same noise.
+    """Estimated log-probabilities that the target draws these tokens, from the draft's ranks with the same noise.
 
     The target's scores differ from the draft's. If the differences are logistic, the chance of the first of two tokens
     is a logistic function of the distance between their ranks. With more tokens that is a softmax of the ranks. Its

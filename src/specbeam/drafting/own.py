@@ -52,7 +52,7 @@ class FunctionDrafter:
             return self.controller.no_draft()
         tips = np.unique(tips)
         found = [[chain[:depth] for chain in self._continuations(tip)[:width]] for tip in tips.tolist()]
-        return self.chains.draft(tips, found, width, self.controller.chances)
+        return self.chains.draft(tips, found, width)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _continuations(self, tip: int) -> list[list[int]]:

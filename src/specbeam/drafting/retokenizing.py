@@ -109,7 +109,7 @@ class RetokenizingDrafter:
         found = [
             [self._continuation(able[tip].encoded, continued[tip])] if tip in able else [] for tip in tips.tolist()
         ]
-        return self.chains.draft(tips, found, width, self.controller.chances)
+        return self.chains.draft(tips, found, width)
 
     def _can_continue(self, place: Place, depth: int) -> bool:
         """The text ends with a character, and the draft's context has room for this many more tokens."""

@@ -1,4 +1,4 @@
-"""How long a request waits for others, so that requests that come together share their first pass.
+"""How long a request waits for others that come at the same time, to share its first pass with them.
 
 Otherwise a pass would begin with the first request of a crowd, and the others would wait for its end.
 """

@@ -44,7 +44,7 @@ def is_lookup(draft: Any) -> TypeGuard[str | SuffixAutomaton]:
 
 
 def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
-    """Refuse a draft that cannot draft for a model, and options that have no effect with it.
+    """Refuse a draft that does not fit the model, and options without effect beside it.
 
     Raises:
         SpecbeamError: says what does not fit, and what to give instead.

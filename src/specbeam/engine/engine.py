@@ -1,7 +1,8 @@
 """The engine: requests of many kinds share forward passes.
 
-A request is a strategy, a generator that asks for logits at nodes of its tree. In each iteration the engine gathers the
-nodes that live requests ask for, runs one forward pass, and hands back the logits. It alone owns memory and batching.
+A request is a strategy, a generator that asks for selections at nodes of its tree. In each iteration the engine gathers
+the nodes that live requests ask for, runs one forward pass, and hands back the selections. It alone owns memory and
+batching.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Engine:
     Args:
         lm: the model.
         max_requests: the most requests that share a pass. The others wait their turn.
-        max_batch_tokens: the most nodes per pass. Longer prompts are prefilled in chunks, so that they do not hold up
-            the requests that are generating.
+        max_batch_tokens: the most nodes per pass. Longer prompts are prefilled in chunks, so that requests that
+            are generating do not wait for them.
         max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
             suffice, the newest request is preempted: it gives up its slots, and they are recomputed later, to the same
             result. One sequence of full length has to fit: then a request finishes, whatever its beams and its draft
@@ -171,8 +172,8 @@ class Engine:
 
         Raises:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
-            SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
-                draft that cannot draft for it. Features that the model does not read, or none for
+            SpecbeamError: a prompt that is empty or longer than the context, or options or a draft that do not fit the
+                model. Features that the model does not read, or none for
                 one that reads some. A strategy or a drafter that is not there, or takes other arguments. A priority or
                 a timeout that is no number. The engine is stopping.
             RuntimeError: an error ended the engine or its thread, and nobody has started it again.

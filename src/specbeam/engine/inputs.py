@@ -20,7 +20,7 @@ CHANGE_NO_TOKEN = (
 )
 """Options on which no token and no score depends. So a speculative run has the receipt of its plain twin."""
 OBJECTS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-"""Options that are objects of the caller, which no file can hold, unless a constraint is described by plain data."""
+"""Options that are objects of the caller, which no file can hold. A constraint may be described by plain data."""
 DESCRIBED = tuple(DESCRIPTIONS.values())
 
 

@@ -29,7 +29,7 @@ class ModelState:
         slots: of its tree.
         least_bytes: bytes that it needs for one sequence of full length.
         passes: forward passes that the request took part in.
-        completed: passes that completed what the strategy asked for. Other passes prefill parts of a prompt.
+        completed: passes that gave the strategy its selection. Other passes prefill parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
         source: the encoder's output for the prompt, or what was given. None until the encoder has read it.
@@ -126,8 +126,8 @@ class ModelState:
         return 0 if (own := self._source_slots) is None else own.tree.prefix_length - own.used
 
     @property
-    def is_reading(self) -> bool:
-        """Whether it prefills or recomputes: no pass has completed what the strategy asked for since it began."""
+    def is_prefilling(self) -> bool:
+        """Whether it prefills or recomputes: no pass since it began has given the strategy a selection."""
         return self.completed == self._completed_before
 
     def evaluated(self, nodes: Nodes, pending: Nodes, ahead: int) -> None:

@@ -212,7 +212,7 @@ class Output:
 
 
 def _spent(target: ModelState, draft: ModelState | None) -> dict[str, float]:
-    """Passes that a request took part in so far, its seconds of them, and the nodes that the target evaluated."""
+    """A request's passes so far, its share of their seconds, and the nodes that the target evaluated for it."""
     draft_passes, draft_seconds = (0, 0.0) if draft is None else (draft.passes, draft.seconds)
     return {
         "target_passes": target.passes,

@@ -12,7 +12,7 @@ from specbeam.engine.request_state import RequestState
 
 NUMBER = attrgetter("number")
 STARTS_PER_OLDEST = 8
-"""One of this many requests that start is the request that has waited longest, whatever its priority."""
+"""One start in this many belongs to the request that has waited longest, whatever its priority."""
 
 
 class Queue:

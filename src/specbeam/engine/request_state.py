@@ -114,7 +114,7 @@ class RequestState:
         self._rows = WantedRows(NO_NODES)
         self.step = Evaluate(NO_NODES)
         self._was_recomputed = False  # because logits were not finite
-        self._held: list[Selection] = []  # of the passes since, whose tokens the strategy has not seen
+        self._held: list[Selection] = []  # of passes whose tokens the strategy has not seen yet
 
     @property
     def max_rows(self) -> int:
@@ -144,10 +144,6 @@ class RequestState:
     def found_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
         return sum(state.slots.found() * state.backend.slot_bytes for state in self._states)
-
-    def most_growth_bytes(self, nodes: Nodes) -> int:
-        """Upper bound on :meth:`growth_bytes`: as if none of the nodes had a slot."""
-        return (len(nodes) + self.model.source_growth) * self.model.backend.slot_bytes
 
     def growth_bytes(self, nodes: Nodes) -> int:
         """Bytes of new slots that a pass over some of its pending nodes takes."""
@@ -181,7 +177,7 @@ class RequestState:
             state.close()
 
     def await_prefix(self, others: list[RequestState]) -> bool:
-        """Wait for another live request that is about to read the same tokens, then begin with these.
+        """Wait for another live request that is about to prefill the same tokens, then share their slots.
 
         Args:
             others: requests that began before this one.
@@ -301,7 +297,7 @@ class RequestState:
         if min(self.step.ahead, MAX_HELD) <= len(held) or self.step.beams is not None:
             return False
         if not held and (nodes[-1] < tree.prompt_length or nodes[-1] != tree.prefix[-1]):
-            return False  # people wait for the first token, and another branch has no place in the tree yet
+            return False  # a reader waits for the first token, and a node below another branch would get another number
         if int(selection.tokens[0, 0]) in self.step.ends or not selection.scores[0, 0] > MASKED:
             return False
         selection.sources = ()  # no logits outlive their pass

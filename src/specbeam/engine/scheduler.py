@@ -24,7 +24,7 @@ Batch = list[tuple[RequestState, Nodes]]
 
 EQUAL_SHARE = 0.5
 """This share of a pass is divided equally. The rest goes first to requests with few pending nodes."""
-MIN_READING_SHARE = 0.5
+MIN_PREFILL_SHARE = 0.5
 """Prefill gets at least this share of a pass's time, where a pass without it takes long."""
 MAX_OVERTAKING_REQUESTS = 32
 """At most this many requests start before one that came first and waits for memory."""
@@ -254,10 +254,10 @@ class Scheduler:
             requests = sorted(requests, key=lambda one: one.last_turn)[:room]
         most = [len(request.pending) for request in requests]
         if self.max_pass_seconds is not None and not is_alone:
-            reading = [at for at, request in enumerate(requests) if request.model.is_reading]
-            others = sum(most) - sum(most[at] for at in reading)
-            in_time = max(self._reading_nodes(requests[0].model.backend, others), len(reading))
-            for at, count in zip(reading, _share_out([most[at] for at in reading], in_time), strict=True):
+            prefilling = [at for at, request in enumerate(requests) if request.model.is_prefilling]
+            others = sum(most) - sum(most[at] for at in prefilling)
+            in_time = max(self._prefill_nodes(requests[0].model.backend, others), len(prefilling))
+            for at, count in zip(prefilling, _share_out([most[at] for at in prefilling], in_time), strict=True):
                 most[at] = count
         taken = _share_out(most, room)
         for request in requests:
@@ -265,12 +265,12 @@ class Scheduler:
             request.last_turn = self._turns
         return [(request, request.pending[:count]) for request, count in zip(requests, taken, strict=True) if count]
 
-    def _reading_nodes(self, backend: Backend, others: int) -> int:
+    def _prefill_nodes(self, backend: Backend, others: int) -> int:
         """The most prompt nodes for a pass beside other nodes, so that these do not wait for long."""
         assert self.max_pass_seconds is not None
         without = self.costs(backend, ahead=True)
         least = without.expected(max(1, others)) if without.knows(others) else 0.0
-        seconds = max(self.max_pass_seconds, least / (1 - MIN_READING_SHARE))
+        seconds = max(self.max_pass_seconds, least / (1 - MIN_PREFILL_SHARE))
         return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
 
     def seconds_to_hear(self) -> float:
@@ -319,10 +319,7 @@ class Scheduler:
         while True:
             room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
             room -= self.budget.held
-            growth = sum(request.most_growth_bytes(nodes) for batch in batches for request, nodes in batch)
-            if growth > room:  # some nodes may have slots, since a pass over them failed
-                growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
-            room -= growth
+            room -= sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             self.budget.evict(room)
             if room >= 0:
                 return [batch for batch in batches if batch]

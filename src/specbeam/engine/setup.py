@@ -57,8 +57,7 @@ class Setup:
         stop: decides where sequences end.
         record: counts draft tokens, and remembers rounds for the trace.
         cost: of the target's passes for this request, in which it may evaluate any number of nodes.
-        goes_ahead: whether the backend goes ahead in passes without draft tokens, if it can.
-        plain_cost: of passes without draft tokens.
+        plain_cost: of passes without draft tokens, in which the backend goes ahead if it can.
     """
 
     options: Options
@@ -67,7 +66,6 @@ class Setup:
     stop: Stopping
     record: Record
     cost: SharedCost
-    goes_ahead: bool
     plain_cost: SharedCost
 
 
@@ -122,7 +120,6 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         stop=stop,
         record=Record(tree, Trace(tree, lm.token_text, process.constraint) if options.trace else None),
         cost=SharedCost(costs(backend)),
-        goes_ahead=goes_ahead,
         plain_cost=SharedCost(costs(backend, goes_ahead)),
     )
 
@@ -218,7 +215,7 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
 
 
 def with_forced_tokens(setup: Setup, drafter: Drafter | None) -> Drafter | None:
-    """The drafter of a request, which first proposes the tokens that its constraint forces, if it has one."""
+    """The drafter of a request. Under a constraint, it first proposes the tokens that are forced."""
     process = setup.selector.process
     if process.constraint is None:
         return drafter

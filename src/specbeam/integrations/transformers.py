@@ -209,8 +209,8 @@ def generate(
     length = input_ids.shape[1]
     keep = None if prompts.cache is None else prompts.kept
     details = Details(generation_config, replaces_invalid, keep)
-    # Samples are requests of their own where a prefix_allowed_tokens_fn gets their number, and where each has a draft,
-    # a streamer, scores, logits or a cache.
+    # Samples are requests of their own if a prefix_allowed_tokens_fn gets their numbers, or if each has a draft, a
+    # streamer, scores, logits or a cache.
     is_numbered = any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in logits_processor)
     alone = is_numbered or how or details.scores or details.logits or keep is not None
     together = 1 if beams == 1 and (alone or streamer is not None) else copies

@@ -122,7 +122,7 @@ class Named:
 
 
 def check_processors(processors: Sequence[Any], vocab_size: int, num_beams: int) -> None:
-    """Refuse processors of transformers that cannot be called for single texts, and tokens that the model lacks.
+    """Refuse processors of transformers that need the whole batch, and tokens that the model lacks.
 
     Raises:
         SpecbeamError: names the option.
@@ -219,7 +219,7 @@ def _allowed_tokens(step: Any, row: BatchRows) -> Callable[[int, Tensor], Any]:
 
 
 def _but_for_no_tokens(remove_invalid: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The processor, but where no beam has an allowed token, that stays so, and the texts are refused.
+    """The processor, except where no beam has an allowed token: then scores stay, and the texts are refused.
 
     Newer releases of transformers have forced the tokens of ``prefix_allowed_tokens_fn`` there.
     """

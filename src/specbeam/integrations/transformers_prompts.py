@@ -1,8 +1,8 @@
 """The prompts of one call of transformers' ``generate``, and the cache that it leaves.
 
-The engine prefills prompts of token ids itself. The model's own forward prefills other prompts, as in transformers:
-prompts that have embeddings, types of tokens or unusual positions, or that begin in a cache, and prompts whose keys and
-values the caller gets. Sequences then go on from these keys and values (:class:`ReadPrompt`).
+The engine prefills prompts of token ids itself. The model's own forward prefills the others, as in transformers:
+prompts with embeddings, token types, unusual positions or a given cache, and all prompts if the caller asks for the
+cache. Sequences then go on from these keys and values (:class:`ReadPrompt`).
 """
 
 from __future__ import annotations

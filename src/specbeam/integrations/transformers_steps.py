@@ -1,7 +1,7 @@
 """The steps of one request as transformers' ``generate`` has them: their scores, and the stopping criteria after each.
 
 The request runs as any other. :class:`Steps` observes its strategy: the selections of the target, and the steps. A
-single sequence takes a step where its rule for the end is asked, beams where the search does. So draft tokens are
+single sequence takes a step when its stopping rule is called, and beams when their search does. So draft tokens are
 neither recorded nor shown to a stopping criterion.
 """
 

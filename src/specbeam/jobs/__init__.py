@@ -19,7 +19,7 @@ Work = Callable[[Job], Result]
 MakeWork = Callable[[], Work]
 """Makes the work, in the worker's process: it loads the models."""
 OnResult = Callable[[Job, Result], None]
-"""Takes each job and its result, in the thread that launched the jobs, in the order in which results come."""
+"""Takes each job and its result as it comes, in the thread that launched the jobs."""
 
 
 class WorkerDied(RuntimeError):

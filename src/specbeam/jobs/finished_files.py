@@ -1,4 +1,4 @@
-"""The result files of a folder that are finished, noted so that an interrupted command goes on with the others."""
+"""The finished result files of a folder, noted so that an interrupted command can be resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a batch that are finished, kept so that an interrupted batch goes on where it was."""
+"""The finished rows of a batch, so that an interrupted batch can be resumed."""
 
 from __future__ import annotations
 

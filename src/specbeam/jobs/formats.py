@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
@@ -11,11 +12,11 @@ import os
 import shutil
 import stat
 import tempfile
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
@@ -42,7 +43,7 @@ ROW_GROUP_BYTES = 4 * 2**20
 """The size of a row group in a Parquet file, before compression. It is in memory until it is written."""
 PAGE_BUFFER_BYTES = 2**16
 """Bytes that are read at a time from each column of a Parquet file."""
-CONVERSION_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError)
+CONVERSION_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError, EOFError, zlib.error)
 """Raised for damaged bytes, and by pyarrow for a cell without a value in Python."""
 
 
@@ -52,7 +53,7 @@ def open_rows(path: Path, limit: int | None = None) -> Rows:
     Raises:
         SpecbeamError: the file cannot be read, has another ending, is damaged, or has no rows.
     """
-    if (ending := path.suffix.lower()) not in FORMATS:
+    if (ending := Path(path.name.removesuffix(".gz")).suffix.lower()) not in FORMATS:
         raise SpecbeamError(f"{path} has an unknown ending: name it {', '.join(FORMATS)}, after its format")
     make, _ = FORMATS[ending]
     return make(path, limit)
@@ -167,13 +168,14 @@ class Rows(ABC):
 
 
 def seekable(path: Path) -> io.BufferedReader | io.BufferedRandom:
-    """A file to read several times. A pipe's content is copied to a nameless file first."""
+    """A file to read several times. The content of a pipe or of a .gz file is copied to a nameless file first."""
     file = path.open("rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    is_gzip = path.suffix == ".gz"
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode) and not is_gzip:
         return file
-    with file:
+    with file, gzip.open(file) if is_gzip else file as content:
         copy = tempfile.TemporaryFile()  # noqa: SIM115
-        shutil.copyfileobj(file, copy)
+        shutil.copyfileobj(content, copy)
         copy.flush()
     return copy
 
@@ -296,25 +298,10 @@ class JsonlRows(TextRows):
         return islice((numbered for numbered in stripped if numbered[1]), self.limit)
 
 
-@dataclass(frozen=True)
-class LargeNumber:
-    """A number that is too large for Python's int or float. No column of a Parquet file has room for it."""
-
-    digits: str
-
-    def __repr__(self) -> str:
-        return self.digits if len(self.digits) <= 24 else f"{self.digits[:24]}..."
-
-
-def whole_number(digits: str) -> int | LargeNumber:
-    try:
-        return int(digits)
-    except ValueError:  # Python reads at most 4,300 digits
-        return LargeNumber(digits)
-
-
-def fraction(digits: str) -> float | LargeNumber:
-    return LargeNumber(digits) if math.isinf(value := float(digits)) else value
+def finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"the number {digits[:24]} is too large")
+    return value
 
 
 def distinct_members(members: list[tuple[str, Any]]) -> Row:
@@ -326,7 +313,7 @@ def distinct_members(members: list[tuple[str, Any]]) -> Row:
     return row
 
 
-ROW_DECODER = json.JSONDecoder(object_pairs_hook=distinct_members, parse_int=whole_number, parse_float=fraction)
+ROW_DECODER = json.JSONDecoder(object_pairs_hook=distinct_members, parse_float=finite)
 
 
 class CsvRows(TextRows):
@@ -515,9 +502,7 @@ def csv_line(cells: Iterable[Any]) -> bytes:
 def csv_cell(value: Any) -> str:
     if value is None:
         return ""
-    if isinstance(value, LargeNumber):
-        return value.digits
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda n: n.digits)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def json_of(value: Any) -> str:

@@ -74,7 +74,7 @@ class Journal:
 
 
 def entries_in(path: Path, *, drop_damaged: bool = False) -> Iterator[tuple[Entry, int]]:
-    """The whole lines of a journal, which a process may still be writing, and the byte at which each ends.
+    """The whole lines of a journal, and the byte at which each ends. A process may still be writing it.
 
     A last line without a line end was torn, and is left out. So is everything if there is no such file.
 

@@ -59,7 +59,7 @@ class Incoming:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that ends if its client holds it for too long, or sends too much that is not a body.
+    """A connection with limits: it ends if its client is too slow, or sends too many bytes outside of a body.
 
     A body that comes slowly gets an answer first (``MAX_BODY_SECONDS``). So does one that is too large.
     """

@@ -1,4 +1,4 @@
-"""Fields that OpenAI documents, and that are not for a model that only writes text.
+"""OpenAI's fields that have no meaning for a model of text alone.
 
 Many clients send them along. They are declared with the values that change nothing, and refused with others.
 """

@@ -44,7 +44,7 @@ from specbeam.server.streams import ClientGone, error_frame, while_connected
 logger = logging.getLogger("specbeam.server")
 
 MAX_LEAD_REQUESTS = 4
-"""A request goes to the replica that has its prefix if that one has at most this many more requests than another."""
+"""The replica with a request's prefix may have this many more requests than another, and still gets the request."""
 BLOCK_BYTES = 128
 """Prefixes are compared in blocks of this size."""
 MAX_BLOCKS = 512
@@ -119,7 +119,7 @@ def blocks_of(body: bytes) -> list[bytes]:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Gives a request to the replica that had the longest prefix of its prompt, unless that one has too much to do.
+    """Gives a request to the replica with the longest prefix of its prompt, unless that one is too busy.
 
     Without such a replica, the one with the fewest requests gets it. This runs in the front's process.
     """

@@ -11,7 +11,6 @@ from specbeam.detokenizing import Detokenizer
 from specbeam.model import LanguageModel
 from specbeam.results import Piece, TopLogProbs
 from specbeam.results import Sequence as Text
-from specbeam.token_texts import text_of
 
 MAX_SPACE = 64
 """At most this many characters of space are looked for around a special token of a prompt."""
@@ -54,20 +53,14 @@ class TokenTexts:
     """The texts of a model's single tokens. Each is decoded once."""
 
     def __init__(self, lm: LanguageModel) -> None:
-        self._tokenizer = lm.tokenizer
+        self._lm = lm
         self._special = {i for i, token in lm.tokenizer.added_tokens_decoder.items() if token.special}
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def __call__(self, token: int) -> tuple[str, bytes]:
         """The text of a token, and its bytes. Bytes that are no whole characters are written as "bytes:\\xe2\\x80"."""
         if (known := self._texts.get(token)) is None:
-            piece = self._tokenizer.convert_ids_to_tokens(token)
-            if piece is None:  # a model may have more rows than its tokenizer has tokens
-                text: str | bytes = ""
-            elif token in self._tokenizer.added_tokens_decoder:
-                text = piece
-            else:
-                text = text_of(self._tokenizer, token, piece)
+            text = self._lm.text_or_bytes(token)
             if isinstance(text, bytes):
                 known = "bytes:" + "".join(f"\\x{byte:02x}" for byte in text), text
             else:

@@ -11,8 +11,9 @@ from typing import Any
 
 from specbeam.constraints.grammar import DESCRIPTIONS
 from specbeam.errors import SpecbeamError, located
+from specbeam.model import Placement
 from specbeam.option_names import LOOKUPS, nearest_name
-from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
+from specbeam.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
 from specbeam.plugins import entry_point_names, is_name, is_own_drafter
 from specbeam.study.tables import KNOWN, own_name
 
@@ -24,7 +25,7 @@ FUNCTIONS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 """Options whose values are Python objects."""
 USERS: dict[str, frozenset[str]] = {
     **dict.fromkeys(SAMPLING_OPTIONS, frozenset({"samples"})),
-    **dict.fromkeys((*BEAM_OPTIONS, "num_beams", "num_beam_groups", "diversity_penalty"), frozenset({"has beams"})),
+    **dict.fromkeys(SEARCH_OPTIONS, frozenset({"has beams"})),
     **dict.fromkeys(MAX_DRAFT_SIZES, frozenset({"drafts"})),
     **dict.fromkeys(("draft_temperature", "draft_top_k"), frozenset({"samples", "drafts"})),
     "bound_rule": frozenset({"has beams"}),
@@ -74,17 +75,6 @@ class Draft:
     """
 
     quantize: str | None = None
-
-
-@dataclass(frozen=True)
-class Load:
-    """How models are loaded (:func:`specbeam.load`)."""
-
-    backend: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    quantize: str = "auto"
-    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +190,7 @@ class Study:
     output: str | None = None
     target_model: str = "smollm2-135m-instruct"
     draft_model: str = "ngram"
-    load: Load = field(default_factory=Load)
+    load: Placement = field(default_factory=Placement)
     chat: Chat = field(default_factory=Chat)
     debug: Debug = field(default_factory=Debug)
     decode: dict[str, Any] = field(default_factory=dict)
@@ -301,7 +291,7 @@ def methods(study: Study) -> list[Method]:
 
 def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     place = f"methods.{name}" if name in study.methods else "decode"
-    load_kinds = typing.get_type_hints(Load)
+    load_kinds = typing.get_type_hints(Placement)
     kinds = {**load_kinds, "draft_quantize": str | None, "draft_model": str}
     for key in changes:
         nearest(f"{place}.{key}", key, (*DECODE_KEYS, *kinds))

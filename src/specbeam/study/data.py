@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import json
 import os
 import random
@@ -17,6 +15,7 @@ from typing import Any
 
 from specbeam.checkpoints.hub import no_answer
 from specbeam.errors import SpecbeamError
+from specbeam.jobs.formats import TextRows, open_rows
 from specbeam.option_names import nearest_name
 from specbeam.study.config import Columns, Data
 
@@ -115,46 +114,16 @@ def _records(path: Path) -> Iterator[Any]:
     suffix = _suffix(path)
     if suffix not in TABLES:
         raise SpecbeamError(f"data.source={path} is not a {', '.join(TABLES)} or .txt file: convert it")
-    if suffix == ".parquet":
-        import pyarrow.parquet
-
+    if suffix == ".json":
+        text = _read(path)
         try:
-            yield from pyarrow.parquet.read_table(path).to_pylist()
-        except (OSError, ValueError, ArithmeticError, LookupError, pyarrow.ArrowException) as error:
-            raise SpecbeamError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
-        return
-    text = _read(path)
-    if suffix == ".csv":
-        yield from _csv_records(path, text)
-    elif suffix == ".json":
-        whole = _of_json(text, str(path))
+            whole = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SpecbeamError(f"{path} is not JSON: {error}") from error
         yield from whole if isinstance(whole, list) else [whole]
-    else:
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield _of_json(line, f"{path} line {number}")
-
-
-def _of_json(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecbeamError(f"{name} is not JSON: {error}") from error
-
-
-def _csv_records(path: Path, text: str) -> Iterator[dict[str, str]]:
-    csv.field_size_limit(2**31 - 1)  # prompts are long
-    lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        for record in lines:
-            if None in record or None in record.values():
-                names = lines.fieldnames or []
-                raise SpecbeamError(
-                    f"{path} line {lines.line_num} has more or fewer cells than the {len(names)} columns"
-                )
-            yield record
-    except csv.Error as error:
-        raise SpecbeamError(f"{path} line {lines.line_num} is not CSV: {error}") from error
+        return
+    with open_rows(path) as rows:
+        yield from rows if isinstance(rows, TextRows) else rows.cells(rows.columns)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -229,8 +229,8 @@ def origins(record: Record) -> list[tuple[str, bool]]:
 def align(tokens: list[tuple[str, bool]], text: str) -> list[tuple[str, bool]]:
     """The text in pieces, each with whether it was drafted.
 
-    Tokens are decoded one by one. A token that is part of a character, or that loses its leading space, differs from
-    the text at its place. Then it gets the text between the tokens around it.
+    Tokens are decoded one by one. Part of a character, or a token that loses its leading space, differs from the text
+    at its place. Then it gets the text between the tokens around it.
     """
     pieces: list[tuple[str, bool]] = []
     at = 0

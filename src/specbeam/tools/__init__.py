@@ -1,4 +1,4 @@
-"""Tool calls: the formats in which models write them, the grammars that enforce these, and what reads them."""
+"""Tool calls: models' formats for them, the grammars that enforce these formats, and their readers."""
 
 from __future__ import annotations
 
