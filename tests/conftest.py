@@ -3,7 +3,6 @@
 Without PyTorch (``make test-core``) NumPy writes the models, and tests that compute with transformers are skipped.
 """
 
-import ast
 import gc
 import json
 import os
@@ -28,6 +27,7 @@ import specbeam
 from specbeam import Engine
 from specbeam.checkpoints import registry
 from specbeam.engine import CostTable
+from tests.absent import let_tests_import_what_is_absent
 from tests.written import WrittenModel, WrittenTokenizer
 
 # A shell makes its background jobs ignore Ctrl-C, and their children inherit that. Tests press it.
@@ -69,6 +69,7 @@ try:
     import transformers
 except ImportError:  # an environment for make test-core
     torch = transformers = None
+    let_tests_import_what_is_absent()
 
 # Keys of config.json that a tiny model of an architecture needs beside the sizes of all.
 ARCHITECTURES = {
@@ -89,27 +90,7 @@ ARCHITECTURES = {
 FIRST = {f"tests.{name}" for name in ("server.test_replicas", "server.test_real_clients", "test_reference_models")}
 
 
-def paths_that_need_torch():
-    """The files of tests that import what needs PyTorch, themselves or through another file."""
-    root = Path(__file__).parents[1]
-    names, imported = {"torch", "transformers", "lm_eval", "specbeam.hf", "specbeam.ladder"}, {}
-    for file in (*root.glob("tests/**/*.py"), *root.glob("bench/**/*.py")):
-        used = imported[file] = set()
-        for node in ast.parse(file.read_bytes()).body:
-            if isinstance(node, ast.Import):
-                used.update(name.name.partition(".")[0] for name in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                package = str(node.module).partition(".")[0]
-                used.update([package, node.module, *(f"{node.module}.{name.name}" for name in node.names)])
-    needing = set()
-    while more := {file for file, used in imported.items() if used & names} - needing:
-        needing |= more
-        names |= {".".join(file.relative_to(root).with_suffix("").parts) for file in more}
-    return [str(file.parent if file.name == "conftest.py" else file) for file in needing]
-
-
 needs_torch = pytest.mark.skipif(torch is None, reason="needs PyTorch")
-collect_ignore = paths_that_need_torch() if torch is None else []
 
 
 def pytest_collection_modifyitems(items):

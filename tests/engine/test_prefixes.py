@@ -118,7 +118,7 @@ AFTER_BEAMS = [DIVIDED | {"kind": (LONG | {"num_beams": n}, None), "said": PROMP
 """Beams lie between the slots of the prefix of the second turn. These are free."""
 
 
-@settings(max_examples=examples(2))
+@settings(max_examples=examples(1))
 @given(
     backend=st.sampled_from(["cpu", "cpu", "cpu", "torch", "transformers"]),
     turns=st.lists(TURN, min_size=2, max_size=6),
