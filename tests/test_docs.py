@@ -187,6 +187,8 @@ def check_command(words, request):
             ChatRequest.model_validate_json(body)
         case ["python", "-m", "specbeam.lm_eval", *options]:
             check_evaluation(options)
+        case ["python", "-m", module, *options] if module.startswith("tests."):
+            check_command(["python", f"{module.replace('.', '/')}.py", *options], request)
         case ["python", script, *options]:
             source = "".join((ROOT / path).read_text(encoding="utf-8") for path in (script, "bench/prompts.py"))
             assert all(f'"{option}"' in source for option in options if option.startswith("--") and option != "--json")
