@@ -2,17 +2,25 @@
 
 import builtins
 import os
-from types import FunctionType
+import sys
+from types import FunctionType, SimpleNamespace
 
 import pytest
 
+from specbeam.errors import SpecbeamError
+
 NEED_TORCH = {"torch", "transformers", "peft", "lm_eval", "triton"}
+
+
+def needs(what):
+    """Skip a test that needs something of an absent package."""
+    pytest.skip(f"needs {what}")
 
 
 class Absent:
     """A module that is not installed, or anything of it.
 
-    While pytest collects tests, it may be called, listed and inherited from. In a test, any use skips the test.
+    While pytest collects tests, it may be called, indexed, listed and inherited from. Any use in a test skips the test.
     """
 
     def __init__(self, name):
@@ -20,17 +28,20 @@ class Absent:
 
     def _used(self, name):
         if "PYTEST_CURRENT_TEST" in os.environ:
-            pytest.skip(f"needs {name}")
+            needs(name)
         return Absent(name)
 
     def __getattr__(self, name):
-        if name.startswith("__"):
+        if name.startswith("__") and name not in ("__file__", "__version__"):
             raise AttributeError(name)
         return self._used(f"{self._name}.{name}")
 
     def __call__(self, *args, **keywords):
-        if args and isinstance(args[0], FunctionType):  # it decorates a function, which is a test or has its own uses
+        if args and isinstance(args[0], FunctionType):  # it decorates a function
             return args[0]
+        return self._used(self._name)
+
+    def __getitem__(self, key):
         return self._used(self._name)
 
     def __iter__(self):
@@ -40,6 +51,19 @@ class Absent:
         return ()
 
 
+class PartlyAbsent:
+    """A module that imports some of its names only with PyTorch."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def __getattr__(self, name):
+        try:
+            return getattr(self._module, name)
+        except SpecbeamError:
+            return Absent(f"{self._module.__name__}.{name}")
+
+
 def let_tests_import_what_is_absent():
     """Only files of tests and benches: the package itself gets the error."""
     real_import = builtins.__import__
@@ -47,10 +71,16 @@ def let_tests_import_what_is_absent():
     def import_or_stand_in(name, globals=None, locals=None, fromlist=(), level=0):
         try:
             return real_import(name, globals, locals, fromlist, level)
-        except ModuleNotFoundError as error:
+        except (ModuleNotFoundError, SpecbeamError) as error:
             importer = str((globals or {}).get("__name__")).partition(".")[0]
-            if importer in ("tests", "bench") and str(error.name).partition(".")[0] in NEED_TORCH:
-                return Absent(name if fromlist else name.partition(".")[0])
-            raise
+            if importer not in ("tests", "bench"):
+                raise
+            if isinstance(error, SpecbeamError):  # it says which extra has what is missing
+                return PartlyAbsent(sys.modules[name])
+            if str(error.name).partition(".")[0] not in NEED_TORCH:
+                raise
+            if not fromlist:
+                return Absent(name.partition(".")[0])
+            return SimpleNamespace(**{imported: Absent(f"{name}.{imported}") for imported in fromlist})
 
     builtins.__import__ = import_or_stand_in

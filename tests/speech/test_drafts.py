@@ -18,7 +18,7 @@ from specbeam.speech.settings import Settings
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.speech.windows import Transcriber, Windows
 from tests.backends.test_whisper import of_transformers, whisper_base
-from tests.conftest import byte_tokenizer
+from tests.conftest import byte_tokenizer, needs_torch
 from tests.speech.conftest import (
     BANDS,
     ENGLISH,
@@ -84,8 +84,10 @@ def encoder_passes(monkeypatch, *models):
     return passes
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("way", WAYS)
+ON_TORCH = [pytest.param("torch", way, marks=() if way == "prompts" else pytest.mark.thorough) for way in WAYS]
+
+
+@pytest.mark.parametrize(("backend", "way"), [*(("cpu", way) for way in WAYS), *ON_TORCH])
 def test_transcripts_are_those_without_a_draft(loaded, way, backend):
     lm, options = loaded("target", backend), {**NEVER_SILENT, **WAYS[way]}
     files = [noise(2.6, 1), noise(0.9, 2), noise(1.7, 3)]
@@ -144,6 +146,7 @@ def test_a_distilled_draft_reads_the_states_of_the_targets_encoder(loaded, backe
             assert len(passes) == expected
 
 
+@needs_torch
 def test_encoders_are_equal_if_their_shapes_and_all_their_weights_are(loaded, save):
     def equal(one, other):
         return have_equal_encoders(one.backend, other.backend)
