@@ -30,7 +30,7 @@ from specbeam import Engine, SpecbeamError
 from specbeam.backends.cpu import CpuBackend
 from specbeam.checkpoints import open_checkpoint, registry
 from specbeam.engine import CostTable
-from tests.absent import let_tests_import_what_is_absent, needs
+from tests.absent import Absent, let_tests_import_what_is_absent, needs
 from tests.written import WrittenModel, WrittenTokenizer
 
 # A shell makes its background jobs ignore Ctrl-C, and their children inherit that. Tests press it.
@@ -116,6 +116,9 @@ if torch is None:
 def pytest_collection_modifyitems(items):
     """Modules that start or load much come first: a worker that takes over a part of one would do it again."""
     items.sort(key=lambda item: item.module.__name__ not in FIRST)
+    for item in items:
+        if hasattr(item, "callspec") and any(isinstance(value, Absent) for value in item.callspec.params.values()):
+            item.add_marker(needs_torch)
 
 
 def pytest_collection_finish(session):
