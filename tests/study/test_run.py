@@ -170,7 +170,7 @@ def test_no_measured_generation_is_traced(words, tmp_path, monkeypatch):
     assert 3 <= traced.count(True) <= 3 + MAX_SAMPLES
     assert len(traced) == warm_ups + len(records) + traced.count(True)
     measured = [request.result().text for trace, request in ran[warm_ups:] if not trace]
-    assert measured == [record["text"] for record in records]
+    assert sorted(measured) == sorted(record["text"] for record in records)  # these are in the order of their ends
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     drafted = {record["method"]: 0 for record in records}
     for record in records:
