@@ -30,7 +30,7 @@ from specbeam.option_names import OTHER_NAMES
 from specbeam.plugins import GROUPS
 from specbeam.server.chat import ChatRequest
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
+from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, needs_torch, random_model
 from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
 from tests.server.conftest import serving
 from tests.speech.conftest import random_whisper, whisper_tokenizer
@@ -262,6 +262,7 @@ print(json.dumps([name for name in json.load(sys.stdin) if missing(name)]))
 """
 
 
+@needs_torch
 def test_dotted_names_resolve():
     """Every specbeam.x.y of prose and programs is there after ``import specbeam``, in a process of its own."""
     places = {}
