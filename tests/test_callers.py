@@ -10,6 +10,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 import specbeam
 from specbeam.errors import SpecbeamError
+from tests.conftest import needs_torch
 
 PROMPT = [5, 6, 7]
 OPTIONS = {"max_new_tokens": 6, "eos_token_id": []}

@@ -26,11 +26,11 @@ WAYS = ({}, {"temperature": (0, 0.2, 1), "best_of": 2}, {"num_beams": 1, "draft"
 
 @pytest.mark.parametrize("options", WAYS)
 def test_a_text_is_the_same_alone_among_others_and_streamed(whisper, options):
-    files = [noise(seconds, seed) for seed, seconds in enumerate([0.5, 2.3, 5.1, 0.0, 1.2, 3.3])]
+    files = [noise(seconds, seed) for seed, seconds in enumerate([0.5, 2.3, 3.1, 0.0, 1.2])]
     options = {"vad_filter": False, "log_prob_threshold": -0.8, "no_speech_threshold": None, **options}
     together = transcribe(whisper, files, **options)
     assert sum(len(one.segments) for one in together) > 6
-    assert [one.duration for one in together] == [0.5, 2.3, 5.1, 0.0, 1.2, 3.3]
+    assert [one.duration for one in together] == [0.5, 2.3, 3.1, 0.0, 1.2]
     assert (together[3].text, together[3].language, together[3].segments) == ("", None, [])
     engine = speech_engine(whisper)
     for file, expected in zip(files, together, strict=True):
