@@ -220,7 +220,7 @@ def test_texts_equal_the_texts_of_the_reference(pair, options):
 def test_requests_go_ahead_together(pair):
     """Sequences and searches, some with suffixes: each as if it were alone."""
     reference, lm = pair("llama")
-    kinds = [{}, {"num_beams": 2}, {"do_sample": True, "seed": 3}, {"num_beams": 2}]
+    kinds = [{}, {"num_beams": 2}, {"do_sample": True, "seed": 3}]
     engine, prompts = Engine(lm), [[5, 6, 7, 8, 9][: 2 + i % 3] for i in range(len(kinds))]
     submitted = [
         engine.submit(p, {"max_new_tokens": 3, "eos_token_id": [], **how})

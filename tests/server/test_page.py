@@ -868,7 +868,7 @@ def fill_chat(tab):
     tab.locator(".messages .pill").first.wait_for()
 
 
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("width", [pytest.param(1400, marks=pytest.mark.thorough), 390])
 def test_axe_finds_no_serious_fault(browser, served, width):
     if not AXE.is_file():
         pytest.skip("axe-core is not on this machine: make .venv/npm")

@@ -84,10 +84,17 @@ def encoder_passes(monkeypatch, *models):
     return passes
 
 
-ON_TORCH = [pytest.param("torch", way, marks=() if way == "prompts" else pytest.mark.thorough) for way in WAYS]
+QUICK = {"cpu": ("greedy", "beams", "prompts", "several are drawn"), "torch": ("prompts",)}
 
 
-@pytest.mark.parametrize(("backend", "way"), [*(("cpu", way) for way in WAYS), *ON_TORCH])
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [
+        pytest.param(backend, way, marks=() if way in QUICK[backend] else pytest.mark.thorough)
+        for backend in QUICK
+        for way in WAYS
+    ],
+)
 def test_transcripts_are_those_without_a_draft(loaded, way, backend):
     lm, options = loaded("target", backend), {**NEVER_SILENT, **WAYS[way]}
     files = [noise(2.6, 1), noise(0.9, 2), noise(1.7, 3)]
@@ -253,7 +260,8 @@ def test_drafts_that_do_not_fit_are_refused_before_a_file_is_read(loaded, save, 
         transcribe(lm, "nowhere.wav", draft=tiny()[1])
 
 
-@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.thorough), 5])
+@pytest.mark.thorough
+@pytest.mark.parametrize("beams", [1, 5])
 def test_whisper_base_with_a_draft_of_two_layers(save, beams):
     """The draft has base's encoder and its first two decoder layers."""
     folder, model = whisper_base()
