@@ -13,7 +13,7 @@ from specbeam import Engine, SpecbeamError
 from specbeam.errors import NotFinite
 from tests.backends.test_encoder_decoder import make
 from tests.calls import calls_made
-from tests.conftest import examples, random_model, run_alone
+from tests.conftest import examples, in_thorough_mode, random_model, run_alone
 from tests.decoding.test_speculative import other_tokenizer
 from tests.engine.conftest import assert_nothing_is_held, ended, in_use
 
@@ -118,7 +118,7 @@ AFTER_BEAMS = [DIVIDED | {"kind": (LONG | {"num_beams": n}, None), "said": PROMP
 """Beams lie between the slots of the prefix of the second turn. These are free."""
 
 
-@settings(max_examples=examples(1))
+@settings(max_examples=examples(2 if in_thorough_mode() else 1))
 @given(
     backend=st.sampled_from(["cpu", "cpu", "cpu", "torch", "transformers"]),
     turns=st.lists(TURN, min_size=2, max_size=6),
