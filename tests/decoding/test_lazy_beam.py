@@ -467,10 +467,10 @@ def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beam
     """Evaluated beams keep their memory as long as an earlier step is open, and draft tokens take memory, too."""
     lm = specbeam.load(save(random_model("llama", vocab_size=5, eos_token_id=1, bos_token_id=0)), backend="cpu")
     prompt, how = [2, 3] * 20, {"strategy": strategy, "draft": draft}
-    options = {"num_beams": 24, "max_new_tokens": 24, "num_return_sequences": 8, "share_prefix": False}
+    options = {"num_beams": 32, "max_new_tokens": 40, "num_return_sequences": 8, "share_prefix": False}
     plain = ended(Engine(lm), prompt, options, strategy=lambda setup, _: beam_search(make_search(setup), setup.record))
-    room = plain.stats.peak_slots + 24
-    assert room < (40 + 24 * 24) * 2 / 3  # beams share their prefixes
+    room = plain.stats.peak_slots + 32
+    assert room < (40 + 32 * 40) * 2 / 3  # beams share their prefixes
     assert ended(Engine(lm), prompt, options | sizes, **how).stats.peak_slots > room
     assert ended(Engine(lm, max_cache_tokens=room), prompt, options | sizes, **how).sequences == plain.sequences
 
