@@ -9,7 +9,8 @@ import pytest
 
 from specbeam.errors import SpecbeamError
 
-NEED_TORCH = {"torch", "transformers", "peft", "lm_eval", "triton"}
+NEED_TORCH = {"torch", "transformers", "peft", "lm_eval", "triton", "nbclient", "nbformat"}
+"""Packages that need PyTorch, and packages of extras that need it."""
 
 
 def needs(what):

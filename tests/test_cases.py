@@ -8,6 +8,7 @@ import sys
 
 from tests import differential
 from tests.cases import draw_case, write_models
+from tests.conftest import needs_torch
 
 
 def record(out, models, cases=20):
@@ -22,6 +23,7 @@ def compare(old, new, capfd):
     return status, capfd.readouterr().out.splitlines()
 
 
+@needs_torch
 def test_a_case_gives_the_same_line_in_another_process_and_a_difference_is_one_line(tmp_path, capfd):
     write_models(models := tmp_path / "models")
     one, two, changed = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "changed"))
