@@ -17,10 +17,8 @@ compared. Peers need ``pip install llama-cpp-python``, and the Python of an envi
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
 import random
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice, product
@@ -32,7 +30,7 @@ from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
 from llama_batch import LlamaBatch
 from machine import describe
-from peers import Peer, foreign_environment
+from peers import Vllm
 from prompts import add_prompt_options, kinds
 
 import specbeam
@@ -298,41 +296,22 @@ def vllm(dtype: str) -> Callable[[argparse.Namespace], Made]:
         if given.vllm_python is None:
             raise ValueError("give --vllm-python")
         lookups = {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS, "prompt_lookup_max": 2}
-        started: dict[bool, Peer] = {}
+        started: dict[bool, Vllm] = {}
 
         def start(drafts: bool) -> str:
-            script = str(Path(__file__).with_name("serving_vllm.py"))
             settings: dict[str, Any] = {"dtype": dtype, "enable_prefix_caching": False}  # "alone" reads all its prompt
             if drafts:
                 settings["speculative_config"] = lookups
-            options = json.dumps(settings)
-            command = [given.vllm_python, "-P", script, str(float_checkpoint(given.model)), str(given.threads), options]
-            pipes: dict[str, Any] = {
-                "stdin": subprocess.PIPE,
-                "stdout": subprocess.PIPE,
-                "stderr": (given.work / "vllm.log").open("a"),
-            }
-            started[drafts] = Peer(command, foreign_environment(), **pipes)
-            atexit.register(started[drafts].end)
-            said = str(read(started[drafts]))
-            started[drafts].pause()
-            return said
-
-        def read(peer: Peer) -> Any:
-            assert peer.process.stdout is not None
-            if not (line := peer.process.stdout.readline()):
-                raise RuntimeError("vLLM ended")
-            return json.loads(line)
+            log = (given.work / "vllm.log").open("a")
+            started[drafts] = Vllm(given.vllm_python, given.model, given.threads, settings, stderr=log)
+            return started[drafts].settings
 
         def run(method: str, way: str, prompts: dict[int, list[int]]) -> list[list[int]]:
             if (drafts := way == "lookups") not in started:
                 start(drafts)
             search: dict[str, Any] = {"4 beams": {"num_beams": 4}, "sampled": {"temperature": 1.0}}
-            ask = {"prompts": [*prompts.values()], "tokens": given.tokens, "options": search.get(method, {})}
-            ask |= {"seeds": [*prompts], "ignore_eos": False}
-            with started[drafts].running():
-                print(json.dumps(ask), file=started[drafts].process.stdin, flush=True)
-                texts: list[list[int]] = read(started[drafts])["texts"]
+            how = {"tokens": given.tokens, "options": search.get(method, {}), "ignore_eos": False}
+            texts: list[list[int]] = started[drafts].ask(prompts=[*prompts.values()], seeds=[*prompts], **how)["texts"]
             return texts
 
         return start(False), run, {*open_checkpoint(given.model).eos_token_ids}

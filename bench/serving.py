@@ -16,10 +16,8 @@ methods take turns in each repeat. Figures are medians. vLLM's beams are measure
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,10 +27,9 @@ from typing import Any
 
 import numpy as np
 from figures import Figures, add_json_option
-from float_checkpoint import float_checkpoint
 from isa import add_isa_option, kernels, load
 from machine import describe
-from peers import Peer, foreign_environment
+from peers import PeerEnded, Vllm
 from prompts import NewPrompts
 from table import Table
 
@@ -89,7 +86,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_option(parser)
     given = parser.parse_args()
-    peer = Vllm(given) if "shares" in given.parts else None
+    peer = Beside(given) if "shares" in given.parts else None
     versions = [kernels(given.isa), *([peer.settings] if peer and peer.runs else [])]
     print(describe(*versions))
     table = Table(Figures.of_this_run(*versions), given.model.stem)
@@ -239,12 +236,12 @@ class Bench:
         return request.result().stats.time_to_first_token or 0.0
 
 
-class Vllm:
-    """vLLM in a process of its own, which is stopped while others are measured.
+class Beside:
+    """vLLM, or the reason why it does not run.
 
     Attributes:
         runs: whether it is there.
-        settings: its version and settings, or the reason why it does not run.
+        settings: its version and settings, or the reason.
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -252,42 +249,31 @@ class Vllm:
         self.settings = "not measured: give --vllm-python"
         if given.vllm_python is None:
             return
-        script = str(Path(__file__).with_name("serving_vllm.py"))
-        # Neither this folder nor this project's packages are in its path.
-        command = [given.vllm_python, "-P", script, str(float_checkpoint(given.model)), str(given.threads)]
         try:
-            self._peer = Peer(command, foreign_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._vllm = Vllm(given.vllm_python, given.model, given.threads, {})
         except OSError as error:
             self.settings = f"not installed: {error}"
-            return
-        settings = self._read()
-        self.runs = settings is not None
-        self.settings = settings or "vLLM could not start"
-        if self.runs:
-            self._peer.pause()
-
-    def _read(self) -> Any:
-        assert self._peer.process.stdout is not None
-        line = self._peer.process.stdout.readline()
-        return json.loads(line) if line else None
+        except PeerEnded:
+            self.settings = "vLLM could not start"
+        else:
+            self.runs, self.settings = True, self._vllm.settings
 
     def tokens_per_second(self, prompts: list[list[int]], options: Options, tokens: int) -> float | None:
         """All prompts at once; None if vLLM fails."""
-        asked = self._peer.process.stdin
-        assert asked is not None
-        with self._peer.running():
-            print(json.dumps({"prompts": prompts, "tokens": tokens, "options": options}), file=asked, flush=True)
-            answer = self._read()
-        self.runs = answer is not None
-        return answer["tokens"] / answer["seconds"] if answer else None
+        try:
+            answer = self._vllm.ask(prompts=prompts, tokens=tokens, options=dict(options))
+        except PeerEnded:
+            self.runs = False
+            return None
+        return float(answer["tokens"] / answer["seconds"])
 
     def end(self) -> None:
         """End its processes."""
         if self.runs:
-            self._peer.end()
+            self._vllm.end()
 
 
-def measure_shares(table: Table, bench: Bench, peer: Vllm, tokens: int, repeats: int) -> None:
+def measure_shares(table: Table, bench: Bench, peer: Beside, tokens: int, repeats: int) -> None:
     """The share of passes of each case, and the speed of crowds beside vLLM's."""
     shares: dict[str, list[float]] = {case.name: [] for case in CASES}
     speeds: dict[str, list[float]] = {case.name: [] for case in CASES}

@@ -64,12 +64,11 @@ VOCABULARIES = sorted({size for _, size in FOLDERS.values()} | {LARGEST})
 
 def write_models(folder: Path) -> None:
     """Write all models, targets and drafts, to an empty folder."""
-    import torch
     from gguf import GGMLQuantizationType
 
     from tests.backends.test_conformance import FAMILIES
     from tests.checkpoints.test_gguf import write_gguf
-    from tests.conftest import byte_tokenizer, random_model
+    from tests.conftest import byte_tokenizer, head_of, random_model
     from tests.decoding.test_distinct import ENDS, spelling_tokenizer
     from tests.decoding.test_speculative import other_tokenizer
 
@@ -87,12 +86,11 @@ def write_models(folder: Path) -> None:
         spells = "spellings" in name
         spread |= {"eos_token_id": ENDS, "pad_token_id": ENDS[0]} if spells else {}
         model = random_model(architecture, seed=zlib.crc32(name.encode()), **sizes(vocabulary, **changes, **spread))
-        with torch.no_grad():
-            rows = model.get_output_embeddings().weight
-            if name.endswith("confident"):
-                rows *= 40
-            if name.endswith("ties"):  # few different rows, so the logits of many tokens are equal
-                rows[:] = rows[torch.arange(len(rows)) % min(7, len(rows) // 2)]
+        rows = head_of(model)
+        if name.endswith("confident"):
+            rows *= 40
+        if name.endswith("ties"):  # few different rows, so the logits of many tokens are equal
+            rows[:] = rows[np.arange(len(rows)) % min(7, len(rows) // 2)]
         save(name, model, spelling_tokenizer() if spells else None)
     for name, (architecture, kind) in FILES.items():
         model = random_model(architecture, seed=len(name), intermediate_size=64, num_hidden_layers=2)

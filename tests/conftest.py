@@ -1,14 +1,15 @@
 """Tiny random models written by transformers, and the real ones where they are on the machine.
 
-Without PyTorch (``make test-core``) NumPy writes the models, and tests that compute with transformers are skipped.
+Without PyTorch (``make test-core``) NumPy writes the models (tests/written.py), and tests that use PyTorch or
+transformers are skipped (tests/absent.py).
 """
 
-import ast
 import gc
 import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -25,9 +26,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import specbeam
-from specbeam import Engine
-from specbeam.checkpoints import registry
+from specbeam import Engine, SpecbeamError
+from specbeam.backends.cpu import CpuBackend
+from specbeam.checkpoints import open_checkpoint, registry
 from specbeam.engine import CostTable
+from tests.absent import Absent, let_tests_import_what_is_absent, needs
 from tests.written import WrittenModel, WrittenTokenizer
 
 # A shell makes its background jobs ignore Ctrl-C, and their children inherit that. Tests press it.
@@ -69,6 +72,7 @@ try:
     import transformers
 except ImportError:  # an environment for make test-core
     torch = transformers = None
+    let_tests_import_what_is_absent()
 
 # Keys of config.json that a tiny model of an architecture needs beside the sizes of all.
 ARCHITECTURES = {
@@ -89,32 +93,32 @@ ARCHITECTURES = {
 FIRST = {f"tests.{name}" for name in ("server.test_replicas", "server.test_real_clients", "test_reference_models")}
 
 
-def paths_that_need_torch():
-    """The files of tests that import what needs PyTorch, themselves or through another file."""
-    root = Path(__file__).parents[1]
-    names, imported = {"torch", "transformers", "lm_eval", "specbeam.hf", "specbeam.ladder"}, {}
-    for file in (*root.glob("tests/**/*.py"), *root.glob("bench/**/*.py")):
-        used = imported[file] = set()
-        for node in ast.parse(file.read_bytes()).body:
-            if isinstance(node, ast.Import):
-                used.update(name.name.partition(".")[0] for name in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                package = str(node.module).partition(".")[0]
-                used.update([package, node.module, *(f"{node.module}.{name.name}" for name in node.names)])
-    needing = set()
-    while more := {file for file, used in imported.items() if used & names} - needing:
-        needing |= more
-        names |= {".".join(file.relative_to(root).with_suffix("").parts) for file in more}
-    return [str(file.parent if file.name == "conftest.py" else file) for file in needing]
-
-
 needs_torch = pytest.mark.skipif(torch is None, reason="needs PyTorch")
-collect_ignore = paths_that_need_torch() if torch is None else []
+
+if torch is None:
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call():
+        """Skip a test that fails because specbeam refused what needs PyTorch."""
+        try:
+            return (yield)
+        except Exception as error:
+            reason = error
+            while reason is not None and not isinstance(reason, SpecbeamError):
+                reason = reason.__context__
+            if "pip install 'specbeam[torch]'" in str(reason):
+                needs(reason)
+            raise
+
+    pytest_runtest_setup = pytest_runtest_call
 
 
 def pytest_collection_modifyitems(items):
     """Modules that start or load much come first: a worker that takes over a part of one would do it again."""
     items.sort(key=lambda item: item.module.__name__ not in FIRST)
+    for item in items:
+        if hasattr(item, "callspec") and any(isinstance(value, Absent) for value in item.callspec.params.values()):
+            item.add_marker(needs_torch)
 
 
 def pytest_collection_finish(session):
@@ -141,8 +145,13 @@ def byte_tokenizer(chat_template=None, vocab_size=259):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
     named = dict(zip(("bos_token", "eos_token"), special, strict=False))
+    return fast_tokenizer(tokenizer, chat_template, **named)
+
+
+def fast_tokenizer(tokenizer, chat_template=None, **named):
+    """A tokenizer of the library ``tokenizers`` as transformers has it, with the names of its special tokens."""
     if transformers is None:
-        return WrittenTokenizer(tokenizer, chat_template, named)
+        return WrittenTokenizer(tokenizer, {name: token for name, token in named.items() if token}, chat_template)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **named)
 
 
@@ -150,10 +159,7 @@ def of_transformers(tokenizer):
     """transformers' tokenizer with the backend, the special tokens and the template of one of specbeam."""
     pytest.importorskip("transformers")
     assert isinstance(tokenizer, specbeam.Tokenizer)
-    template, special = tokenizer.chat_template, tokenizer.special_tokens_map
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, chat_template=template, **special
-    )
+    return fast_tokenizer(tokenizer.backend_tokenizer, tokenizer.chat_template, **tokenizer.special_tokens_map)
 
 
 def random_model(architecture, seed=0, attention="sdpa", **changes):
@@ -188,6 +194,27 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     return model
 
 
+def head_of(model):
+    """The rows of the head, float32 [vocab, hidden]: a test may change them."""
+    if torch is not None:
+        return model.get_output_embeddings().weight.detach().numpy()
+    return next(tensor for name, tensor in model.state_dict().items() if name in ("lm_head.weight", "embed_out.weight"))
+
+
+class StepByStep(CpuBackend):
+    """The ``cpu`` backend, without its passes ahead."""
+
+    forward_ahead = property()
+
+
+def never_ahead(folder):
+    """A model on a backend that never goes ahead, so that a test may count passes: PyTorch's, where it is."""
+    if torch is not None:
+        return specbeam.load(folder, backend="torch", device="cpu", dtype="float32")
+    lm = specbeam.load(folder, backend="cpu", dtype="float32")
+    return replace(lm, backend=StepByStep(open_checkpoint(Path(folder)), "float32"))
+
+
 @pytest.fixture
 def cached(monkeypatch, tmp_path):
     """The folder of packed weights. Even the smallest weights get a file."""
@@ -199,10 +226,9 @@ def cached(monkeypatch, tmp_path):
 @pytest.fixture(scope="session")
 def confident(save):
     """A model that repeats itself and is sure of it. So few of its beams can matter."""
-    pytest.importorskip("torch")
     model = random_model("llama", initializer_range=0.1)
-    model.lm_head.weight.data *= 40
-    return specbeam.load(save(model), backend="torch")
+    head_of(model)[:] *= 40
+    return never_ahead(save(model))
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """Tokenizers of Llama 2's kind: a space before each text, which the decoder drops. Folders and GGUF files have them."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints.test_gguf import tokenizer_of_file
+from tests.conftest import fast_tokenizer
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<turn>"]
 WORDS = ["▁The", "▁is", "▁Paris", "▁Rome", "▁in", "Paris", "Rome", "is"]
@@ -30,7 +30,7 @@ def prefix_space_tokenizer(kind, chat_template=None):
         metadata = {"token_type": types, "scores": [-float(n) for n in range(len(pieces))]}
         ours = tokenizer_of_file("llama", pieces, bos_token_id=1, eos_token_id=2, unknown_token_id=0, **metadata)
         backend, special = ours.backend_tokenizer, ours.special_tokens_map
-        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **special)
+        return fast_tokenizer(backend, chat_template=chat_template, **special)
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if kind == "prepended":
@@ -42,4 +42,4 @@ def prefix_space_tokenizer(kind, chat_template=None):
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=chat_template, **named)
+    return fast_tokenizer(made, chat_template=chat_template, **named)

@@ -17,7 +17,7 @@ import specbeam
 from specbeam import Engine
 from specbeam.engine import CostTable
 from specbeam.scoring import score
-from tests.conftest import in_thorough_mode, random_model, reference_model, run_alone
+from tests.conftest import head_of, in_thorough_mode, random_model, reference_model, run_alone
 from tests.server.conftest import serving
 
 THOROUGH = in_thorough_mode()
@@ -130,7 +130,7 @@ def subjects(save):
         architecture, quantize, changes = TINY[name]
         model = random_model(architecture, num_hidden_layers=2, **changes)
         if "initializer_range" in changes:
-            model.lm_head.weight.data *= 40  # it repeats itself: lookups are accepted, and few beams matter
+            head_of(model)[:] *= 40  # it repeats itself: lookups are accepted, and few beams matter
         return Subject(save(model), quantize, 40, 4, 12)
 
     return subject

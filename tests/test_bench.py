@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,12 +29,22 @@ def figures_of(path):
     return Figures.read(path)
 
 
-def run_bench(program, *words, **how):
+def run_bench(program, *words):
     """Run a program of bench in a process of its own. Returns what it prints."""
     command = [sys.executable, str(BENCH / program), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_the_index_names_every_program_and_the_pages_with_its_figures():
+    rows = re.findall(r"^\| `(\w+\.py)` \|.*\| (.*) \|$", (BENCH / "README.md").read_text(), re.MULTILINE)
+    for program, pages in rows:
+        for page in re.findall(r"`(.*?)`", pages):
+            assert f"bench/{program}" in (BENCH.parent / page).read_text(), f"{page} has no figures of {program}"
+    tools = {"compare.py", "chart.py", "serving_vllm.py", "server_clients.py"}  # no figures of their own
+    programs = {path.name for path in BENCH.glob("*.py") if "__main__" in path.read_text()}
+    assert programs - tools == {program for program, _ in rows}
 
 
 def test_kept_files_are_named_after_their_run():
@@ -120,7 +131,7 @@ def test_categories_can_be_one_kind(tmp_path):
 
 def test_lazy_beams_are_measured_prompt_by_prompt(programs, tmp_path, monkeypatch, capsys):
     import lazy
-    from long_text import write_model
+    from toy import write_model
 
     found = tmp_path / "found.json"
     words = ["lazy", str(write_model(tmp_path / "model", vocab_size=600, context=600)), "--data", str(programs)]
@@ -165,7 +176,7 @@ def test_lazy_beams_are_measured_prompt_by_prompt(programs, tmp_path, monkeypatc
 
 def test_texts_that_a_batch_or_a_draft_changes_are_counted(programs, tmp_path, monkeypatch, capsys):
     import same_text
-    from long_text import write_model
+    from toy import write_model
 
     calls = []
 
@@ -271,7 +282,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 @pytest.mark.thorough
 def test_a_short_run_of_server_has_every_row(tmp_path):
     import server
-    from long_text import write_model
+    from toy import write_model
 
     model = write_model(tmp_path / "model", vocab_size=600, context=4200)
     (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
@@ -296,13 +307,14 @@ def test_a_short_run_of_server_has_every_row(tmp_path):
 
 @pytest.mark.thorough
 def test_a_short_soak_finds_nothing():
-    shown = run_bench("soak.py", "--minutes", 0.6, "--patience", 100, "--seed", 3, timeout=400)
-    assert "nothing wedged" in shown
+    command = [sys.executable, "-m", "tests.soak", "--minutes", "0.6", "--patience", "100", "--seed", "3"]
+    done = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True, timeout=400)
+    assert "nothing wedged" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.thorough
 def test_a_short_run_of_serving_has_every_row(tmp_path):
-    from long_text import write_model
+    from toy import write_model
 
     model, found = write_model(tmp_path / "model", vocab_size=600, context=4200), tmp_path / "found.json"
     shown = run_bench("serving.py", model, "--large", model, "--json", found, "--repeats", 1, "--tokens", 4)

@@ -10,6 +10,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 import specbeam
 from specbeam.errors import SpecbeamError
+from tests.conftest import needs_torch
 
 PROMPT = [5, 6, 7]
 OPTIONS = {"max_new_tokens": 6, "eos_token_id": []}
@@ -56,6 +57,7 @@ def texts(lm, options, function, option="logits_processor"):
     return [(sequence.token_ids, sequence.score) for sequence in result.sequences]
 
 
+@needs_torch
 @pytest.mark.parametrize("options", KINDS)
 def test_arrays_and_tensors_give_one_text(lm, options):
     expected = texts(lm, options, of_arrays)
@@ -80,6 +82,7 @@ def test_processors_of_transformers_get_tensors(lm, options):
     assert texts(lm, options, theirs) == [(s.token_ids, s.score) for s in expected.sequences]
 
 
+@needs_torch
 def test_allowed_tokens_get_an_array_or_a_tensor(lm):
     def next_ones(_, ids):
         assert type(ids) is np.ndarray

@@ -6,8 +6,9 @@ import math
 import subprocess
 import sys
 
-from bench import differential
+from tests import differential
 from tests.cases import draw_case, write_models
+from tests.conftest import needs_torch
 
 
 def record(out, models, cases=20):
@@ -22,12 +23,13 @@ def compare(old, new, capfd):
     return status, capfd.readouterr().out.splitlines()
 
 
+@needs_torch
 def test_a_case_gives_the_same_line_in_another_process_and_a_difference_is_one_line(tmp_path, capfd):
     write_models(models := tmp_path / "models")
     one, two, changed = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "changed"))
     options = ["--cases", "20", "--seed", "2", "--models", str(models), "--out", str(one)]
-    command = [sys.executable, differential.__file__, "record", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "tests.differential", "record", *options]
+    done = subprocess.run(command, cwd=differential.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "method beams" in done.stdout
     whole = one.read_text().splitlines(keepends=True)

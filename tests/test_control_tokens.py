@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer
 
 from specbeam.control_tokens import PRIVATE_USE, ControlTokens
 from specbeam.errors import SpecbeamError
 from specbeam.prompts import encode, render
+from tests.conftest import fast_tokenizer
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<s>", "|>x", "☃")
 NAMED = ("<think>", "<User>")
@@ -42,7 +43,7 @@ def byte_level(content="{{ m.content }}"):
     made.decoder = decoders.ByteLevel()
     made.add_tokens([AddedToken(name, normalized=False) for name in ("<other>", *NAMED)])
     made.add_special_tokens([AddedToken(name, rstrip=name == "<|im_start|>") for name in CONTROL])
-    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template(content))
+    return fast_tokenizer(made, chat_template=template(content))
 
 
 def sentencepiece():
@@ -53,7 +54,7 @@ def sentencepiece():
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     made.add_tokens([AddedToken(name, normalized=False) for name in ("<other>", *NAMED)])
     made.add_special_tokens([AddedToken("<unk>"), *map(AddedToken, CONTROL)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", chat_template=template("{{ m.content }}"))
+    return fast_tokenizer(made, unk_token="<unk>", chat_template=template("{{ m.content }}"))
 
 
 TOKENIZERS = {name: byte_level(content) for name, content in TEMPLATES.items()} | {"sentencepiece": sentencepiece()}
@@ -152,7 +153,7 @@ def test_a_vocabulary_with_gaps():
     """The next id is not free, so only messages without control tokens are read."""
     made = Tokenizer(models.BPE({"a": 0, "<s>": 1, "<": 2, "b": 4}, []))
     made.add_special_tokens([AddedToken("<s>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CONTENTS.replace("{{", "<s>{{"))
+    tokenizer = fast_tokenizer(made, chat_template=CONTENTS.replace("{{", "<s>{{"))
     assert read(tokenizer, "a<b", vocab_size=5) == [1, 0, 2, 4]
     with pytest.raises(SpecbeamError, match="as text: leave them out"):
         read(tokenizer, "a<s>", vocab_size=5)
@@ -183,7 +184,7 @@ def test_tokenizers_that_make_control_tokens_of_text_refuse_these():
     made = Tokenizer(models.Unigram(pieces, unk_id=0))
     made.add_special_tokens([AddedToken("<unk>"), AddedToken("</s>")])
     template = CONTENTS.replace("}}", "}}</s>")
-    unigram = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", chat_template=template)
+    unigram = fast_tokenizer(made, unk_token="<unk>", chat_template=template)
     assert len(read(unigram, "a é b")) == 6
     with pytest.raises(SpecbeamError, match="</s> of a message as text: leave them out"):
         read(unigram, "a</s>")

@@ -15,7 +15,7 @@ from specbeam.decoding.stopping import Stopping
 from specbeam.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, TextEnd
 from specbeam.streaming import NewText, TextStream
 from specbeam.tree import Tree
-from tests.conftest import EOS, examples
+from tests.conftest import EOS, examples, needs_torch
 
 BYTES = [f"<0x{value:02X}>" for value in (10, 0xE4, 0xBD, 0xA0, 0xFF, 0xF0, 0x9F)]
 WORDS = ["▁", "▁the", "▁sea", "a", "b", "é", ".", *BYTES]
@@ -191,6 +191,7 @@ def test_work_does_not_grow_with_the_text(name):
             assert len(stream.text) > len(decode((pattern * 400)[:400])) - 8  # lasting invalid bytes are streamed, too
 
 
+@needs_torch
 def test_a_tokenizer_that_decodes_in_its_own_way_does_so(lm):
     class Loud(PreTrainedTokenizerFast):
         def _decode(self, token_ids, skip_special_tokens=False, **kwargs):

@@ -30,7 +30,7 @@ from specbeam.option_names import OTHER_NAMES
 from specbeam.plugins import GROUPS
 from specbeam.server.chat import ChatRequest
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
+from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, needs_torch, random_model
 from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
 from tests.server.conftest import serving
 from tests.speech.conftest import random_whisper, whisper_tokenizer
@@ -187,6 +187,8 @@ def check_command(words, request):
             ChatRequest.model_validate_json(body)
         case ["python", "-m", "specbeam.lm_eval", *options]:
             check_evaluation(options)
+        case ["python", "-m", module, *options] if module.startswith("tests."):
+            check_command(["python", f"{module.replace('.', '/')}.py", *options], request)
         case ["python", script, *options]:
             source = "".join((ROOT / path).read_text(encoding="utf-8") for path in (script, "bench/prompts.py"))
             assert all(f'"{option}"' in source for option in options if option.startswith("--") and option != "--json")
@@ -260,6 +262,7 @@ print(json.dumps([name for name in json.load(sys.stdin) if missing(name)]))
 """
 
 
+@needs_torch
 def test_dotted_names_resolve():
     """Every specbeam.x.y of prose and programs is there after ``import specbeam``, in a process of its own."""
     places = {}

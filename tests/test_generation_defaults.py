@@ -26,7 +26,7 @@ from specbeam.sampling_defaults import FALLBACK
 from specbeam.server.completions import CompletionRequest
 from specbeam.server.limits import Limits
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import EOS, assert_are_beams_of_transformers, beams_of_transformers, random_model, rewrite
+from tests.conftest import EOS, assert_are_beams_of_transformers, beams_of_transformers, head_of, random_model, rewrite
 
 PROMPT = [40, 41, 42, 40, 43, 44, 45]
 MANY = [*range(150, 240)]
@@ -49,7 +49,7 @@ def model_of(kind):
     model = random_model("llama", seed=2) if kind == "llama" else make("t5, gated", seed=3)
     (text,), _ = beams_of_transformers(model, PROMPT, max_new_tokens=NEW)
     model.generation_config.pad_token_id = EOS
-    model.lm_head.weight.data[EOS] = 1.05 * model.lm_head.weight.data[text[-3]]
+    head_of(model)[EOS] = 1.05 * head_of(model)[text[-3]]
     return model
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import os
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def layers():
     return {importer: imported - {importer} for importer, imported in graph.items()}
 
 
+@cache
 def modules():
     """The modules that each module imports, by full name."""
     names = {}

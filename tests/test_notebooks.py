@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from docs.hooks import pages_of
 from specbeam import ladder
 from specbeam.cli import main
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model, reference_model
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, needs_torch, random_model, reference_model
 from tests.pages import ROOT
 
 TUTORIAL, EXPLORE = ROOT / "docs/tutorial/tutorial.ipynb", ROOT / "docs/study/explore.ipynb"
@@ -129,6 +129,7 @@ def packages(requirements):
     return {name for name, _ in found}
 
 
+@needs_torch
 def test_the_extra_brings_as_many_packages_as_the_page_says():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core, extra = project["dependencies"], project["optional-dependencies"]["tutorial"]

@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from specbeam import SpecbeamError, plugins
+from tests.conftest import needs_torch
 
 GROUPS = {"strategy", "drafter", "metric", "tracker"}
 
@@ -50,7 +51,12 @@ def test_a_module_of_the_current_directory_is_found_by_the_command_line_alone(he
         ("own_module:propse", "", r"the module own_module \(.*own_module.py\) has no 'propse' \(did you mean 'propose"),
         ("own_broken:f", "x = 1\nx.y\n", r"AttributeError: .*has no attribute 'y' \(.*own_broken.py, line 2\)"),
         ("own_broken:f", "def f(:\n", r"SyntaxError: .*\(.*own_broken.py, line 1\)"),
-        ("own_importing:f", "import own_missing\n", r"No module named 'own_missing' \(.*own_importing.py, line 1\)"),
+        pytest.param(
+            "own_importing:f",
+            "import own_missing\n",
+            r"No module named 'own_missing' \(.*own_importing.py, line 1\)",
+            marks=needs_torch,  # without it, tests/absent.py is in the traceback
+        ),
     ],
 )
 def test_what_is_wrong_with_a_module_is_said(here, text, source, expected):

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import specbeam
 from specbeam import prompts
 from specbeam.errors import SpecbeamError
 from specbeam.prompt_length import PromptTooLong
 from specbeam.prompts import encode, token_ids
-from tests.conftest import byte_tokenizer
+from tests.conftest import byte_tokenizer, fast_tokenizer
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SOME_LETTERS = [letter for i, letter in enumerate(LETTERS) if i % 3 or letter in "ab\u0120"]
@@ -25,7 +24,7 @@ def made(model, splits=None, normalizer=None, added=()):
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.normalizer = splits, normalizer
     tokenizer.add_tokens([AddedToken("<added token>", normalized=True), *added])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return fast_tokenizer(tokenizer)
 
 
 def numbered(*tokens):

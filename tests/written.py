@@ -2,25 +2,24 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
+from specbeam import Tokenizer
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.folder_config import complete, config_from_hugging_face
 from specbeam.checkpoints.parameters import parameter_shapes
+from tests.absent import needs
 
 WEIGHTS = 6
 """The seed of all weights. With others, beams may end elsewhere than the tests expect."""
 
 
-class WrittenTokenizer:
-    """The files of a tokenizer. Tests that use it itself are skipped."""
-
-    def __init__(self, backend, chat_template, named):
-        self.backend_tokenizer, self._template, self._named = backend, chat_template, named
+class WrittenTokenizer(Tokenizer):
+    """A tokenizer of specbeam that can write its files."""
 
     def add_special_tokens(self, named):
         self.backend_tokenizer.add_special_tokens(named["additional_special_tokens"])
@@ -29,41 +28,59 @@ class WrittenTokenizer:
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
         self.backend_tokenizer.save(str(folder / "tokenizer.json"))
-        described = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._named
+        described = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.special_tokens_map
         (folder / "tokenizer_config.json").write_text(json.dumps(described))
-        if self._template is not None:
-            (folder / "chat_template.jinja").write_text(self._template)
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template)
 
     def __getattr__(self, name):
-        pytest.skip(f"needs transformers: {name} of its tokenizer")
+        needs(f"transformers: {name} of its tokenizer")
+
+
+class WrittenConfig(SimpleNamespace):
+    """The keys of a config.json, with their defaults."""
+
+    def to_dict(self, **keywords):
+        needs("transformers: its configuration")
+
+    to_json_string = to_dict
 
 
 class WrittenModel:
     """A model with random weights, and its files. Tests that compute with it are skipped.
 
     Attributes:
-        config: the keys of its config.json, with their defaults.
+        config: a WrittenConfig.
     """
 
     def __init__(self, given, seed):
         self._given, self._tensors = given, random_tensors(given, seed)
-        self.config = complete(ARCHITECTURES[given["model_type"]], given)
+        self.config = WrittenConfig(**given | vars(complete(ARCHITECTURES[given["model_type"]], given)))
+
+    @classmethod
+    def from_pretrained(cls, *args, **keywords):
+        needs("transformers: a model of a folder")
 
     def state_dict(self):
-        return self._tensors
+        return {**self._tensors}
+
+    def load_state_dict(self, tensors):
+        self._tensors = tensors
 
     def save_pretrained(self, folder, **how):
         if how:
-            pytest.skip(f"needs transformers: files with {how}")
+            needs(f"transformers: files with {how}")
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
         save_file(self._tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(self._given))
+        names = ARCHITECTURES[self._given["model_type"]].older_names  # which transformers writes
+        written = {names.get(key, key): value for key, value in self._given.items()}
+        (folder / "config.json").write_text(json.dumps(written))
         ends = {key: self._given[key] for key in ("bos_token_id", "eos_token_id")}
         (folder / "generation_config.json").write_text(json.dumps(ends))
 
     def __getattr__(self, name):
-        pytest.skip(f"needs PyTorch: {name} of a model")
+        needs(f"PyTorch: {name} of a model")
 
 
 def random_tensors(given, seed):

@@ -1,9 +1,9 @@
 """A program: compile each kernel that a few passes launch, for a GPU that is not there.
 
-    python -m tests.backends.compiled_kernels H100 FOLDER ...
+    python -m tests.backends.compiled_kernels H100 FOLDER 1 3 40
 
-The kernels are compiled with the arguments of real passes of the models, and not launched. It prints their names. It
-fails where Triton refuses one, or where one needs more shared memory than the GPU has.
+The kernels are compiled with the arguments of real passes of a model over these numbers of nodes, and not launched. It
+prints their names. It fails where Triton refuses one, or where one needs more shared memory than the GPU has.
 """
 
 import sys
@@ -57,25 +57,24 @@ class Driver:
         return lambda *args: None
 
 
-def main(gpu, *folders):
+def main(gpu, folder, *counts):
     driver.set_active(Driver(*GPUS[gpu]))
     kernels.shared_bytes = lambda device: GPUS[gpu][1] * 1024
-    for folder in folders:
-        backend = GpuBackend(open_checkpoint(locate(folder)), "cpu", "bfloat16")
-        tree = Tree([*range(70)])
-        slots = Slots(tree, backend)
-        nodes = slots.missing([tree.tip])
-        backend.forward([slots.segment(nodes, np.array([len(nodes) - 1]))])
-        for count in (1, 3, 40):
-            nodes = np.array(tree.add([tree.tip] * count, [*range(count)]))
-            logits = backend.forward([slots.segment(nodes, np.arange(count))])
-            kernels.summarize(logits)
-        with mock.patch("specbeam.backends.torch.gpu.MAX_SHARED_TILES", 0):
-            backend.forward([slots.segment(nodes, np.arange(count))])
-        kernels.highest(torch.zeros(3, 9000), 8)
-        kernels.gumbel(np.zeros(3, np.uint64), *np.zeros((2, 3), np.uint32), 9000, "cpu")
-        more = slots.segment(nodes[:1], np.arange(1), None, None, 1)
-        backend.forward_ahead([more], [SelectionRequest()], [None], 2, [1], np.zeros(1, np.int32))
+    backend = GpuBackend(open_checkpoint(locate(folder)), "cpu", "bfloat16")
+    tree = Tree([*range(70)])
+    slots = Slots(tree, backend)
+    nodes = slots.missing([tree.tip])
+    backend.forward([slots.segment(nodes, np.array([len(nodes) - 1]))])
+    for count in map(int, counts):
+        nodes = np.array(tree.add([tree.tip] * count, [*range(count)]))
+        logits = backend.forward([slots.segment(nodes, np.arange(count))])
+        kernels.summarize(logits)
+    with mock.patch("specbeam.backends.torch.gpu.MAX_SHARED_TILES", 0):
+        backend.forward([slots.segment(nodes, np.arange(count))])
+    kernels.highest(torch.zeros(3, 9000), 8)
+    kernels.gumbel(np.zeros(3, np.uint64), *np.zeros((2, 3), np.uint32), 9000, "cpu")
+    more = slots.segment(nodes[:1], np.arange(1), None, None, 1)
+    backend.forward_ahead([more], [SelectionRequest()], [None], 2, [1], np.zeros(1, np.int32))
 
 
 if __name__ == "__main__":

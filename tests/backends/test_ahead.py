@@ -12,7 +12,7 @@ import specbeam
 from specbeam.backends.contract import Segment
 from specbeam.selection import Edit, NextBeams, Noise, SelectionRequest
 from tests.backends.test_cpu import of_one_sequence
-from tests.conftest import examples, random_model
+from tests.conftest import examples, head_of, random_model
 from tests.test_selection import assert_equal_bits
 
 VOCAB = 259
@@ -27,7 +27,7 @@ def backends(save):
     """With and without windows, with one thread and two. In the last model, pairs of tokens are equally likely."""
     twins = random_model("llama")
     for token in range(60, 100, 2):
-        twins.lm_head.weight.data[token + 1] = twins.lm_head.weight.data[token]
+        head_of(twins)[token + 1] = head_of(twins)[token]
     models = random_model("llama"), random_model("mistral", sliding_window=8), twins
     folders = [save(model) for model in models]
     made = [specbeam.load(folder, backend="cpu", threads=n).backend for folder in folders for n in (1, 2)]

@@ -21,6 +21,7 @@ from tests.conftest import (
     assert_are_beams_of_transformers,
     beams_of_transformers,
     examples,
+    in_thorough_mode,
     random_model,
 )
 
@@ -132,7 +133,7 @@ def test_half_precision_is_near_float32(save, backend, dtype):
     assert torch.nn.functional.cosine_similarity(got, expected, dim=0) > 0.99
 
 
-@settings(max_examples=examples(0.5))
+@settings(max_examples=examples(0.5 if in_thorough_mode() else 0.3))
 @given(st.data())
 @pytest.mark.parametrize("family", ["qwen3", *SOME])
 def test_a_tree_at_once_is_each_sequence_alone(pair, family, data):

@@ -17,7 +17,7 @@ from transformers import (
 import specbeam
 from specbeam import SpecbeamError, hf
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import EOS, beams_of_transformers, random_model, rewrite
+from tests.conftest import EOS, beams_of_transformers, needs_torch, random_model, rewrite
 
 OPTIONS = {"max_new_tokens": 20, "num_beams": 3}
 
@@ -110,6 +110,7 @@ def test_the_facts_are_those_of_the_model():
     assert hf.wrap(AutoModelForCausalLM.from_config(config).eval()).backend.context_length == 64
 
 
+@needs_torch
 def test_the_callers_model_stays_as_it_was():
     model = random_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -66,10 +66,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
             writer.add_rope_freq_base(base["rope_theta"])
         if base.get("partial_rotary_factor", 1.0) != 1.0:
             writer.add_rope_dimension_count(int(base["partial_rotary_factor"] * head_dim))
-        if base["rope_type"] == "linear":
+        if base.get("rope_type") == "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(base["factor"])
-        if base["rope_type"] == "yarn":
+        if base.get("rope_type") == "yarn":
             writer.add_rope_scaling_type(RopeScalingType.YARN)
             writer.add_rope_scaling_factor(base["factor"])
             writer.add_rope_scaling_orig_ctx_len(base["original_max_position_embeddings"])
@@ -79,7 +79,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
             ):
                 if theirs in base:
                     writer.add_float32(f"{named}.rope.scaling.yarn_{named_there}", base[theirs])
-        if base["rope_type"] == "longrope":
+        if base.get("rope_type") == "longrope":
             trained = base["original_max_position_embeddings"]
             writer.add_rope_scaling_orig_ctx_len(trained)
             stretch = config.max_position_embeddings / trained

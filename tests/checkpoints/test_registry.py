@@ -147,21 +147,25 @@ def test_a_revision_goes_with_a_hub_id(tmp_path):
         locate(tmp_path, revision="main")
 
 
-def test_the_hash_of_a_file_is_computed_once(index, tmp_path, monkeypatch):
+def test_the_hash_of_a_file_is_computed_once(arrived, monkeypatch):
+    arrived()
     path = locate("toy")
     computed = []
     monkeypatch.setattr(wheels, "sha256", lambda path: computed.append(path) or "another")
     assert locate("toy") == path
     assert not computed
     os.utime(path, (1, 1))  # it may have another content now
+    arrived()
     with pytest.raises(SpecbeamError):
         locate("toy")
     assert computed[0] == path
 
 
-def test_a_file_that_was_right_and_is_changed_is_made_again(index):
+def test_a_file_that_was_right_and_is_changed_is_made_again(arrived):
+    arrived()
     path = locate("toy")
     path.write_bytes(WHOLE.upper())
+    arrived()
     assert locate("toy").read_bytes() == WHOLE
 
 

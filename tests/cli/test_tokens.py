@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 import specbeam
 from specbeam.checkpoints.folder import FolderCheckpoint
@@ -17,7 +17,7 @@ from specbeam.cli.tokens import tokens_of
 from specbeam.prompts import encode
 from specbeam.token_texts import BYTES
 from tests.checkpoints.test_gguf import tokenizer_of_file, write_gguf
-from tests.conftest import byte_tokenizer, random_model
+from tests.conftest import byte_tokenizer, fast_tokenizer, random_model
 
 TEXT = "Hi  wörld, 日本\n\t🙂<bos>!"
 
@@ -28,7 +28,7 @@ def word_tokenizer():
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
+    return fast_tokenizer(tokenizer, unk_token="<unk>", bos_token="<s>")
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ METHODS = [{}, {"num_beams": 4, "num_return_sequences": 4}, {"do_sample": True, 
 METHODS += [{"num_beams": 16, "num_return_sequences": 16}, {"num_beams": 3, "do_sample": True, "seed": 5}]
 
 
-@pytest.mark.parametrize("draft", [None, "ngram", "suffix", "model"])
+@pytest.mark.parametrize("draft", [None, "ngram", pytest.param("suffix", marks=pytest.mark.thorough), "model"])
 @pytest.mark.parametrize("name", FINITE)
 def test_a_finite_language_gives_what_a_list_of_its_words_gives(tiny, name, draft):
     description, listed = FINITE[name]
@@ -71,7 +71,17 @@ GROUPS = {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "suffix", "model", "another vocabulary", "own"])
-@pytest.mark.parametrize("method", [{}, *BEAMS, METHODS[2], METHODS[4], GROUPS])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {},
+        *BEAMS[::4],
+        METHODS[2],
+        METHODS[4],
+        GROUPS,
+        *(pytest.param(b, marks=pytest.mark.thorough) for b in BEAMS[1:4]),
+    ],
+)
 def test_forced_tokens_are_drafts_and_change_no_bit(tiny, monkeypatch, method, draft):
     _, lm = tiny("llama")
     if draft == "model":

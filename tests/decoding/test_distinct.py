@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 import specbeam
 from specbeam import TokenTrie
-from tests.conftest import examples, random_model
+from tests.conftest import examples, fast_tokenizer, random_model
 
 VOCABULARY = {"a": 0, "b": 1, "ab": 2, "ba": 3, "<e>": 4, "<end>": 5}
 ENDS = [4, 5]
@@ -25,7 +24,7 @@ def spelling_tokenizer():
     tokenizer = Tokenizer(models.BPE(VOCABULARY, [("a", "b"), ("b", "a")]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<e>", "<end>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+    return fast_tokenizer(tokenizer, eos_token="<e>")
 
 
 def text_of(tokens):
@@ -175,7 +174,7 @@ def identifiers(save):
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<e>", *IDS])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+    fast = fast_tokenizer(tokenizer, eos_token="<e>")
     changes = TINY | {"vocab_size": 7, "eos_token_id": 3}
     return specbeam.load(save(random_model("llama", **changes), fast), backend="cpu", dtype="float32")
 

@@ -97,7 +97,7 @@ def test_frequency_and_presence_penalty_follow_openais_formula(texts, frequency,
         assert mine.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])
+LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5], np.float32)
 
 
 def softmax_by_hand(logits):
@@ -122,7 +122,7 @@ def only(keep, logits):
 def test_draws_follow_the_softmax(options, expected):
     n = 20_000
     noise = Noise(7, np.zeros(n, np.uint32), np.arange(n, dtype=np.uint32))
-    selection = select(LOGITS.expand(n, -1), SelectionRequest(**warpers_of(options), noise=noise))
+    selection = select(torch.tensor(LOGITS).expand(n, -1), SelectionRequest(**warpers_of(options), noise=noise))
     counts = np.bincount(selection.tokens[:, 0], minlength=len(LOGITS))
     possible = expected > 0
     assert not counts[~possible].any()

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
@@ -25,6 +24,8 @@ from tests.conftest import (
     beams_of_transformers,
     biases_and_bans,
     examples,
+    fast_tokenizer,
+    head_of,
     in_thorough_mode,
     prompt_and_beam_options,
     random_model,
@@ -39,7 +40,7 @@ def other_tokenizer():
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs[:2]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return fast_tokenizer(tokenizer)
 
 
 DRAFTERS = [None, "ngram", "suffix", "perfect", "good", "other", "adversarial", "earlier texts", "another vocabulary"]
@@ -67,7 +68,7 @@ def drafter(tiny, save):
                 for parameter in model.parameters():
                     parameter.data += torch.randn_like(parameter) * 0.02
             if kind == "adversarial":
-                model.lm_head.weight.data.neg_()  # always the least likely
+                head_of(model)[:] *= -1  # always the least likely
             tokenizer = other_tokenizer() if kind == "another vocabulary" else None
             made[key] = specbeam.load(save(model, tokenizer), device="cpu", dtype="float32")
         return made[key]
@@ -281,14 +282,12 @@ def test_a_draft_may_lack_some_of_the_targets_tokens(tiny, save, options):
 
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "perfect"])
 def test_sequences_the_target_never_chooses_may_have_no_continuation(tiny, drafter, draft):
-    _, lm = tiny("llama")
-    first = specbeam.generate(lm, [7, 9, 7], max_new_tokens=1).token_ids[0]
-    other = 9 if first != 9 else 8
+    (_, lm), first, other = tiny("llama"), 20, 9
 
     def allowed(_, ids):
         return [] if ids[-1] == other and len(ids) > 3 else [first, other, 5]
 
-    options = {"max_new_tokens": 5, "prefix_allowed_tokens_fn": allowed}
+    options = {"max_new_tokens": 5, "prefix_allowed_tokens_fn": allowed, "logit_bias": {first: 50.0}}
     sizes = {"num_draft_tokens": 3, "draft_width": 3}
     result = specbeam.generate(lm, [7, other, 7], draft=drafter(draft, "llama"), **sizes, **options)
     assert result.token_ids == specbeam.generate(lm, [7, other, 7], **options).token_ids

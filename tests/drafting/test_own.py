@@ -8,7 +8,7 @@ import pytest
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.drafting.lookup import Lookup
-from tests.conftest import EOS, needs_torch, random_model, run_alone
+from tests.conftest import EOS, head_of, needs_torch, random_model, run_alone
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
 METHODS = {
@@ -38,7 +38,7 @@ def adversary(tokens, lm):
 def sure(save):
     """A model that repeats itself, so that some of its tokens can be foreseen."""
     model = random_model("llama", initializer_range=0.1)
-    model.lm_head.weight.data *= 40
+    head_of(model)[:] *= 40
     return specbeam.load(save(model), backend="cpu", quantize="float32", threads=1)
 
 

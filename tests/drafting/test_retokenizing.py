@@ -9,13 +9,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from specbeam.backends.torch.selecting import select
 from specbeam.control import DraftTokens
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.tree import NO_NODES, Tree
-from tests.conftest import examples
+from tests.conftest import examples, fast_tokenizer
 
 STORY = """The keeper of a lighthouse walked down to the sea, and saw that it was good. He said nothing about them!
 "What's that?" asked the child; the keepers' 1,234 lamps were lit again. Señor 你好 walked home, unlike the others.
@@ -33,7 +32,7 @@ def byte_level(vocab_size, bos=None):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([STORY], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos)
+    return fast_tokenizer(tokenizer, bos_token=bos)
 
 
 def metaspace(vocab_size, unigram=False):
@@ -46,7 +45,7 @@ def metaspace(vocab_size, unigram=False):
     unknown = {"unk_token": "<unk>", "special_tokens": ["<unk>"]}
     trainer = trainers.UnigramTrainer(**how, **unknown) if unigram else trainers.BpeTrainer(**how)
     tokenizer.train_from_iterator(STORY.splitlines(keepends=True), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return fast_tokenizer(tokenizer)
 
 
 class GroupsFromTheEnd:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from specbeam.cache.pool import pool_of
+from tests.conftest import never_ahead
 
 
 @pytest.fixture(scope="session")
 def lm(tiny):
     """A tiny model on a backend that never goes ahead, so that a test may count passes."""
-    pytest.importorskip("torch")
-    return tiny("llama", backend="torch")[1]
+    return never_ahead(tiny("llama")[1].source)
 
 
 @pytest.fixture

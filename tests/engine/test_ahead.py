@@ -12,7 +12,7 @@ from specbeam.engine.output import Output
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.setup import make_setup
 from specbeam.selection import Selection
-from tests.conftest import random_model, run_alone, table_of_costs
+from tests.conftest import head_of, random_model, run_alone, table_of_costs
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
 KINDS = [
@@ -51,7 +51,7 @@ def windowed(save):
 def twins(save):
     """Its tokens come in pairs that are always equally likely."""
     model = random_model("llama")
-    model.lm_head.weight.data[1::2] = model.lm_head.weight.data[:-1:2]
+    head_of(model)[1::2] = head_of(model)[:-1:2]
     return specbeam.load(save(model), backend="cpu")
 
 

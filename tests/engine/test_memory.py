@@ -10,7 +10,7 @@ from specbeam import Engine, SpecbeamError
 from specbeam.cache.pool import pool_of
 from specbeam.cache.slots import Slots
 from specbeam.tree import Tree
-from tests.conftest import run_alone
+from tests.conftest import needs_torch, run_alone
 from tests.engine.conftest import ended, in_use
 
 LONG = {"max_new_tokens": 30, "min_new_tokens": 30}
@@ -151,6 +151,7 @@ def test_engines_of_one_process_share_the_memory_for_caches(lm, monkeypatch):
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 4}, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}]
 )
+@needs_torch
 def test_no_request_keeps_the_logits_of_an_earlier_pass(lm, monkeypatch, options):
     forward, passes = lm.backend.forward, []
 

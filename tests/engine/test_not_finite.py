@@ -52,7 +52,8 @@ def clean(folder):
 
 @pytest.fixture(scope="module")
 def poison(clean):
-    """A token that the greedy text has first at this place."""
+    """A token that the greedy text has first at this place. The texts of NumPy's weights have none there."""
+    pytest.importorskip("torch")
     return specbeam.generate(clean, PROMPT, max_new_tokens=NEW).token_ids[4]
 
 

@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 
 from specbeam import Engine, SpecbeamError, hf
 from specbeam.lm_eval import SpecbeamLM, main
-from tests.conftest import BOS, CHAT_TEMPLATE, EOS, UNUSED, byte_tokenizer, random_model
+from tests.conftest import BOS, CHAT_TEMPLATE, EOS, UNUSED, byte_tokenizer, needs_torch, random_model
 
 CONTEXT = 64
 PROMPTS = ["Once upon a time", "1 + 1 =", "x", "<bos>given", "long " * 40, "The quick brown fox jumps over"]
@@ -291,6 +291,7 @@ def test_model_args_win_over_the_harness(folder):
     assert SpecbeamLM(ours.lm, batch_size="auto:4", max_batch_size=16).batch_size == 16
 
 
+@needs_torch
 def test_the_model_is_where_lm_eval_looks_for_plugins():
     (found,) = entry_points(group="lm_eval.models", name="specbeam")
     assert found.load() is SpecbeamLM

@@ -47,7 +47,7 @@ ENCODERS = {
     | {"d_model": 32, "init_std": 0.4},
 }
 FAMILIES = [*DECODERS, *ENCODERS]
-CASES_PER_FAMILY = 25 if in_thorough_mode() else 4
+CASES_PER_FAMILY = 25 if in_thorough_mode() else 3
 
 
 @cache

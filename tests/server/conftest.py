@@ -14,10 +14,12 @@ import openai
 import pytest
 
 import specbeam
+from specbeam.engine.costs import nominal_cost
 from specbeam.server.app import make_app
 from specbeam.server.limits import Access, Limits
 from specbeam.server.models import Models
 from specbeam.server.serving import Server, listen
+from tests.conftest import table_of_costs
 
 TIMEOUT_SECONDS = 120
 
@@ -159,9 +161,19 @@ def reference(tiny):
 
 @pytest.fixture(scope="session")
 def served(chat_lm, plain_lm, draft_lm):
-    """A server with a chat model, a model without a chat template, and a draft."""
-    with serving({"tiny": chat_lm, "plain": plain_lm}, {"small": draft_lm}) as running:
+    """A server with a chat model, a model without a chat template, and a draft, whose passes have given costs."""
+    with contextlib.ExitStack() as stack:
+        with given_costs():
+            running = stack.enter_context(serving({"tiny": chat_lm, "plain": plain_lm}, {"small": draft_lm}))
         yield running
+
+
+@contextlib.contextmanager
+def given_costs():
+    """Engines that begin meanwhile expect these costs. Measured ones would change what beams and drafts they choose."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specbeam.engine.engine.pass_times", table_of_costs(lambda nodes: 1e-3 * nominal_cost(nodes)))
+        yield
 
 
 class Lines(logging.Handler):

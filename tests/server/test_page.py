@@ -16,7 +16,7 @@ from specbeam.recording import event_line, events
 from specbeam.server.limits import Access
 from specbeam.server.page import HEADERS
 from tests.conftest import reference_model
-from tests.server.conftest import assert_is_drawn, nodes_of, said_by, serving
+from tests.server.conftest import assert_is_drawn, given_costs, nodes_of, said_by, serving
 from tests.server.test_life import gate, wait_for
 
 PAGE = Path(specbeam.__file__).parent / "page"
@@ -35,6 +35,13 @@ def lm(request, chat_lm):
     """The served model: a tiny one, or the one that a test asks for."""
     name = getattr(request, "param", "tiny")
     return chat_lm if name == "tiny" else specbeam.load(reference_model(name), backend="cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def costs():
+    """The page and the test run the same search, so both have the same costs."""
+    with given_costs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -371,11 +378,11 @@ def test_a_movement_without_a_rest_draws_the_nodes_that_come_into_the_window(tab
     tab.locator("[data-node='1']").wait_for()  # the tree is shown where beams go apart
     width = tab.locator(".canvas").bounding_box()["width"]
     columns = int(width // 92) - 1
-    seen = tab.evaluate(MOVE, [40, {"deltaX": 200, "deltaY": 1}, beams * columns])
+    seen = tab.evaluate(MOVE, [20, {"deltaX": 400, "deltaY": 1}, beams * columns])
     first = min(seen)
     assert abs(first - beams * 8000 // 92) < 2 * beams
     assert {*range(first, first + beams * columns)} <= {*seen}
-    seen = tab.evaluate(MOVE, [20, {"deltaY": 18}, beams * int(columns / 0.6)])  # to 0.56 of the size
+    seen = tab.evaluate(MOVE, [10, {"deltaY": 36}, beams * int(columns / 0.6)])  # to 0.56 of the size
     assert {*range(min(seen), min(seen) + beams * int(columns / 0.6))} <= {*seen}
     assert tab.locator(".pill").count() < beams * steps / 2  # the others are not drawn
 
@@ -861,7 +868,7 @@ def fill_chat(tab):
     tab.locator(".messages .pill").first.wait_for()
 
 
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("width", [pytest.param(1400, marks=pytest.mark.thorough), 390])
 def test_axe_finds_no_serious_fault(browser, served, width):
     if not AXE.is_file():
         pytest.skip("axe-core is not on this machine: make .venv/npm")

@@ -18,7 +18,7 @@ from specbeam.speech.settings import Settings
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.speech.windows import Transcriber, Windows
 from tests.backends.test_whisper import of_transformers, whisper_base
-from tests.conftest import byte_tokenizer
+from tests.conftest import byte_tokenizer, needs_torch
 from tests.speech.conftest import (
     BANDS,
     ENGLISH,
@@ -84,8 +84,17 @@ def encoder_passes(monkeypatch, *models):
     return passes
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("way", WAYS)
+QUICK = {"cpu": ("greedy", "beams", "prompts", "several are drawn"), "torch": ("prompts",)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [
+        pytest.param(backend, way, marks=() if way in QUICK[backend] else pytest.mark.thorough)
+        for backend in QUICK
+        for way in WAYS
+    ],
+)
 def test_transcripts_are_those_without_a_draft(loaded, way, backend):
     lm, options = loaded("target", backend), {**NEVER_SILENT, **WAYS[way]}
     files = [noise(2.6, 1), noise(0.9, 2), noise(1.7, 3)]
@@ -144,6 +153,7 @@ def test_a_distilled_draft_reads_the_states_of_the_targets_encoder(loaded, backe
             assert len(passes) == expected
 
 
+@needs_torch
 def test_encoders_are_equal_if_their_shapes_and_all_their_weights_are(loaded, save):
     def equal(one, other):
         return have_equal_encoders(one.backend, other.backend)
@@ -250,7 +260,8 @@ def test_drafts_that_do_not_fit_are_refused_before_a_file_is_read(loaded, save, 
         transcribe(lm, "nowhere.wav", draft=tiny()[1])
 
 
-@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.thorough), 5])
+@pytest.mark.thorough
+@pytest.mark.parametrize("beams", [1, 5])
 def test_whisper_base_with_a_draft_of_two_layers(save, beams):
     """The draft has base's encoder and its first two decoder layers."""
     folder, model = whisper_base()

@@ -26,11 +26,11 @@ WAYS = ({}, {"temperature": (0, 0.2, 1), "best_of": 2}, {"num_beams": 1, "draft"
 
 @pytest.mark.parametrize("options", WAYS)
 def test_a_text_is_the_same_alone_among_others_and_streamed(whisper, options):
-    files = [noise(seconds, seed) for seed, seconds in enumerate([0.5, 2.3, 5.1, 0.0, 1.2, 3.3])]
+    files = [noise(seconds, seed) for seed, seconds in enumerate([0.5, 2.3, 3.1, 0.0, 1.2])]
     options = {"vad_filter": False, "log_prob_threshold": -0.8, "no_speech_threshold": None, **options}
     together = transcribe(whisper, files, **options)
     assert sum(len(one.segments) for one in together) > 6
-    assert [one.duration for one in together] == [0.5, 2.3, 5.1, 0.0, 1.2, 3.3]
+    assert [one.duration for one in together] == [0.5, 2.3, 3.1, 0.0, 1.2]
     assert (together[3].text, together[3].language, together[3].segments) == ("", None, [])
     engine = speech_engine(whisper)
     for file, expected in zip(files, together, strict=True):
@@ -252,7 +252,7 @@ def recordings():
     return {"jfk": first, "joined": np.concatenate(parts)}
 
 
-@pytest.mark.parametrize("name", ["jfk", "joined"])
+@pytest.mark.parametrize("name", [pytest.param("jfk", marks=pytest.mark.thorough), "joined"])
 def test_whisper_base_writes_and_measures_what_openai_whisper_does(base, name):
     """Against openai-whisper 20250625 with the same weights in float32, greedy."""
     expected = json.loads((Path(__file__).parent / "openai_whisper.json").read_text())[name]
@@ -263,8 +263,14 @@ def test_whisper_base_writes_and_measures_what_openai_whisper_does(base, name):
             assert getattr(segment, measure) == pytest.approx(theirs[measure], abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["jfk", "joined"])
-@pytest.mark.parametrize("beams", [1, 5])
+@pytest.mark.parametrize(
+    ("name", "beams"),
+    [
+        ("joined", 1),
+        ("jfk", 5),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("jfk", 1), ("joined", 5))),
+    ],
+)
 def test_whisper_base_finds_the_words_that_openai_whisper_does(base, name, beams):
     """Against openai-whisper 20250625 with the same weights. For beams, it was given the texts of these windows."""
     recorded = (Path(__file__).parent / "openai_whisper_words.json").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """Compare two versions of specbeam: the same random cases, and each id, text and bit of a score that they return.
 
-    python bench/differential.py record --cases 500 --seed 0 --out OLD.jsonl [--model FILE.gguf] [--seconds 170]
-    python bench/differential.py compare OLD.jsonl NEW.jsonl
-    python bench/differential.py fuzz --old-src PATH --cases 5000 --seed 1
+    python -m tests.differential record --cases 500 --seed 0 --out OLD.jsonl [--model FILE.gguf] [--seconds 170]
+    python -m tests.differential compare OLD.jsonl NEW.jsonl
+    python -m tests.differential fuzz --old-src PATH --cases 5000 --seed 1
 
 ``tests/cases.py`` draws the cases: tiny random models of every architecture and precision, every method, drafts,
 constraints, ties, tight caches and cancels. With ``--model``, one case in twelve is for a model of real weights.
@@ -40,12 +40,9 @@ import transformers
 
 import specbeam
 from specbeam.backends.cpu.library import library
+from tests.cases import Models, draw_case, draw_real_case, run_case, write_models
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.cases import Models, draw_case, draw_real_case, run_case, write_models  # noqa: E402
-
 PROMPTS = ROOT.parent / "shared/data/spec_bench.jsonl"
 LONGEST_PROMPT = 700
 """Characters of a prompt for the real model."""
@@ -272,14 +269,14 @@ def run_fuzz(given: argparse.Namespace) -> int:
         print(f"--old-src: there is no {source}/specbeam", file=sys.stderr)
         return 2
     with tiny_models(None) as folder:
-        command = [sys.executable, __file__, "record", "--models", str(folder), "--out", "-"]
+        command = [sys.executable, "-m", "tests.differential", "record", "--models", str(folder), "--out", "-"]
         for name in ("cases", "seed", "first"):
             command += [f"--{name}", str(getattr(given, name))]
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         others = [path for path in paths if not (Path(path) / "specbeam").is_dir()]  # such as a sitecustomize's
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), *others])}
         with tempfile.TemporaryFile("w+") as errors:
-            old = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+            old = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
             assert old.stdout is not None
             try:
                 status = compare_with(old.stdout, folder, given, str(source))

@@ -1,6 +1,6 @@
 """A soak: random requests of every kind, with cancels, interrupts and failing passes, for as long as one likes.
 
-    python bench/soak.py [--minutes 20] [--seed 0] [--patience 120] [--without interrupts failures cancels]
+    python -m tests.soak [--minutes 20] [--seed 0] [--patience 120] [--without interrupts failures cancels]
 
 A toy model with random weights runs on the cpu backend. Two engines share it, with new limits in each round. One runs
 on the main thread and gets real SIGINTs. The other runs on a second thread, and passes there raise KeyboardInterrupt.
@@ -40,10 +40,10 @@ import numpy as np
 import psutil
 import torch
 import transformers
-from machine import describe
-from toy import load_toy
 
 import specbeam
+from bench.machine import describe
+from bench.toy import load_toy
 from specbeam import Engine, LanguageModel, SpecbeamError
 from specbeam.engine.request import Request
 
