@@ -168,7 +168,7 @@ def make_app(
                 notes.prompts = call.prompts
             is_quick = call.is_quick and len(await request.body()) <= MAX_SHORT_BODY_BYTES
             if is_quick:
-                call.encode()  # before the pause, so that those who paused together are submitted together
+                call.encode()  # before the pause, which is for requests that only need to be submitted
             await arrivals.pause()
             if is_quick:
                 call.submit()
