@@ -312,6 +312,11 @@ def test_a_schema_that_cannot_be_enforced(tooled):
         assert error["param"] == "tools"
         assert error["message"].startswith("the tool f: the JSON schema cannot be enforced: ")
         assert "uniqueItems" in error["message"]
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    for parameters in ({"type": "object", "$ref": "#"}, endless):  # nothing satisfies them
+        tools[-1]["function"] = {"name": "f", "parameters": parameters}
+        assert "f" in tooled.post(CHAT, **asked, tools=tools).json()["unenforced_tools"]
+        assert tooled.refused(CHAT, **asked, tools=tools, tool_choice="required")["message"].startswith("the tool f: ")
     flat = [{"type": "function", "name": "f", "parameters": UNENFORCEABLE}]
     answer = tooled.post(RESPONSES, model="hermes", input="a", max_output_tokens=2, tools=flat).json()
     assert [*answer["unenforced_tools"]] == ["f"]
