@@ -230,13 +230,19 @@ def test_text_and_calls_in_one_response(tooled, lms):
     """A text comes before its calls, and each item ends before the next one begins."""
     marker = lms["hermes"].tokenizer.convert_tokens_to_ids("<tool_call>")
     asked = {"model": "hermes", "input": "Hi", "tools": FLAT, "max_output_tokens": 400, "temperature": 0}
-    asked |= {"extra_body": {"logit_bias": {str(marker): 4.0}}}
+    asked |= {"extra_body": {"logit_bias": {str(marker): 4.0}}, "include": ["message.output_text.logprobs"]}
     whole = tooled.client().responses.create(**asked)
     events = [*tooled.client().responses.create(**asked, stream=True)]
     assert [item.type for item in events[-1].response.output] == [item.type for item in whole.output]
     assert [item.type for item in whole.output[:2]] == ["message", "function_call"]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text == events[-1].response.output_text
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    entries = whole.output[0].content[0].logprobs
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == text
+    assert done.to_dict()["logprobs"] == [entry.to_dict() for entry in entries]
+    deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    assert [entry.logprob for entry in deltas] == [entry.logprob for entry in entries]
     items = [(event.type, event.output_index) for event in events if "output_item" in event.type]
     numbers = range(len(whole.output))
     assert items == [(f"response.output_item.{what}", i) for i in numbers for what in ("added", "done")]
@@ -355,6 +361,11 @@ def test_a_schema_that_cannot_be_enforced(tooled):
             {"messages": [*MESSAGES[:2], {"role": "tool", "tool_call_id": "x", "content": ""}], "tools": TOOLS},
             "messages",
             "messages: a result is of the call 'x', and nothing before has it",
+        ),
+        (
+            {"messages": [*MESSAGES[:2], {"role": "tool", "content": ""}], "tools": TOOLS},
+            "messages",
+            "messages: a message of the role tool has no tool_call_id: give the id of its call",
         ),
         ({"messages": MESSAGES[:2], "tools": TOOLS}, "messages", "messages end with tool calls: give their results"),
         (

@@ -310,14 +310,17 @@ def conversation(
         field: of the request, that has the messages.
 
     Raises:
-        Refusal: a result is of no call before it, or the template has no tool calls.
+        Refusal: a result is of no call before it, as OpenAI refuses it, or the template has no tool calls.
     """
     if messages and messages[-1].get("tool_calls"):
         raise Refusal(f"{field} end with tool calls: give their results, too", field)
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
-        if (answered := message.get("tool_call_id")) is not None:
+        answered = message.get("tool_call_id")
+        if answered is None and message["role"] == "tool":
+            raise Refusal(f"{field}: a message of the role tool has no tool_call_id: give the id of its call", field)
+        if answered is not None:
             if answered not in names:
                 raise Refusal(f"{field}: a result is of the call {shown(answered)}, and nothing before has it", field)
             message.setdefault("name", names[answered])
