@@ -268,13 +268,21 @@ class ToolUse:
         )
 
     def begins_in_thoughts(self, lm: LanguageModel, ids: Sequence[int]) -> bool | None:
-        """Whether the answer to a prompt begins within thoughts. None: it may begin with them."""
-        begun, ended = THOUGHTS
-        before = lm.decode_token([*ids[-LAST_TOKENS:]]).rstrip()
-        if before.endswith(begun):
-            return True
-        names = {token.content for token in lm.tokenizer.added_tokens_decoder.values()}
-        return None if names.issuperset(THOUGHTS) and not before.endswith(ended) else False
+        """Whether the answer to a prompt begins within thoughts. None: it may begin with them.
+
+        The marks are tokens where a model thinks, so messages cannot have them. An answer that is continued may have
+        its thoughts behind it.
+        """
+        added = lm.tokenizer.added_tokens_decoder
+        marks = {token.content: number for number, token in added.items() if token.content in THOUGHTS}
+        if len(marks) < len(THOUGHTS):
+            return lm.decode_token([*ids[-LAST_TOKENS:]]).rstrip().endswith(THOUGHTS[0])
+        for number in reversed(ids):
+            if number in marks.values():
+                return number == marks[THOUGHTS[0]]
+            if number in added and added[number].special:  # the turn begins
+                break
+        return None
 
     def _schema(self, function: Function) -> JsonSchema:
         """What the arguments of a function may be.
