@@ -66,7 +66,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
         NotEnforceable: something in it cannot be enforced.
     """
     multiples: set[int] = set()
-    made = _enforceable(schema, "#", multiples)
+    made = _enforceable(schema, "#", schema, multiples)
     meeting, combinations = _together(made, made, {})
     if meeting > MAX_MEETING:
         raise NotEnforceable(f"its parts ask for {meeting} patterns together, and {MAX_MEETING} are allowed")
@@ -79,7 +79,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> dict[str, Any]:
+def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: set[int]) -> dict[str, Any]:
     kept = {name: value for name, value in schema.items() if name not in ANNOTATIONS or isinstance(value, dict)}
     if "x-guidance" in kept:
         raise NotEnforceable(f"{place} has x-guidance, which may switch enforcement off")
@@ -91,6 +91,8 @@ def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> 
         del kept["format"]
     if kept.get("uniqueItems") is False:
         del kept["uniqueItems"]
+    if "propertyNames" in kept:
+        kept = _without_names(kept, root)
     if isinstance(multiple := kept.get("multipleOf"), int | float) and multiple > 0:
         multiples.add(abs(int("".join(map(str, Decimal(str(multiple)).as_tuple().digits)))))
     required = kept["required"] if isinstance(kept.get("required"), list) else []
@@ -120,11 +122,13 @@ def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> 
             if any(CONTROL.search(key) for key in value):
                 raise NotEnforceable(f"{where} has a key with a control character, which takes an escape with u")
             kept[name] = {
-                closed(key, where) if name == "patternProperties" else key: _below(one, f"{where}/{key}", multiples)
+                closed(key, where) if name == "patternProperties" else key: _below(
+                    one, f"{where}/{key}", root, multiples
+                )
                 for key, one in value.items()
             }
         elif name not in ("const", "enum"):
-            kept[name] = _below(value, where, multiples)
+            kept[name] = _below(value, where, root, multiples)
     return kept
 
 
@@ -163,6 +167,8 @@ def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple
 
 def _target(root: Any, pointer: str) -> Any:
     """The part of a schema that a reference is to; None if there is none."""
+    if not pointer.startswith("#"):
+        return None
     for part in unquote(pointer).removeprefix("#").split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and part.isdigit() and int(part) < len(root):
@@ -207,11 +213,35 @@ def _keywords(value: Any, place: str) -> Iterator[tuple[str, str, Any]]:
                 yield from _keywords(one, f"{place}/{name}")
 
 
-def _below(value: Any, place: str, multiples: set[int]) -> Any:
+def _below(value: Any, place: str, root: Any, multiples: set[int]) -> Any:
     """A value that may be a schema, or have schemas: references may lead anywhere."""
     if isinstance(value, list):
-        return [_below(one, f"{place}/{n}", multiples) for n, one in enumerate(value)]
-    return _enforceable(value, place, multiples) if isinstance(value, dict) else value
+        return [_below(one, f"{place}/{n}", root, multiples) for n, one in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    return False if value.get("not") in ({}, True) else _enforceable(value, place, root, multiples)
+
+
+def _without_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """A schema without ``propertyNames``, where these allow any keys, or are a list of all properties.
+
+    Records are written so: by zod, or by pydantic for a dictionary whose keys are an enumeration.
+    """
+    names = schema["propertyNames"]
+    if isinstance(names, dict) and names.keys() == {"$ref"}:
+        names = _target(root, str(names["$ref"]))
+    names = {} if names is True else names
+    others = {name: value for name, value in schema.items() if name != "propertyNames"}
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return schema
+    kept = {name: value for name, value in names.items() if name not in (*ANNOTATIONS, "type")}
+    if not kept:
+        return others
+    listed = kept["enum"] if kept.keys() == {"enum"} else [kept["const"]] if kept.keys() == {"const"} else None
+    if not isinstance(listed, list) or "properties" in schema or "patternProperties" in schema:
+        return schema
+    rest = schema.get("additionalProperties", {})
+    return others | {"properties": {one: rest for one in listed if isinstance(one, str)}, "additionalProperties": False}
 
 
 def _values(value: Any) -> Iterator[Any]:
