@@ -79,10 +79,10 @@ def main() -> None:
         print("| method | refused | texts | valid | cut | invalid | other bits with ngram |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
         for method, options in METHODS.items():
-            counts = texts(lm, drawn, {"max_new_tokens": given.tokens, **options})
-            for what, number in counts.items():
+            found = texts(lm, drawn, {"max_new_tokens": given.tokens, **options})
+            for what, number in found.items():
                 figures.add(given.model.stem, method, what, unit="count", samples=[float(number)])
-            print(f"| {method} | {' | '.join(f'{number:,}' for number in counts.values())} |", flush=True)
+            print(f"| {method} | {' | '.join(f'{number:,}' for number in found.values())} |", flush=True)
     figures.write(given.json)
 
 

@@ -256,7 +256,7 @@ MESSAGES = [
         "content": None,
         "tool_calls": [
             {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "é\\n"}'}},
-            {"id": "bbbbbbbbb", "type": "function", "function": {"name": "now", "arguments": ""}},
+            {"id": "bbbbbbbbb", "type": "function", "function": {"name": "now", "arguments": ""}, "index": 1},
         ],
     },
     {"role": "tool", "tool_call_id": "abcdefghi", "content": "wet"},

@@ -137,7 +137,7 @@ def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple
 
     Args:
         value: a schema, or what has schemas.
-        known: by schemas; also those that are still counted, since references may go in circles.
+        known: by schemas. One that is still counted has none, since references may go in circles.
     """
     if not isinstance(value, dict | list):
         return 0, 1

@@ -273,7 +273,7 @@ class Answer:
         """The log-probabilities of the message's tokens.
 
         Args:
-            is_cut: tokens of calls may follow those of the text.
+            is_cut: tokens of calls may follow.
         """
         left = len(text.encode())
         for number, entry in enumerate(self._log_probs if is_cut else ()):
@@ -357,7 +357,7 @@ class Answer:
         return events + self._event("response.output_item.done", **place, item=item)
 
     def _more_text(self, text: str, log_probs: list[dict[str, Any]]) -> bytes:
-        """A delta of the message, with those of the log-probabilities of its tokens that are new."""
+        """A delta of the message, with the log-probabilities that are new."""
         new, self._sent = log_probs[self._sent :], max(self._sent, len(log_probs))
         return self._event("response.output_text.delta", **self._place, delta=text, logprobs=new)
 

@@ -148,6 +148,7 @@ class ToolCall(Fields):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = Field(None, description="In a stream, whose pieces clients join. It has no effect.")
 
     @property
     def for_template(self) -> dict[str, Any]:
