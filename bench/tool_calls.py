@@ -33,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto, 4 beams": {"num_beams": 4},
     "required, greedy": {"tool_choice": "required"},
     "required, 4 beams": {"tool_choice": "required", "num_beams": 4},
+    "required, one call": {"tool_choice": "required", "parallel_tool_calls": False},
     "named, greedy": {"tool_choice": "named"},
 }
 MAX_TOKENS = 256

@@ -175,24 +175,30 @@ def test_schemas_of_applications_let_no_invalid_instance_through(tiny):
     assert allowed > 0.5 * valid  # others have their keys in another order
 
 
-def test_a_state_does_not_depend_on_its_siblings(tiny):
+@pytest.mark.parametrize("schema", [{"type": ["object", "array", "string"]}, {"type": "array", "items": PERSON}])
+def test_a_state_is_that_of_a_parser_of_its_own(tiny, schema):
+    """Whatever its siblings are, and also within forced tokens, of which a parser here reads one after another."""
     _, lm = tiny("llama")
-    constraint, draw = JsonSchema({"type": ["object", "array", "string"]}).compile(lm), random.Random(1)
+    constraint, draw = JsonSchema(schema).compile(lm), random.Random(1)
     states, paths = [constraint.start], [[]]
     for _ in range(150):  # a tree of sequences
-        at = draw.randrange(len(states))
+        at = draw.choice([draw.randrange(len(states)), len(states) - 1])
         bits = np.unpackbits(constraint.mask(states[at], 259), count=259, bitorder="little")
         if not bits.any():
             continue
         token = draw.choice(np.flatnonzero(bits).tolist())
         states.append(constraint.advance(states[at], token))
         paths.append([*paths[at], token])
+    text, tokenizer = constraint.description.text, grammar._tokenizer_of(lm)
     for state, path in zip(states, paths, strict=True):
-        fresh = constraint.start
+        matcher = grammar._llguidance().LLMatcher(tokenizer, text)
         for token in path:
-            fresh = constraint.advance(fresh, token)
-        np.testing.assert_array_equal(constraint.mask(state, 259), constraint.mask(fresh, 259))
-        assert constraint.complete(state) == constraint.complete(fresh)
+            matcher.consume_token(token)
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), count=259, bitorder="little")
+        mask[[*lm.eos_token_ids]] = 0
+        np.testing.assert_array_equal(np.packbits(mask, bitorder="little"), constraint.mask(state, 259))
+        assert constraint.complete(state) == matcher.is_accepting()
+    assert schema == {"type": ["object", "array", "string"]} or any(state.place for state in states)
 
 
 class Person:
@@ -230,6 +236,28 @@ def test_annotations_are_left_out_and_everything_else_is_enforced(tiny):
     assert walked(lm, Regex(r"\d\w\s").compile(lm), "1a ")
     assert walked(lm, Regex(r'/"\(?x\)\\(?i:a)').compile(lm), '/"(x)\\A')
     assert not walked(lm, Regex(r"\d").compile(lm), "\N{ARABIC-INDIC DIGIT ONE}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [  # as zod and pydantic write records, and what is never there
+        ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, '{"a":1}', '{"a":"b"}'),
+        (
+            {"propertyNames": {"$ref": "#/$defs/x"}, "$defs": {"x": {"enum": ["a", "b"], "title": "x"}}},
+            '{"b":1}',
+            '{"c":1}',
+        ),
+        ({"propertyNames": {"const": "a"}, "additionalProperties": {"type": "integer"}}, '{"a":1}', '{"a":"b"}'),
+        ({"properties": {"a": {"not": {}}, "b": {"anyOf": [{"not": True}, {"const": 1}]}}}, '{"b":1}', '{"a":1}'),
+        ({"properties": {"not": {}}, "required": ["not"]}, '{"not":1}', "{}"),
+    ],
+)
+def test_what_validators_of_other_languages_write(tiny, schema, valid, invalid):
+    schema = {"type": "object", **schema}
+    constraint = JsonSchema(schema).compile(tiny("llama")[1])
+    for text, is_valid in ((valid, True), (invalid, False)):
+        assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)) == is_valid
+        assert walked(tiny("llama")[1], constraint, text) == is_valid
 
 
 EXCLUDED = {
@@ -285,7 +313,10 @@ def deep(levels):
 
 REFUSED = [
     *((JsonSchema, schema) for schema in ("{", "3", [1], False, {"type": "strange"}, {"enum": []}, {"pattern": "("})),
-    *((JsonSchema, {keyword: {"type": "string"}}) for keyword in ("not", "if", "contains", "propertyNames")),
+    *((JsonSchema, {keyword: {"type": "string"}}) for keyword in ("not", "if", "contains")),
+    (JsonSchema, {"propertyNames": {"minLength": 2}}),
+    (JsonSchema, {"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}),
+    (JsonSchema, {"not": {}}),
     (JsonSchema, {"type": "array", "uniqueItems": True}),
     (JsonSchema, {"oneOf": [{"type": "number"}, {"type": "integer"}]}),
     (JsonSchema, {"$ref": "https://example.org/other.json"}),
@@ -318,8 +349,23 @@ REFUSED = [
     (JsonSchema, {"type": "integer", "multipleOf": 999983}),
     (JsonSchema, {"type": "number", "maximum": float("nan")}),
     (JsonSchema, {"description": "x" * 10**6}),
+    (JsonSchema, {"const": {"a": "x" * 10_000}}),
+    (JsonSchema, {"enum": ["x", "x" * 10_000]}),
+    (JsonSchema, {"pattern": "^a|(?:b{200}[c-d]?){100}$"}),
+    # These would take minutes.
+    (JsonSchema, {"allOf": [{"type": "string", "pattern": f"a{number}b"} for number in range(25)]}),
+    (
+        JsonSchema,
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}", "type": "string", "pattern": f"a{i}b"} for i in range(25)},
+        },
+    ),
+    (JsonSchema, {"allOf": [{"anyOf": [{"pattern": f"^a{j}?.*b{i}"} for j in range(8)]} for i in range(6)]}),
+    (JsonSchema, {"properties": {f"k{number}": {} for number in range(30_000)}}),
     (JsonSchema, deep(400)),
     *((Regex, pattern) for pattern in ("(", "(?=a)", "(?<!a)b", r"(a)\1", 3, "a" * 70_000, "\ud800", "(?x)a # b")),
+    *((Regex, pattern) for pattern in ("a{20000}", "x|(y{200}){200}")),
     *((Grammar, source) for source in ("", "{", '{"grammars": []}', "start: none", "a: /b/", "x ::= (", 3, None)),
     (Grammar, 'start: %json { "type": "object" }'),
     (Grammar, '%llguidance { "no_forcing": false }\nstart: "a"'),
@@ -340,7 +386,7 @@ def test_what_cannot_be_enforced_is_refused_before_there_is_a_model(kind, given)
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
-        ({"properties": {"not": {"items": {"not": {}}}}}, "#/properties/not/items/not"),
+        ({"properties": {"not": {"items": {"not": {"const": 1}}}}}, "#/properties/not/items/not"),
         ({"anyOf": [{"const": {"if": 1}}, {"if": {}, "then": {}}]}, "#/anyOf/1/if or #/anyOf/1/then"),
         ({"$defs": {"a": {"oneOf": [{}, {"type": "null"}]}}, "$ref": "#/$defs/a"}, "#/$defs/a/oneOf"),
         ({"properties": {"a": {"$ref": "#/$defs/b"}, "c": {"$ref": "#"}}}, "#/properties/a/$ref"),
@@ -353,12 +399,10 @@ def test_an_error_of_the_parser_names_the_place(schema, place):
         JsonSchema(schema)
 
 
-@pytest.mark.parametrize("description", [JsonSchema({"$ref": "#"}), Grammar("start: start /a/")])
-def test_what_no_text_satisfies_is_refused_before_it_is_queued(lm, description):
-    engine = Engine(lm)
+@pytest.mark.parametrize(("kind", "given"), [(JsonSchema, {"$ref": "#"}), (Grammar, "start: start /a/")])
+def test_what_no_text_satisfies_is_refused_before_there_is_a_model(kind, given):
     with pytest.raises(SpecbeamError, match="no text satisfies"):
-        engine.submit("a", {"constraint": description})
-    assert not engine.step()
+        kind(given)
 
 
 def test_a_limit_that_is_reached_ends_that_request_alone(lm, monkeypatch):
@@ -366,7 +410,7 @@ def test_a_limit_that_is_reached_ends_that_request_alone(lm, monkeypatch):
     limits = llguidance.LLParserLimits(max_items_in_row=40, step_max_items=200, verbose_errors=False)
     ambiguous = "start: a\na: /b/ | a a | a a a"
     expected = run_alone(lm, "a b", {"constraint": Regex("[ab]{8}")}).sequences
-    monkeypatch.setattr(grammar, "_limits", lambda *_: limits)
+    monkeypatch.setattr(grammar, "_limits", lambda _: limits)
     engine = Engine(lm)
     failing = engine.submit("a b", {"constraint": Grammar(ambiguous), "min_new_tokens": 60, "max_new_tokens": 100})
     other = engine.submit("a b", {"constraint": Regex("[ab]{8}")})

@@ -49,8 +49,11 @@ WHOLE = {  # messages about the whole schema
         {"properties": {"a": {"multipleOf": 9973}, "b": {"multipleOf": 9967}}},
     ],
     "1,000,000 are allowed": [{"enum": [f"{number:0100}" for number in range(11_000)]}],
+    "asks for 200,000 characters": [{"type": "string", "pattern": "a{200000}"}],
+    "25 patterns together": [{"allOf": [{"type": "string", "pattern": f"a{number}b"} for number in range(25)]}],
+    "8,000 combinations": [{"allOf": [{"anyOf": [{"minimum": number} for number in range(20)]}] * 3}],
     "recursion limit": [json.loads('{"items":' * 400 + "{}" + "}" * 400)],
-    "has reached a limit": [{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}],
+    "begin with the same": [{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}],
 }
 REFUSED_SCHEMAS = [
     (within(schema), says, f"#/properties/seed/items/anyOf/1{keyword}")
@@ -65,7 +68,7 @@ OTHERS = {
     "65,536 are allowed": [("grammar", "start: " + '"a" ' * 20_000), ("regex", "a" * 70_000)],
     "look-around": [("regex", "(?=a)a")],
     "no text satisfies": [("grammar", "start: start /a/"), ("regex", r"[^\s\S]")],
-    "has reached a limit": [("regex", "a{1000000}")],
+    "asks for 1,000,000 characters": [("regex", "a{1000000}")],
 }
 
 
@@ -131,7 +134,7 @@ def test_a_grammar_is_refused(refused, kind, given, says):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_limit_that_is_reached_while_generating_ends_only_its_request(served, beside, monkeypatch, stream):
     limits = grammar._llguidance().LLParserLimits(max_items_in_row=40, verbose_errors=False)
-    monkeypatch.setattr(grammar, "_limits", lambda *_: limits)
+    monkeypatch.setattr(grammar, "_limits", lambda _: limits)
     form = {"grammar": "start: a\na: /b/ | a a | a a a"}
     response = served.post(
         "/v1/completions", prompt="a", structured_outputs=form, max_tokens=60, min_tokens=60, stream=stream

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 
 import specbeam
 from specbeam.server.limits import Limits
+from specbeam.server.tools import ToolUse
 from tests.conftest import byte_tokenizer, of_transformers, random_model
 from tests.server.conftest import serving
 from tests.server.test_chat import CHAT
@@ -230,13 +231,19 @@ def test_text_and_calls_in_one_response(tooled, lms):
     """A text comes before its calls, and each item ends before the next one begins."""
     marker = lms["hermes"].tokenizer.convert_tokens_to_ids("<tool_call>")
     asked = {"model": "hermes", "input": "Hi", "tools": FLAT, "max_output_tokens": 400, "temperature": 0}
-    asked |= {"extra_body": {"logit_bias": {str(marker): 4.0}}}
+    asked |= {"extra_body": {"logit_bias": {str(marker): 4.0}}, "include": ["message.output_text.logprobs"]}
     whole = tooled.client().responses.create(**asked)
     events = [*tooled.client().responses.create(**asked, stream=True)]
     assert [item.type for item in events[-1].response.output] == [item.type for item in whole.output]
     assert [item.type for item in whole.output[:2]] == ["message", "function_call"]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text == events[-1].response.output_text
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    entries = whole.output[0].content[0].logprobs
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == text
+    assert done.to_dict()["logprobs"] == [entry.to_dict() for entry in entries]
+    deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    assert [entry.logprob for entry in deltas] == [entry.logprob for entry in entries]
     items = [(event.type, event.output_index) for event in events if "output_item" in event.type]
     numbers = range(len(whole.output))
     assert items == [(f"response.output_item.{what}", i) for i in numbers for what in ("added", "done")]
@@ -249,7 +256,7 @@ MESSAGES = [
         "content": None,
         "tool_calls": [
             {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "é\\n"}'}},
-            {"id": "bbbbbbbbb", "type": "function", "function": {"name": "now", "arguments": ""}},
+            {"id": "bbbbbbbbb", "type": "function", "function": {"name": "now", "arguments": ""}, "index": 1},
         ],
     },
     {"role": "tool", "tool_call_id": "abcdefghi", "content": "wet"},
@@ -300,6 +307,25 @@ def test_control_tokens_in_tools_arguments_and_results_are_text(tooled, lms):
     assert text.count(hostile) == 4
 
 
+def test_where_an_answer_begins_in_thoughts(save):
+    tokenizer = byte_tokenizer(TEMPLATES["hermes"])
+    marks = {"<think>": False, "</think>": False, "<turn>": True}
+    tokenizer.add_tokens([AddedToken(text, special=special) for text, special in marks.items()])
+    lm = specbeam.load(save(random_model("llama", vocab_size=262), tokenizer), backend="cpu")
+    use = ToolUse(None, [], [], is_required=False, has_form=False, most=1)
+    for prompt, expected in {
+        "<think>a</think>b<turn>assistant": None,  # the thoughts of another turn
+        "<think>a<turn>assistant": None,
+        "<turn>assistant<think>\n": True,
+        f"<turn>assistant<think>{'hm ' * 20}": True,
+        "<turn>assistant<think>\n\n</think>\n\n": False,
+        f"<turn>assistant<think>a</think>{'It is ' * 20}": False,
+        "Hi": None,
+    }.items():
+        ids = lm.tokenizer(prompt, add_special_tokens=False).input_ids
+        assert use.begins_in_thoughts(lm, ids) is expected, prompt
+
+
 def test_a_schema_that_cannot_be_enforced(tooled):
     tools = [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": UNENFORCEABLE}}]
     asked = {"model": "hermes", "messages": ASKED, "max_tokens": 2}
@@ -312,6 +338,11 @@ def test_a_schema_that_cannot_be_enforced(tooled):
         assert error["param"] == "tools"
         assert error["message"].startswith("the tool f: the JSON schema cannot be enforced: ")
         assert "uniqueItems" in error["message"]
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    for parameters in ({"type": "object", "$ref": "#"}, endless):  # nothing satisfies them
+        tools[-1]["function"] = {"name": "f", "parameters": parameters}
+        assert "f" in tooled.post(CHAT, **asked, tools=tools).json()["unenforced_tools"]
+        assert tooled.refused(CHAT, **asked, tools=tools, tool_choice="required")["message"].startswith("the tool f: ")
     flat = [{"type": "function", "name": "f", "parameters": UNENFORCEABLE}]
     answer = tooled.post(RESPONSES, model="hermes", input="a", max_output_tokens=2, tools=flat).json()
     assert [*answer["unenforced_tools"]] == ["f"]
@@ -350,6 +381,11 @@ def test_a_schema_that_cannot_be_enforced(tooled):
             {"messages": [*MESSAGES[:2], {"role": "tool", "tool_call_id": "x", "content": ""}], "tools": TOOLS},
             "messages",
             "messages: a result is of the call 'x', and nothing before has it",
+        ),
+        (
+            {"messages": [*MESSAGES[:2], {"role": "tool", "content": ""}], "tools": TOOLS},
+            "messages",
+            "messages: a message of the role tool has no tool_call_id: give the id of its call",
         ),
         ({"messages": MESSAGES[:2], "tools": TOOLS}, "messages", "messages end with tool calls: give their results"),
         (

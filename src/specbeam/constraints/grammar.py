@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from itertools import islice
 from threading import Lock
@@ -20,7 +20,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.constraints.json_schema import NotEnforceable, check_flags, enforceable, places_of
+from specbeam.constraints.json_schema import (
+    MAX_FORCED,
+    NotEnforceable,
+    check_flags,
+    check_length,
+    enforceable,
+    places_of,
+)
 from specbeam.constraints.trie import TokenTrie
 from specbeam.errors import ConstraintError, SpecbeamError, shown
 
@@ -67,10 +74,12 @@ class Parsed(Description):
     """A description that llguidance parses.
 
     Attributes:
-        lexer_fuel: the work of llguidance's lexer for one mask; None for its own limit.
+        lexer_fuel: the work of llguidance's lexer for one mask, about 14,000 in a millisecond; None for its own limit.
+        max_symbols: of llguidance's grammar. Schemas of applications have up to 12,000.
     """
 
     lexer_fuel: int | None = None
+    max_symbols = 25_000
 
     @property
     @abstractmethod
@@ -81,20 +90,35 @@ class Parsed(Description):
         return GrammarConstraint(self, lm)
 
     def _check(self) -> None:
-        """Refuse a grammar that llguidance does not take, or takes with a warning: then it would not be enforced."""
+        """Refuse a grammar that llguidance does not take, or takes with a warning: then it would not be enforced.
+
+        Bytes as tokens show whether a text can begin.
+        """
         try:
             text = self.text
         except SpecbeamError:
             raise
         except ValueError as error:
             raise self._refused(str(error)) from error
-        _, problems = _llguidance().LLMatcher.validate_grammar_with_warnings(text, limits=_limits())
-        if problems:
+        matcher = _llguidance().LLMatcher(_bytes(), text, log_level=0, limits=_limits(self))
+        if problems := [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings():
             raise self._refused(problems[0])
+        matcher.compute_bitmask()
+        self.check_parser(matcher)
+        if (forced := len(matcher.compute_ff_bytes())) > MAX_FORCED:
+            raise self._refused(f"its texts begin with the same {forced:,} bytes, and {MAX_FORCED:,} are allowed")
+
+    def check_parser(self, matcher: Any) -> None:
+        """Refuse to go on with a parser in error."""
+        if matcher.is_error():
+            if matcher.get_error().startswith(NO_TEXT):
+                raise ConstraintError(f"no text satisfies the {self.kind}: change it")
+            raise self._refused(matcher.get_error(), "has reached a limit of its parser")
 
     def _refused(self, problem: str, what: str = "cannot be enforced") -> ConstraintError:
         where = " or ".join(islice(self._places(problem), MAX_PLACES))
-        said = f"the {self.kind} {what}: {problem.removesuffix('<non-verbose/>')}{where and f' (at {where})'}"
+        problem = problem.removesuffix("<non-verbose/>").partition("<backtrace>")[0]
+        said = f"the {self.kind} {what}: {problem}{where and f' (at {where})'}"
         said = " ".join(said.split())
         if len(said) > MAX_MESSAGE_CHARACTERS:
             said = f"{said[: MAX_MESSAGE_CHARACTERS - 3]}..."
@@ -199,6 +223,7 @@ class Regex(Parsed):
         _check_text(self, self.pattern)
         try:
             check_flags(self.pattern, "it")
+            check_length(self.pattern, "it")
         except NotEnforceable as error:
             raise self._refused(str(error)) from error
         self._check()
@@ -296,12 +321,23 @@ def description_of(value: Any) -> Description:
 
 
 class _State:
-    """The parser after some tokens, and the tokens that may follow. Neither changes: the next state has a copy."""
+    """The parser after some tokens, and the tokens that may follow. The next state has a parser of its own.
 
-    __slots__ = ("mask", "matcher")
+    Within forced tokens it has the parser before the first one, which says all of them at once. It would have to read
+    the forced text again after each of them.
 
-    def __init__(self, matcher: Any) -> None:
+    Attributes:
+        forced: tokens that follow the parser's because no other is allowed. Empty if that is not known, or not so.
+        place: of the next of these.
+        mask: of the tokens that may follow; None if that is not known.
+    """
+
+    __slots__ = ("forced", "mask", "matcher", "place")
+
+    def __init__(self, matcher: Any, forced: Sequence[int] = (), place: int = 0) -> None:
         self.matcher = matcher
+        self.forced = forced
+        self.place = place
         self.mask: NDArray[np.uint8] | None = None
 
 
@@ -319,9 +355,9 @@ class GrammarConstraint:
         self.description = description
         self._tokenizer = _tokenizer_of(lm)
         self._ends = np.array(sorted(lm.eos_token_ids), dtype=np.int64)
-        limits = _limits(description.lexer_fuel)
+        limits = _limits(description)
         matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=limits)
-        self._check(matcher)
+        self.description.check_parser(matcher)
         self.start = _State(matcher)
         self.mask(self.start, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
 
@@ -332,29 +368,38 @@ class GrammarConstraint:
         mask = self.mask(state, self._tokenizer.vocab_size)
         if token // 8 >= len(mask) or not mask[token // 8] >> token % 8 & 1:
             return None
+        if state.place + 1 < len(state.forced):
+            return _State(state.matcher, state.forced, state.place + 1)
         matcher = state.matcher.deep_copy()  # a matcher that was rolled back may give wrong masks
-        matcher.consume_token(token)
-        self._check(matcher)
+        matcher.consume_tokens([*state.forced] or [token])
+        self.description.check_parser(matcher)
         return _State(matcher)
 
     def mask(self, state: _State, vocab_size: int) -> NDArray[np.uint8]:
         if state.mask is None:
-            bits = np.frombuffer(state.matcher.compute_bitmask(), np.uint8).copy()
-            self._check(state.matcher)  # in error the mask has the end tokens
-            ends = self._ends[self._ends < 8 * len(bits)]
-            np.bitwise_and.at(bits, ends // 8, ~(1 << ends % 8).astype(np.uint8))
-            state.mask = bits
+            state.mask = self._forced(state) if state.forced else self._read(state)
         return state.mask[: -(-vocab_size // 8)]
 
     def complete(self, state: _State) -> bool:
         return bool(state.matcher.is_accepting())
 
-    def _check(self, matcher: Any) -> None:
-        """Refuse to go on with a parser in error."""
-        if matcher.is_error():
-            if matcher.get_error().startswith(NO_TEXT):
-                raise ConstraintError(f"no text satisfies the {self.description.kind}: change it")
-            raise self.description._refused(matcher.get_error(), "has reached a limit of its parser")
+    def _read(self, state: _State) -> NDArray[np.uint8]:
+        """The mask of a state, from its parser."""
+        bits = np.frombuffer(state.matcher.compute_bitmask(), np.uint8).copy()
+        self.description.check_parser(state.matcher)  # in error the mask has the end tokens
+        ends = self._ends[self._ends < 8 * len(bits)]
+        np.bitwise_and.at(bits, ends // 8, ~(1 << ends % 8).astype(np.uint8))
+        if np.count_nonzero(bits) == 1 and int(bits.max()).bit_count() == 1 and not state.matcher.is_accepting():
+            state.forced = state.matcher.compute_ff_tokens()
+            self.description.check_parser(state.matcher)
+        return bits
+
+    def _forced(self, state: _State) -> NDArray[np.uint8]:
+        """The mask of a state within forced tokens."""
+        token = state.forced[state.place]
+        bits = np.zeros(-(-self._tokenizer.vocab_size // 8), np.uint8)
+        bits[token // 8] = 1 << token % 8
+        return bits
 
 
 def _check_text(description: Parsed, text: Any) -> None:
@@ -378,13 +423,17 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _limits(lexer_fuel: int | None = None) -> Any:
-    """llguidance's own limits, and errors without the parser's state.
+@cache
+def _bytes() -> Any:
+    """A tokenizer whose tokens are bytes."""
+    return _llguidance().LLTokenizer("byte")
 
-    Args:
-        lexer_fuel: the work of its lexer for one mask, about 14,000 in a millisecond; None for its own limit.
-    """
-    return _llguidance().LLParserLimits(verbose_errors=False, step_lexer_fuel=lexer_fuel)
+
+def _limits(description: Parsed) -> Any:
+    """The limits of a description's parser. Its errors are without the parser's state."""
+    return _llguidance().LLParserLimits(
+        verbose_errors=False, step_lexer_fuel=description.lexer_fuel, max_grammar_size=description.max_symbols
+    )
 
 
 def without_special_texts(tokenizer: str) -> str:

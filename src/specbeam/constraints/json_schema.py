@@ -5,15 +5,23 @@ Each rule has a case in ``tests/constraints/test_grammar.py``.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from math import lcm
+from math import lcm, prod
 from typing import Any
+from urllib.parse import unquote
 
 MAX_STATES = 10_000
 """``multipleOf`` becomes an automaton with about as many states as the number, without its point: 999983 takes 14 s and
 370 MB. Where several numbers meet, it has as many as their least common multiple."""
+MAX_FORCED = 10_000
+"""Characters without a choice. They are read together, while other requests wait: 10,000 take 30 ms."""
+MAX_MEETING = 8
+"""Patterns that a text has to match. Whether a text matches all of them takes twice as long with each one."""
+MAX_COMBINATIONS = 1000
+"""Of the alternatives of parts that hold together: each of them becomes a schema."""
 MAX_WHOLE = 2**53
 """Larger numbers are rounded."""
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
@@ -39,6 +47,12 @@ OPEN_CLASS = re.compile(r"\\P|\\p(?!\{?[LMNPSZ])")
 FLAGS = re.compile(r"\\.|\(\?([a-zA-Z-]+)[:)]", re.DOTALL)
 """Escapes, so that they are passed over, and groups with flags."""
 ALLOWED_FLAGS = frozenset("ims")
+PIECE = re.compile(
+    r"\\[xuUpP]\{[^}]*\}?|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\((?:\?(?:P?<[^>]{0,40}>|[a-zA-Z-]*:?))?"
+    r"|\{(?P<least>\d+)(?:,\d*)?\}|.",
+    re.DOTALL,
+)
+"""Of a regular expression: an escape, a set of characters, the beginning of a group, a repetition, or a character."""
 
 
 class NotEnforceable(Exception):
@@ -52,13 +66,20 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
         NotEnforceable: something in it cannot be enforced.
     """
     multiples: set[int] = set()
-    made = _enforceable(schema, "#", multiples)
+    made = _enforceable(schema, "#", schema, multiples)
+    meeting, combinations = _together(made, made, {})
+    if meeting > MAX_MEETING:
+        raise NotEnforceable(f"its parts ask for {meeting} patterns together, and {MAX_MEETING} are allowed")
+    if combinations > MAX_COMBINATIONS:
+        raise NotEnforceable(
+            f"its parts have {combinations:,} combinations of alternatives, and {MAX_COMBINATIONS:,} are allowed"
+        )
     if lcm(*multiples) > MAX_STATES:
         raise NotEnforceable(f"multipleOf has numbers whose least common multiple is over {MAX_STATES:,}")
     return made
 
 
-def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> dict[str, Any]:
+def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: set[int]) -> dict[str, Any]:
     kept = {name: value for name, value in schema.items() if name not in ANNOTATIONS or isinstance(value, dict)}
     if "x-guidance" in kept:
         raise NotEnforceable(f"{place} has x-guidance, which may switch enforcement off")
@@ -70,12 +91,18 @@ def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> 
         del kept["format"]
     if kept.get("uniqueItems") is False:
         del kept["uniqueItems"]
+    if "propertyNames" in kept:
+        kept = _without_names(kept, root)
     if isinstance(multiple := kept.get("multipleOf"), int | float) and multiple > 0:
         multiples.add(abs(int("".join(map(str, Decimal(str(multiple)).as_tuple().digits)))))
     required = kept["required"] if isinstance(kept.get("required"), list) else []
     least = kept.get("minProperties")
     if isinstance(least, int | float) and least > (known := len({*map(str, required)})) + 1:
         raise NotEnforceable(f"{place} has minProperties {least} and {known} required keys: a repeated key would count")
+    for name, values in (("const", [kept.get("const")]), ("enum", kept.get("enum"))):
+        for value in values if isinstance(values, list) else ():
+            if (length := len(json.dumps(value, ensure_ascii=False))) > MAX_FORCED:
+                raise NotEnforceable(f"{place}/{name} has a value of {length:,} characters: {MAX_FORCED:,} are allowed")
     for name in BOUNDS:
         for value in _values(kept.get(name)):
             if isinstance(value, int | float) and abs(value) > MAX_WHOLE:
@@ -87,6 +114,7 @@ def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> 
     if isinstance(kept.get("pattern"), str):
         if CONTROL.search(kept["pattern"].replace("\0", "")):
             raise NotEnforceable(f"{place}/pattern has a control character, which takes an escape with u")
+        check_length(kept["pattern"], f"{place}/pattern")
         kept["pattern"] = closed(kept["pattern"], f"{place}/pattern")
     for name, value in kept.items():
         where = f"{place}/{name}"
@@ -94,12 +122,60 @@ def _enforceable(schema: Mapping[str, Any], place: str, multiples: set[int]) -> 
             if any(CONTROL.search(key) for key in value):
                 raise NotEnforceable(f"{where} has a key with a control character, which takes an escape with u")
             kept[name] = {
-                closed(key, where) if name == "patternProperties" else key: _below(one, f"{where}/{key}", multiples)
+                closed(key, where) if name == "patternProperties" else key: _below(
+                    one, f"{where}/{key}", root, multiples
+                )
                 for key, one in value.items()
             }
         elif name not in ("const", "enum"):
-            kept[name] = _below(value, where, multiples)
+            kept[name] = _below(value, where, root, multiples)
     return kept
+
+
+def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many patterns may have to hold for one text, and how many combinations its alternatives have, at most.
+
+    Args:
+        value: a schema, or what has schemas.
+        known: by schemas. One that is still counted has none, since references may go in circles.
+    """
+    if not isinstance(value, dict | list):
+        return 0, 1
+    if id(value) in known:
+        return known[id(value)]
+    known[id(value)] = 0, 1
+    parts, within = list[tuple[int, int]](), [(0, 1)]
+    for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+        if name == "allOf" and isinstance(one, list):
+            parts += [_together(part, root, known) for part in one]
+        elif name in ("anyOf", "oneOf") and isinstance(one, list):
+            some = [_together(part, root, known) for part in one] or [(0, 1)]
+            each = [ways for _, ways in some]  # alternatives alone are no combinations
+            parts.append((max(patterns for patterns, _ in some), max(max(each), min(sum(each), MAX_COMBINATIONS))))
+        elif name == "patternProperties" and isinstance(one, dict):
+            parts += [_together(part, root, known) for part in one.values()]
+        elif name == "$ref" and isinstance(one, str):
+            parts.append(_together(_target(root, one), root, known))
+        elif name == "pattern" and isinstance(one, str):
+            parts.append((1, 1))
+        elif name not in ("const", "enum"):
+            within.append(_together(one, root, known))
+    patterns, ways = sum(patterns for patterns, _ in parts), prod(max(1, ways) for _, ways in parts)
+    known[id(value)] = max(patterns, *(one for one, _ in within)), max(ways, *(one for _, one in within))
+    return known[id(value)]
+
+
+def _target(root: Any, pointer: str) -> Any:
+    """The part of a schema that a reference is to; None if there is none."""
+    if not pointer.startswith("#"):
+        return None
+    for part in unquote(pointer).removeprefix("#").split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and part.isdigit() and int(part) < len(root):
+            root = root[int(part)]
+        else:
+            root = root.get(part) if isinstance(root, dict) else None
+    return root
 
 
 def places_of(schema: Mapping[str, Any], problem: str) -> Iterator[str]:
@@ -137,11 +213,35 @@ def _keywords(value: Any, place: str) -> Iterator[tuple[str, str, Any]]:
                 yield from _keywords(one, f"{place}/{name}")
 
 
-def _below(value: Any, place: str, multiples: set[int]) -> Any:
+def _below(value: Any, place: str, root: Any, multiples: set[int]) -> Any:
     """A value that may be a schema, or have schemas: references may lead anywhere."""
     if isinstance(value, list):
-        return [_below(one, f"{place}/{n}", multiples) for n, one in enumerate(value)]
-    return _enforceable(value, place, multiples) if isinstance(value, dict) else value
+        return [_below(one, f"{place}/{n}", root, multiples) for n, one in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    return False if value.get("not") in ({}, True) else _enforceable(value, place, root, multiples)
+
+
+def _without_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """A schema without ``propertyNames``, where these allow any keys, or are a list of all properties.
+
+    Records are written so: by zod, or by pydantic for a dictionary whose keys are an enumeration.
+    """
+    names = schema["propertyNames"]
+    if isinstance(names, dict) and names.keys() == {"$ref"}:
+        names = _target(root, str(names["$ref"]))
+    names = {} if names is True else names
+    others = {name: value for name, value in schema.items() if name != "propertyNames"}
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return schema
+    kept = {name: value for name, value in names.items() if name not in (*ANNOTATIONS, "type")}
+    if not kept:
+        return others
+    listed = kept["enum"] if kept.keys() == {"enum"} else [kept["const"]] if kept.keys() == {"const"} else None
+    if not isinstance(listed, list) or "properties" in schema or "patternProperties" in schema:
+        return schema
+    rest = schema.get("additionalProperties", {})
+    return others | {"properties": {one: rest for one in listed if isinstance(one, str)}, "additionalProperties": False}
 
 
 def _values(value: Any) -> Iterator[Any]:
@@ -208,3 +308,29 @@ def check_flags(pattern: str, place: str) -> None:
     for found in FLAGS.finditer(pattern):
         if found[1] is not None and not ALLOWED_FLAGS.issuperset(found[1]):
             raise NotEnforceable(f"{place} has the flags {found[1]}: only i, m and s are allowed")
+
+
+def check_length(pattern: str, place: str) -> None:
+    """Refuse a regular expression that asks for too many characters, in any of its alternatives.
+
+    Raises:
+        NotEnforceable: it does.
+    """
+    groups = [[0, 0, 0]]  # around a place: characters of the longest alternative, of this one, and of its last part
+    for piece in PIECE.finditer(pattern):
+        longest, here, last = groups[-1]
+        if piece["least"] is not None:
+            groups[-1][2] = last * max(1, int(piece["least"][:9]))
+        elif piece[0] == "|":
+            groups[-1] = [max(longest, here + last), 0, 0]
+        elif piece[0][0] == "(":
+            groups[-1] = [longest, here + last, 0]
+            groups.append([0, 0, 0])
+        elif piece[0] == ")" and len(groups) > 1:
+            groups.pop()
+            groups[-1][2] = max(longest, here + last)
+        elif piece[0] not in "*+?":
+            groups[-1] = [longest, here + last, 1]
+    length = max(max(longest, here + last) for longest, here, last in groups)
+    if length > MAX_FORCED:
+        raise NotEnforceable(f"{place} asks for {length:,} characters, and {MAX_FORCED:,} are allowed")

@@ -13,7 +13,6 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from specbeam.errors import shown
 from specbeam.prompts import Rendering
 from specbeam.results import Piece, Result
-from specbeam.results import Sequence as Text
 from specbeam.server.answers import FINISH_REASONS
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES
@@ -189,11 +188,14 @@ class Answer:
         self._reading: Reading | None = None
         self._has_message = False  # in the stream
         self._ended = -1  # the last item of the stream that has ended
+        self._log_probs: list[dict[str, Any]] = []  # of all tokens so far
+        self._sent = 0  # of these, in deltas of the stream
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
         text = results[0].sequences[0]
         part = Part.of(text, end=text)
+        self._log_probs = self._entries(part)
         content, calls = part.text, list[ReadCall]()
         if (reading := self._read()) is not None:
             if not reading.is_finished:
@@ -205,7 +207,7 @@ class Answer:
         output = [_call_item(call, "completed") for call in calls[:-1]]
         output += [_call_item(call, status) for call in calls[-1:]]
         if content or not calls:
-            output.insert(0, self._message(status, _output_text(content, self._log_probs(text))))
+            output.insert(0, self._message(status, _output_text(content, self._of_text(content, bool(calls)))))
         prompt, new, reused = token_counts(self._call, results)
         return self._response(
             status,
@@ -263,8 +265,22 @@ class Answer:
     def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def _log_probs(self, given: Piece | Text) -> list[dict[str, Any]]:
-        return chat_log_probs(self._call.model.texts, Part.of(given)) if self._fields.include else []
+    def _entries(self, part: Part) -> list[dict[str, Any]]:
+        """The log-probabilities of a part's tokens, if they are asked for."""
+        return chat_log_probs(self._call.model.texts, part) if self._fields.include else []
+
+    def _of_text(self, text: str, is_cut: bool) -> list[dict[str, Any]]:
+        """The log-probabilities of the message's tokens.
+
+        Args:
+            is_cut: tokens of calls may follow.
+        """
+        left = len(text.encode())
+        for number, entry in enumerate(self._log_probs if is_cut else ()):
+            if left <= 0:
+                return self._log_probs[:number]
+            left -= len(entry["bytes"])
+        return self._log_probs
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The events of the stream. Events of one iteration of the engine come together."""
@@ -290,29 +306,35 @@ class Answer:
 
     def _changes(self, piece: Piece) -> Iterator[bytes]:
         """The events that a piece makes."""
-        log_probs = self._log_probs(piece)
-        if (reading := self._read()) is None:
-            if piece.text or log_probs:
-                yield self._more_text(piece.text, log_probs)
+        part = Part.of(piece, end=None if piece.result is None else piece.result.sequences[0])
+        self._log_probs += self._entries(part)
+        reading = self._read()
+        if reading is None:
+            if piece.text or len(self._log_probs) > self._sent:
+                yield self._more_text(piece.text, self._log_probs)
             return
-        for said in reading.push(Part.of(piece, end=None if piece.result is None else piece.result.sequences[0])):
+        for said in reading.push(part):
             if said.call is None:
                 if not self._has_message:
                     yield self._begin_message()
-                yield self._more_text(said.content, log_probs)
-                log_probs = []
+                yield self._more_text(said.content, self._of_text(reading.content or "", True))
                 continue
             call, place = reading.calls[said.call], {"output_index": said.call + self._has_message}
             if said.name is not None:
                 if said.call:
                     yield self._end_item(_call_item(reading.calls[said.call - 1], "completed"))
                 elif self._has_message:
-                    yield self._end_item(self._message("completed", _output_text(reading.content or "", [])))
+                    content = reading.content or ""
+                    yield self._end_item(
+                        self._message("completed", _output_text(content, self._of_text(content, True)))
+                    )
                 item = _call_item(replace(call, arguments=""), "in_progress")
                 yield self._event("response.output_item.added", **place, item=item)
             if said.arguments:
                 kind = "response.function_call_arguments.delta"
                 yield self._event(kind, item_id=_item_id(call), **place, delta=said.arguments)
+        if part.end is not None and not reading.calls and self._has_message and len(self._log_probs) > self._sent:
+            yield self._more_text("", self._log_probs)
 
     def _begin_message(self) -> bytes:
         self._has_message = True
@@ -335,7 +357,9 @@ class Answer:
         return events + self._event("response.output_item.done", **place, item=item)
 
     def _more_text(self, text: str, log_probs: list[dict[str, Any]]) -> bytes:
-        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=log_probs)
+        """A delta of the message, with the log-probabilities that are new."""
+        new, self._sent = log_probs[self._sent :], max(self._sent, len(log_probs))
+        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=new)
 
     @property
     def _place(self) -> dict[str, Any]:

@@ -148,6 +148,7 @@ class ToolCall(Fields):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = Field(None, description="In a stream, whose pieces clients join. It has no effect.")
 
     @property
     def for_template(self) -> dict[str, Any]:
@@ -268,13 +269,21 @@ class ToolUse:
         )
 
     def begins_in_thoughts(self, lm: LanguageModel, ids: Sequence[int]) -> bool | None:
-        """Whether the answer to a prompt begins within thoughts. None: it may begin with them."""
-        begun, ended = THOUGHTS
-        before = lm.decode_token([*ids[-LAST_TOKENS:]]).rstrip()
-        if before.endswith(begun):
-            return True
-        names = {token.content for token in lm.tokenizer.added_tokens_decoder.values()}
-        return None if names.issuperset(THOUGHTS) and not before.endswith(ended) else False
+        """Whether the answer to a prompt begins within thoughts. None: it may begin with them.
+
+        The marks are tokens where a model thinks, so messages cannot have them. An answer that is continued may have
+        its thoughts behind it.
+        """
+        added = lm.tokenizer.added_tokens_decoder
+        marks = {token.content: number for number, token in added.items() if token.content in THOUGHTS}
+        if len(marks) < len(THOUGHTS):
+            return lm.decode_token([*ids[-LAST_TOKENS:]]).rstrip().endswith(THOUGHTS[0])
+        for number in reversed(ids):
+            if number in marks.values():
+                return number == marks[THOUGHTS[0]]
+            if number in added and added[number].special:  # the turn begins
+                break
+        return None
 
     def _schema(self, function: Function) -> JsonSchema:
         """What the arguments of a function may be.
@@ -310,14 +319,17 @@ def conversation(
         field: of the request, that has the messages.
 
     Raises:
-        Refusal: a result is of no call before it, or the template has no tool calls.
+        Refusal: a result is of no call before it, as OpenAI refuses it, or the template has no tool calls.
     """
     if messages and messages[-1].get("tool_calls"):
         raise Refusal(f"{field} end with tool calls: give their results, too", field)
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
-        if (answered := message.get("tool_call_id")) is not None:
+        answered = message.get("tool_call_id")
+        if answered is None and message["role"] == "tool":
+            raise Refusal(f"{field}: a message of the role tool has no tool_call_id: give the id of its call", field)
+        if answered is not None:
             if answered not in names:
                 raise Refusal(f"{field}: a result is of the call {shown(answered)}, and nothing before has it", field)
             message.setdefault("name", names[answered])

@@ -45,6 +45,7 @@ class ToolGrammar(Parsed):
     """
 
     kind = "grammar of tool calls"
+    max_symbols = 50_000
     tool_format: ToolFormat
     tools: Sequence[Tool]
     _: KW_ONLY
