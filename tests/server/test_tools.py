@@ -475,6 +475,9 @@ def test_openais_client_parses_arguments(tooled):
     tools = [openai.pydantic_function_tool(Weather)]
     message = tooled.client().chat.completions.parse(**asked, tools=tools).choices[0].message
     assert all(isinstance(call.function.parsed_arguments, Weather) for call in message.tool_calls)
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "wet"} for call in message.tool_calls]
+    again = asked | {"messages": [*ASKED, message, *results], "max_tokens": 1}
+    assert tooled.client().chat.completions.create(**again, tools=tools).choices  # with parsed_arguments
     with tooled.client().chat.completions.stream(**asked, tools=tools) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments for call in message.tool_calls]

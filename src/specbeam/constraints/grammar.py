@@ -76,10 +76,12 @@ class Parsed(Description):
     Attributes:
         lexer_fuel: the work of llguidance's lexer for one mask, about 14,000 in a millisecond; None for its own limit.
         max_symbols: of llguidance's grammar. Schemas of applications have up to 12,000.
+        is_forcing: the forced text is asked for. Not with :data:`NO_FORCING`: it may be endless.
     """
 
     lexer_fuel: int | None = None
     max_symbols = 25_000
+    is_forcing = True
 
     @property
     @abstractmethod
@@ -105,7 +107,7 @@ class Parsed(Description):
             raise self._refused(problems[0])
         matcher.compute_bitmask()
         self.check_parser(matcher)
-        if (forced := len(matcher.compute_ff_bytes())) > MAX_FORCED:
+        if self.is_forcing and (forced := len(matcher.compute_ff_bytes())) > MAX_FORCED:
             raise self._refused(f"its texts begin with the same {forced:,} bytes, and {MAX_FORCED:,} are allowed")
 
     def check_parser(self, matcher: Any) -> None:
@@ -249,6 +251,7 @@ class Grammar(Parsed):
     """
 
     kind = "grammar"
+    is_forcing = False
     source: str
 
     def __post_init__(self) -> None:
@@ -389,7 +392,8 @@ class GrammarConstraint:
         self.description.check_parser(state.matcher)  # in error the mask has the end tokens
         ends = self._ends[self._ends < 8 * len(bits)]
         np.bitwise_and.at(bits, ends // 8, ~(1 << ends % 8).astype(np.uint8))
-        if np.count_nonzero(bits) == 1 and int(bits.max()).bit_count() == 1 and not state.matcher.is_accepting():
+        is_single = np.count_nonzero(bits) == 1 and int(bits.max()).bit_count() == 1
+        if is_single and self.description.is_forcing and not state.matcher.is_accepting():
             state.forced = state.matcher.compute_ff_tokens()
             self.description.check_parser(state.matcher)
         return bits

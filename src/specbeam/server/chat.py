@@ -50,6 +50,7 @@ class Message(Fields):
     role: str
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
     name: Annotated[str, Field(pattern=NAME)] | None = Field(None, description="For the chat template: message.name.")
+    reasoning_content: str | None = Field(None, description="For the chat template: message.reasoning_content.")
     tool_calls: list[ToolCall] | None = Field(None, description="The calls in an answer of the assistant.")
     tool_call_id: str | None = Field(None, description="The call that a message of the role tool answers.")
 
@@ -62,7 +63,7 @@ class Message(Fields):
         message = {"role": ROLES.get(self.role, self.role), "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template for call in self.tool_calls]
-        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        more = {"name": self.name, "reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id}
         return message | {name: value for name, value in more.items() if value is not None}
 
 

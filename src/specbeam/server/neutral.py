@@ -28,6 +28,7 @@ class Reasoning(Fields):
 Empty = Annotated[list[Any], Field(max_length=0)]
 NO_EFFECT = "Accepted, and has no effect."
 GIVEN_BACK = "Accepted in answers that are given back."
+PARSED = (Any, "Accepted in answers that are given back: what OpenAI's client made of the text.")
 NEUTRAL: dict[str, dict[str, Any]] = {
     "OpenAIDecoding": {
         "safety_identifier": (str, NO_EFFECT),
@@ -37,7 +38,8 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "service_tier": Literal["auto", "default"],
     },
     "StreamOptions": {"include_obfuscation": Literal[False]},
-    "Message": {"annotations": Empty, "refusal": None, "audio": None, "function_call": None},
+    "Message": {"annotations": Empty, "refusal": None, "audio": None, "function_call": None, "parsed": PARSED},
+    "CalledFunction": {"parsed_arguments": PARSED},
     "ChatRequest": {
         "modalities": Annotated[list[Literal["text"]], Field(max_length=1)],
         "reasoning_effort": Literal["none"],
@@ -48,9 +50,14 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("moderation", "prediction", "prompt_cache_options", "web_search_options")),
     },
     "CompletionRequest": {"suffix": Literal[""]},
-    "InputPart": {"annotations": Empty, "logprobs": (list[Any], GIVEN_BACK)},
+    "InputPart": {"annotations": Empty, "logprobs": (list[Any], GIVEN_BACK), "parsed": PARSED},
     "InputMessage": {"type": Literal["message"], "id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), "phase": None},
-    "CallItem": {"id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), **dict.fromkeys(("namespace", "caller"))},
+    "CallItem": {
+        "id": (str, GIVEN_BACK),
+        "status": (str, GIVEN_BACK),
+        "parsed_arguments": PARSED,
+        **dict.fromkeys(("namespace", "caller")),
+    },
     "ResultItem": {"id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), "caller": None},
     "ReasoningItem": {
         "id": str,

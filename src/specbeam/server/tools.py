@@ -18,7 +18,7 @@ from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, Plan
 from specbeam.server.formats import Describe, Name
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields
+from specbeam.server.neutral import Fields, with_neutral_fields
 from specbeam.tools import ToolFormat
 from specbeam.tools.grammar import Tool, ToolGrammar
 from specbeam.tools.reader import THOUGHTS
@@ -119,6 +119,7 @@ FlatChoice = Annotated[
 """The values of ``tool_choice``. A mistake is looked for in the form that the type names."""
 
 
+@with_neutral_fields
 class CalledFunction(Fields):
     """A function and its arguments, as the model wrote them."""
 
