@@ -244,7 +244,6 @@ from specbeam import chat_templates
 from specbeam.checkpoints import open_checkpoint
 from specbeam.control_tokens import ControlTokens
 from specbeam.detokenizing import Detokenizer
-from specbeam.prompt_length import bound_of
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 tokenizer = checkpoint.tokenizer
 checkpoint.check_tokenizer(len(tokenizer))
@@ -253,7 +252,7 @@ control = ControlTokens(tokenizer)
 text = chat_templates.render(tokenizer.get_chat_template(), [message], **tokenizer.special_tokens_map)
 ids = control.ids(control.tokenizer(control.show(text, stand_ins)).input_ids)
 assert tokenizer.eos_token in tokenizer.decode(ids, skip_special_tokens=True)
-Detokenizer(tokenizer.decode), bound_of(tokenizer)
+Detokenizer(tokenizer.decode)
 print({"torch", "transformers"} & {*sys.modules})
 """
 
