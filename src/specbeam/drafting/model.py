@@ -123,7 +123,8 @@ class ModelDrafter:
         if draws and normalized:
             scores = ranks = log_chances(ranks)
         elif selection.totals is not None:
-            scores = ranks = np.where(np.isfinite(scores), scores - selection.totals[:, None], -np.inf)
+            # without a finite total no score is finite, and nothing is to be subtracted
+            scores = ranks = scores - np.nan_to_num(selection.totals, neginf=0.0)[:, None]
         usable = np.isfinite(ranks) & ~np.isin(selection.tokens, self._eos)
         ranks = np.where(usable, at[:, None] + ranks, -np.inf)
         order = np.argsort(-ranks, axis=None, kind="stable")[:width]
