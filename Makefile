@@ -32,7 +32,7 @@ test: .venv/installed
 
 # The tests that need no PyTorch, in an environment without it.
 test-core:
-	.ci/without-torch $(PYTHON) .venv-core
+	PYTHON=$(PYTHON) .ci/without-torch .venv-core -e.
 
 # Everything, with the numbers of random cases that docs/exactness.md promises.
 test-thorough: .venv/installed
@@ -58,9 +58,11 @@ docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # An sdist and this machine's wheel, compiled by g++, in dist/: what .ci/run can afford. The wheel is tested without a compiler.
+# It is built in the folder of the editable install, whose objects are the same.
 wheel: .venv/installed .venv/wheel
 	rm -rf build/dist dist
-	$(BIN)/pyproject-build --sdist --wheel --outdir build/dist .
+	$(BIN)/pyproject-build --sdist --outdir build/dist .
+	$(BIN)/pyproject-build --wheel -C build-dir=cmake --outdir build/dist .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist/
 	.ci/test-wheel dist/*.whl

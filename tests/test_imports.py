@@ -20,6 +20,7 @@ def imported_names(path, source):
     begin at ``__file__``.
     """
     package = ["specbeam", *path.relative_to(ROOT).parts[:-1]]
+    has_paths = "__file__" in source
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -28,7 +29,7 @@ def imported_names(path, source):
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{module}.{name.name}" for name in node.names)
         elif isinstance(node, ast.expr):
-            for name in filter(None, [read_package(node), read_folder(node, path)]):
+            for name in filter(None, [read_package(node), has_paths and read_folder(node, path)]):
                 if package[: name.count(".") + 1] != name.split("."):
                     yield name
 

@@ -157,7 +157,7 @@ def library(isa: str = BASELINE) -> ctypes.CDLL:
     if path is None:
         raise SpecbeamError(
             "the native CPU kernels were not built: no C++ compiler was found when specbeam was installed. "
-            "Install one (g++ or clang++) and reinstall specbeam, or use backend='torch'"
+            "Install a wheel of specbeam, or install g++ or clang++ and reinstall specbeam, or use backend='torch'"
         )
     try:
         loaded = ctypes.CDLL(str(path))
