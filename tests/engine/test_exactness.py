@@ -58,7 +58,7 @@ def can_run(case):
     return torch is not None or case["format"] not in ("torch", "transformers")
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(6))
 @given(case=st.integers(0, 10**9).map(lambda seed: draw_case(seed, 0)).filter(can_run))
 @example(case=FEW_TOKENS)
 def test_whatever_saves_time_or_memory_and_whatever_else_happens_changes_no_bit(models, case):
