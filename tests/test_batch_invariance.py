@@ -143,7 +143,7 @@ def subject(request, subjects):
     return subjects(request.param)
 
 
-@on_each_model(QUICK | {REAL: ("greedy", "4 beams")})
+@on_each_model(QUICK | {REAL: ("4 beams",)})
 def test_a_needle_among_random_requests(subject, method):
     """One request, once with each draft, at random places of random batches. The others do anything."""
     draw = random.Random(method)
