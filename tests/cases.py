@@ -344,8 +344,8 @@ def run_case(
     """The outcome of each request of a case: data that no batch, draft or measured time may change.
 
     A request that is cancelled after some iterations has no entry of its own: how far it came depends on measured
-    times. Nor have requests that came before a pass that failed. On backends other than cpu the batch changes the last
-    bits of scores, so there only token ids count.
+    times. Those that came before a pass that failed are marked as broken, since times decide which it ended. On
+    backends other than cpu the batch changes the last bits of scores, so there only token ids count.
 
     Args:
         seen: counts what happened: preemptions, cancels, reused tokens and so on.
@@ -392,8 +392,8 @@ def prompt_of(case: dict[str, Any], number: int, outcomes: list[dict[str, Any]])
         return prompt
     earlier, taken_back = one["goes_on"]
     before = prompt_of(case, earlier, outcomes)
-    if sequences := outcomes[earlier].get("sequences"):
-        before = before + sequences[0]["ids"]
+    if "sequences" in outcomes[earlier] and "broken" not in outcomes[earlier]:
+        before = before + outcomes[earlier]["sequences"][0]["ids"]
     return before[: max(0, len(before) - taken_back)] + prompt
 
 
@@ -471,8 +471,6 @@ class _Run:
             self.seen["cancelled in the middle"] += 1
         if described.get("cancel"):
             return {"cancelled": True}
-        if request in self.broken:
-            return {"broken": True}
         sequences = []
         for sequence in result.sequences:
             one = {"ids": sequence.token_ids, "text": sequence.text, "reason": sequence.finish_reason}
@@ -482,7 +480,7 @@ class _Run:
                     tops = [[[token, value.hex()] for token, value in top.items()] for top in sequence.top_logprobs]
                     one["top_logprobs"] = tops
             sequences.append(one)
-        found: dict[str, Any] = {"sequences": sequences}
+        found: dict[str, Any] = {"sequences": sequences} | ({"broken": True} if request in self.broken else {})
         if request in self.pieces:  # they are the text, so they add nothing
             best, pieces = result.sequences[0], self.pieces[request]
             read = [pair for one in pieces for pair in zip(one.token_ids, one.log_probs, strict=True)]

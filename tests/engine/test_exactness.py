@@ -66,7 +66,7 @@ def test_whatever_saves_time_or_memory_and_whatever_else_happens_changes_no_bit(
     checks = {"stepped": assert_memory_is_within_its_limit, "ended": assert_nothing_is_held}
     outcomes = run_case(case, models, **checks)
     for number, (request, outcome) in enumerate(zip(case["requests"], outcomes, strict=True)):
-        if "cancel" in request or "timeout" in request or "broken" in outcome:
+        if "cancel" in request or "timeout" in request or outcome == {"broken": True}:
             continue
         if "text cannot bridge" in outcome.get("message", ""):
             assert request["draft"] in ("other vocabulary", "sibling of 6")
@@ -76,4 +76,5 @@ def test_whatever_saves_time_or_memory_and_whatever_else_happens_changes_no_bit(
             assert int(refused[1]) > int(refused[2]) == case["limits"]["max_cache_tokens"]
             limits = {name: case["limits"][name] for name in ("max_cache_tokens", "max_batch_tokens")}
         plain = alone(case, request, prompt_of(case, number, outcomes), **limits)
-        assert [outcome] == run_case(plain, models)
+        (expected,) = run_case(plain, models)
+        assert outcome == expected | ({"broken": True} if "broken" in outcome else {})
