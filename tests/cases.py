@@ -344,7 +344,7 @@ def run_case(
     """The outcome of each request of a case: data that no batch, draft or measured time may change.
 
     A request that is cancelled after some iterations has no entry of its own: how far it came depends on measured
-    times. Those that came before a pass that failed are marked as broken, since times decide which it ended. On
+    times. Requests that came before a pass that failed are marked as broken, since times decide which it ended. On
     backends other than cpu the batch changes the last bits of scores, so there only token ids count.
 
     Args:

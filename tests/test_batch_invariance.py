@@ -40,7 +40,7 @@ REAL = "smollm2-135m-instruct"
 QUICK = {"llama, float32": tuple(METHODS), "gemma3, int8": ("greedy", "16 beams"), "gpt2, int4": ("sampled", "4 beams")}
 """The methods that quick mode asks of each model."""
 FEW = {"llama, float32": ("sampled", "16 beams"), "gemma3, int8": ("greedy",), "gpt2, int4": ("4 beams",)}
-"""The same, for what tests/engine/test_exactness.py draws too."""
+"""The same, of each test whose question tests/engine/test_exactness.py asks too."""
 
 
 def on_each_model(quick):
