@@ -3,7 +3,7 @@
 A case is plain data, so that a file can hold it: its model, the limits of one engine, and the requests in it.
 :func:`draw_case` makes it, :func:`run_case` returns what the engine gives back for it.
 
-Both use public names of specbeam only, apart from :func:`_give_costs`: an older version runs the same cases. Only
+Both use public names of specbeam only, apart from a preemption: an older version runs the same cases. Only
 :func:`write_models` uses the helpers of the tests, which fit the version beside them.
 """
 
@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import specbeam
 from specbeam import Engine, LanguageModel, SpecbeamError
+from specbeam.engine import CostTable
 
 # Models.
 
@@ -182,9 +184,14 @@ def draw_case(seed: int, index: int) -> dict[str, Any]:
     requests = [_draw_request(draw, vocabulary, how, beginning) for _ in range(draw.choice((1, 1, 1, 2, 3, 4, 5, 6)))]
     if draw.random() < 0.2:  # the second finds the prefixes of the first
         requests.insert(0, requests[0])
+    for number, one in enumerate(requests[1:], 1):
+        if draw.random() < 0.2:  # a turn of a conversation, perhaps with its last tokens taken back
+            one = requests[number] = one | {"goes_on": [draw.randrange(number), draw.choice((0, 0, 1, 4, 15))]}
+        if draw.random() < 0.1:  # after its rounds, a pass of the target fails
+            requests[number] = one | {"fails": draw.choice(("interrupt", "error", "not finite"))}
     full = max(len(one["prompt"]) + one["options"]["max_new_tokens"] for one in requests)
     # One sequence of full length has to fit. With little more, requests are preempted, and beams take turns.
-    tight = (full, full + 2, full + 7, full + 40)
+    tight = (full, full + 2, full + 7, full + 40, full * 2 // 3 + 1)
     return {
         "seed": f"{seed} {index}",
         "model": model,
@@ -195,7 +202,8 @@ def draw_case(seed: int, index: int) -> dict[str, Any]:
             "max_cache_tokens": draw.choice(tight) if draw.random() < 0.2 + 0.1 * len(requests) else None,
             "max_pass_seconds": draw.choice((None, None, 0.0)),
         },
-        "costs": draw.choice((None, [1e-3, 1e-3], [1e-3, 1e-3], [1e-3, 1e-6])),
+        "costs": draw.choice((None, [1e-3, 1e-3], [1e-3, 1e-3], [1e-3, 1e-6], [1e-3, 3e-5, draw.randrange(1000)])),
+        "preempts": draw.random() < 0.1,  # after each iteration, the newest request loses its cache
         "requests": requests,
     }
 
@@ -330,79 +338,119 @@ def run_case(
     case: dict[str, Any],
     models: Models,
     seen: Counter[str] | None = None,
-    ended: Callable[[Engine], object] | None = None,
+    stepped: Callable[[Engine], object] = lambda engine: None,
+    ended: Callable[[Engine], object] = lambda engine: None,
 ) -> list[dict[str, Any]]:
     """The outcome of each request of a case: data that no batch, draft or measured time may change.
 
     A request that is cancelled after some iterations has no entry of its own: how far it came depends on measured
-    times. On backends other than cpu the batch changes the last bits of scores, so there only token ids count.
+    times. Requests that came before a pass that failed are marked as broken, since times decide which it ended. On
+    backends other than cpu the batch changes the last bits of scores, so there only token ids count.
 
     Args:
         seen: counts what happened: preemptions, cancels, reused tokens and so on.
+        stepped: called with the engine after each iteration.
         ended: called with the engine once all requests have ended.
     """
     seen = Counter() if seen is None else seen
     lm = models.load(case["model"], case["format"])
     try:
         drafts = [models.draft(case, one["draft"]) for one in case["requests"]]
-        _give_costs([lm, *(draft for draft in drafts if isinstance(draft, LanguageModel))], case["costs"])
-        engine = Engine(lm, **case["limits"])
+        engine = Engine(lm, costs=_costs(lm, case["costs"]), **case["limits"])
     except SpecbeamError as error:
         return [_refusal(error, models)]
-    run = _Run(engine, seen)
+    run = _Run(engine, seen, case.get("preempts", False), stepped)
     outcomes: list[Any] = []
-    for one, draft in zip(case["requests"], drafts, strict=True):
+    for number, (one, draft) in enumerate(zip(case["requests"], drafts, strict=True)):
+        if "goes_on" in one:
+            run.iterate(None)
+            outcomes = [other if isinstance(other, dict) else run.outcome(other, models) for other in outcomes]
         given = {name: one[name] for name in ("priority", "timeout") if name in one}
         try:
             options = one["options"] | _limits(one.get("limit", {}), lm.backend.vocab_size)
-            request = engine.submit(one["prompt"], options, draft=draft, **given)
+            request = engine.submit(prompt_of(case, number, outcomes), options, draft=draft, **given)
         except SpecbeamError as error:
             outcomes.append(_refusal(error, models))
             continue
         outcomes.append(request)
         run.add(request, one)
         run.iterate(one["rounds"])
+        if "fails" in one:
+            run.fail(one["fails"])
     run.iterate(None)
     if engine.cache_tokens:
         outcomes.append({"held": engine.cache_tokens})
-    if ended is not None:
-        ended(engine)
+    ended(engine)
     return [one if isinstance(one, dict) else run.outcome(one, models) for one in outcomes]
+
+
+def prompt_of(case: dict[str, Any], number: int, outcomes: list[dict[str, Any]]) -> list[int]:
+    """The prompt of a request, which may go on from the text of an earlier one."""
+    one = case["requests"][number]
+    prompt: list[int] = one["prompt"]
+    if "goes_on" not in one:
+        return prompt
+    earlier, taken_back = one["goes_on"]
+    before = prompt_of(case, earlier, outcomes)
+    if "sequences" in outcomes[earlier] and "broken" not in outcomes[earlier]:
+        before = before + outcomes[earlier]["sequences"][0]["ids"]
+    return before[: max(0, len(before) - taken_back)] + prompt
 
 
 class _Run:
     """The requests of one engine: steps it, cancels them, and takes the pieces of requests that are read."""
 
-    def __init__(self, engine: Engine, seen: Counter[str]) -> None:
-        self.engine, self.seen = engine, seen
+    def __init__(self, engine: Engine, seen: Counter[str], preempts: bool, stepped: Callable[[Engine], object]) -> None:
+        self.engine, self.seen, self.preempts, self.stepped = engine, seen, preempts, stepped
+        self.broken: set[Any] = set()
         self.described: dict[Any, dict[str, Any]] = {}
         self.ages: Counter[Any] = Counter()
-        self.texts: dict[Any, str] = {}
+        self.pieces: dict[Any, list[Any]] = {}
         self.slots: Counter[Any] = Counter()
 
     def add(self, request: Any, described: dict[str, Any]) -> None:
         self.described[request] = described
         if described.get("read"):
-            self.texts[request] = ""
+            self.pieces[request] = []
         self._look()
 
     def iterate(self, count: int | None) -> None:
         """Step the engine this often, or until no request is left."""
         while count is None or count > 0:
             more = self.engine.step()
+            self.stepped(self.engine)
+            if self.preempts:
+                self.engine._scheduler.preempt_newest()
             self.ages.update(request for request in self.described if not request.done)
             self._look()
             if not more:
                 return
             count = None if count is None else count - 1
 
+    def fail(self, how: str) -> None:
+        """Let the next pass of the target fail. Only after an interrupt its requests go on."""
+        backend = self.engine.lm.backend
+        forward = backend.forward
+
+        def broken(segments: Any) -> Any:
+            if how == "not finite":
+                return forward(segments) * np.nan
+            raise KeyboardInterrupt if how == "interrupt" else RuntimeError("broken")
+
+        with mock.patch.object(backend, "forward", broken):
+            try:
+                self.iterate(1)
+            except KeyboardInterrupt:
+                self.seen["interrupts"] += 1
+        self.broken |= set() if how == "interrupt" else {*self.described}
+
     def _look(self) -> None:
         for request, described in self.described.items():
             if not request.done and described.get("cancel") == self.ages[request]:
                 request.cancel()
-            if request in self.texts:
+            if request in self.pieces:
                 while request.pieces:
-                    self.texts[request] += request.pieces.popleft().text
+                    self.pieces[request].append(request.pieces.popleft())
             if self.slots[request] and not request.done and not request.used_slots:
                 self.seen["preemptions"] += 1
             self.slots[request] = request.used_slots
@@ -412,7 +460,8 @@ class _Run:
         try:
             result = request.result()
         except Exception as error:
-            return _refusal(error, models)
+            self.seen["broken"] += request in self.broken
+            return {"broken": True} if request in self.broken else _refusal(error, models)
         exact = self.engine.lm.backend.name == "cpu"
         self.seen["reused prefixes"] += result.stats.reused_tokens > 0
         self.seen["accepted drafts"] += result.stats.accepted > 0
@@ -431,9 +480,13 @@ class _Run:
                     tops = [[[token, value.hex()] for token, value in top.items()] for top in sequence.top_logprobs]
                     one["top_logprobs"] = tops
             sequences.append(one)
-        found: dict[str, Any] = {"sequences": sequences}
-        if request in self.texts and self.texts[request] != result.text:
-            found["streamed"] = self.texts[request]  # the pieces are the text, so nothing else should be here
+        found: dict[str, Any] = {"sequences": sequences} | ({"broken": True} if request in self.broken else {})
+        if request in self.pieces:  # they are the text, so they add nothing
+            best, pieces = result.sequences[0], self.pieces[request]
+            read = [pair for one in pieces for pair in zip(one.token_ids, one.log_probs, strict=True)]
+            text = "".join(one.text for one in pieces)
+            if (text, read) != (best.text, [*zip(best.token_ids, best.log_probs, strict=True)]):
+                found["streamed"] = [[one.text, one.token_ids] for one in pieces]
         return found
 
 
@@ -463,35 +516,21 @@ def _limits(limit: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     return {}
 
 
-class _GivenTimes:
-    """The times of passes from a table, in place of ``specbeam.engine.costs.PassTimes``."""
+def _costs(lm: LanguageModel, costs: list[float] | None) -> Any:
+    """The costs that an engine expects of a pass and of a node, or None: it measures them. Drafts cost a tenth.
 
-    def __init__(self, a_pass: float, a_node: float) -> None:
-        self.a_pass, self.a_node = a_pass, a_node
-
-    def add(self, nodes: int, seconds: float) -> None:
-        pass
-
-    def knows(self, nodes: int) -> bool:
-        return True
-
-    def expected(self, nodes: int) -> float:
-        return self.a_pass + self.a_node * nodes
-
-    def nodes_within(self, seconds: float) -> int:
-        return max(8, int((seconds - self.a_pass) / self.a_node / 8) * 8)
-
-
-def _give_costs(lms: list[LanguageModel], costs: list[float] | None) -> None:
-    """Let an engine expect these costs of a pass and of a node, or measure them from nothing.
-
-    On tiny models every pass costs about the same, so no beam would be deferred otherwise. The first model is the
-    target. Drafts cost a tenth.
+    On tiny models every pass costs about the same, so no beam would be deferred with measured costs. With a third
+    number, the seed of a clock that says anything.
     """
-    from specbeam.engine import costs as engine_costs
+    if costs is None:
+        return None
+    a_pass, a_node, *seed = costs
+    draw = random.Random(seed[0]) if seed else None
 
-    for number, lm in enumerate(lms):
-        engine_costs._pass_times.pop(lm.backend, None)
-        if costs is not None and (number == 0 or lm is not lms[0]):
-            times = _GivenTimes(*(cost if lm is lms[0] else cost / 10 for cost in costs))
-            engine_costs._pass_times[lm.backend] = times, times  # type: ignore[assignment]
+    def seconds(nodes: int) -> float:
+        if draw is None:
+            return a_pass + a_node * nodes
+        return (a_pass + a_node * nodes * draw.choice((0, 1, 30))) * draw.lognormvariate(0, 1)
+
+    target, draft = CostTable(seconds), CostTable(lambda nodes: seconds(nodes) / 10)
+    return lambda backend, ahead=False: target if backend is lm.backend else draft

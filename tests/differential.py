@@ -137,6 +137,7 @@ def line_of(case: Line, models: Models, seen: Counter[str]) -> Line:
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     try:
         outcome = run_case(case, models, seen)
+        outcome = [{"broken": True} if "broken" in one else one for one in outcome]  # times decide which have ended
     except Exception as error:  # the engine itself failed, not a request of it
         outcome = [{"error": type(error).__name__, "message": str(error), "of": "engine"}]
         seen["errors of the engine"] += 1

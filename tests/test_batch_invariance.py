@@ -39,6 +39,8 @@ TINY = {
 REAL = "smollm2-135m-instruct"
 QUICK = {"llama, float32": tuple(METHODS), "gemma3, int8": ("greedy", "16 beams"), "gpt2, int4": ("sampled", "4 beams")}
 """The methods that quick mode asks of each model."""
+FEW = {"llama, float32": ("sampled", "16 beams"), "gemma3, int8": ("greedy",), "gpt2, int4": ("4 beams",)}
+"""The same, of each test whose question tests/engine/test_exactness.py asks too."""
 
 
 def on_each_model(quick):
@@ -141,7 +143,7 @@ def subject(request, subjects):
     return subjects(request.param)
 
 
-@on_each_model(QUICK | {REAL: ("greedy", "4 beams")})
+@on_each_model(QUICK | {REAL: ("4 beams",)})
 def test_a_needle_among_random_requests(subject, method):
     """One request, once with each draft, at random places of random batches. The others do anything."""
     draw = random.Random(method)
@@ -158,7 +160,7 @@ def test_a_needle_among_random_requests(subject, method):
         assert min(one.evaluated_beams for one in stats) < 1
 
 
-@on_each_model(QUICK)
+@on_each_model(FEW)
 def test_limits_of_an_engine(subject, method):
     """Few requests are live at once, prompts are read in parts, or memory is short."""
     asked = with_drafts([prompt[:8] for prompt in subject.prompts(random.Random(method))], method)
@@ -167,7 +169,7 @@ def test_limits_of_an_engine(subject, method):
         subject.ask(subject.engine(1e-3, 0.1, **limits), asked)
 
 
-@on_each_model(QUICK)
+@on_each_model(FEW)
 def test_preempted_requests(subject, method):
     """After each step the newest request loses its cache. It goes on once another has ended."""
     engine, preempted = subject.engine(), []
@@ -176,7 +178,7 @@ def test_preempted_requests(subject, method):
     assert sum(preempted) >= len(asked)
 
 
-@on_each_model(QUICK)
+@on_each_model(FEW)
 def test_requests_that_come_while_others_generate(subject, method):
     """Their prompts, one of which is a single token, share passes with new tokens of the others."""
     prompts = subject.prompts(random.Random(method))
@@ -184,7 +186,7 @@ def test_requests_that_come_while_others_generate(subject, method):
     subject.ask(subject.engine(max_requests=len(asked)), asked, steps=2)
 
 
-@on_each_model(QUICK)
+@on_each_model(FEW)
 def test_cached_prefixes(subject, method):
     """Batches of several sizes. First the beginning of their prompts is cached, then all but the last token."""
     beginning, *ends = subject.prompts(random.Random(method))

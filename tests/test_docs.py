@@ -60,7 +60,7 @@ def stand_ins(save, tmp_path_factory):
     translator = save(make("marian", max_position_embeddings=1024, forced_eos_token_id=EOS))
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(causal), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(adapter := tmp_path_factory.mktemp("adapter"))
-    speech = save(random_whisper(max_target_positions=448), whisper_tokenizer())
+    speech = save(random_whisper(), whisper_tokenizer())
     return {"causal": causal, "gpt2": gpt2, "translator": translator, "adapter": adapter, "speech": speech}
 
 

@@ -507,6 +507,7 @@ def test_a_missing_pre_tokenizer_is_the_default_with_a_warning_and_an_unknown_on
         ({"token_type": [3]}, "2 tokens and 1 types"),
         ({"model": "llama", "scores": [0.0]}, "2 tokens and 1 scores"),
         ({"model": "bert"}, "of kind 'bert'"),
+        ({"model": "llama", "tokens": ["<unk>", "x" * 10**6], "scores": [0.0] * 2}, "a token of 1000000 characters"),
     ],
 )
 def test_a_tokenizer_that_llama_cpp_refuses_is_refused(more, says):
@@ -612,11 +613,6 @@ def test_a_value_that_no_file_has_is_refused(tmp_path, key, value, says):
     path = write_gguf(tmp_path / "m.gguf", random_model("llama"), **{key: value})
     with pytest.raises(SpecbeamError, match=says.format(key)):
         specbeam.load(path)
-
-
-def test_a_token_that_no_vocabulary_has_takes_no_time():
-    with pytest.raises(SpecbeamError, match="a token of 1000000 characters"):
-        tokenizer_of_file("llama", ["<unk>", "x" * 1_000_000], scores=[0.0, 0.0])
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):

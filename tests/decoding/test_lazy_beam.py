@@ -461,17 +461,20 @@ def test_deferred_beams_take_no_memory(save):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "draft", "sizes"),
-    [(best_first, None, {}), (None, "ngram", {"num_draft_tokens": 4})],
+    ("strategy", "draft", "sizes", "num_beams"),
+    [(best_first, None, {}, 16), (None, "ngram", {"num_draft_tokens": 4}, 32)],
 )
-def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beams(save, strategy, draft, sizes):
+def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beams(
+    save, strategy, draft, sizes, num_beams
+):
     """Evaluated beams keep their memory as long as an earlier step is open, and draft tokens take memory, too."""
     lm = specbeam.load(save(random_model("llama", vocab_size=5, eos_token_id=1, bos_token_id=0)), backend="cpu")
     prompt, how = [2, 3] * 20, {"strategy": strategy, "draft": draft}
-    options = {"num_beams": 32, "max_new_tokens": 40, "num_return_sequences": 8, "share_prefix": False}
+    options = {"num_beams": num_beams, "max_new_tokens": 40, "share_prefix": False}
+    options["num_return_sequences"] = num_beams // 4
     plain = ended(Engine(lm), prompt, options, strategy=lambda setup, _: beam_search(make_search(setup), setup.record))
-    room = plain.stats.peak_slots + 32
-    assert room < (40 + 32 * 40) * 2 / 3  # beams share their prefixes
+    room = plain.stats.peak_slots + num_beams
+    assert room < (40 + num_beams * 40) * 2 / 3  # beams share their prefixes
     assert ended(Engine(lm), prompt, options | sizes, **how).stats.peak_slots > room
     assert ended(Engine(lm, max_cache_tokens=room), prompt, options | sizes, **how).sequences == plain.sequences
 

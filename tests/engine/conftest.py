@@ -49,6 +49,15 @@ def ended(engine, prompt, options=None, **how):
     return request.result()
 
 
+def assert_memory_is_within_its_limit(engine):
+    """Live requests hold no more than the engine may hold, and cached prefixes take no slot beside that."""
+    budget, target = engine._budget, engine._budget.target
+    pool = target.pool
+    taken = np.count_nonzero(((pool.references > 0) | pool.cached) & (pool.owners == target.number))
+    assert budget.held <= budget.cache_bytes
+    assert engine.cache_tokens <= taken <= engine.max_cache_tokens
+
+
 def assert_nothing_is_held(engine):
     """All requests have ended: only cached prefixes are left. Without these, no slot belongs to the engine."""
     caches = [*engine._budget._caches.values()]

@@ -1,15 +1,18 @@
 """What an engine does besides a request changes no bit of it, and neither does anything that only saves time.
 
-:mod:`tests.cases` draws models, options, drafts, constraints, limits, and requests that come, go and are read.
+:mod:`tests.cases` draws models, options, drafts, constraints, limits, clocks, passes that fail, and requests that come,
+go, are read, and go on from earlier texts.
 """
+
+import re
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.cases import Models, draw_case, run_case, write_models
+from tests.cases import Models, draw_case, prompt_of, run_case, write_models
 from tests.conftest import examples, torch
-from tests.engine.conftest import assert_nothing_is_held
+from tests.engine.conftest import assert_memory_is_within_its_limit, assert_nothing_is_held
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +21,17 @@ def models(tmp_path_factory):
     return Models(folder)
 
 
-def alone(case, request):
-    """A case of one request that evaluates all of its nodes, one after the other."""
+STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}
+"""It is looked for after each token, so no pass goes ahead."""
+
+
+def alone(case, request, prompt, **limits):
+    """A case of one request that evaluates all of its nodes, one after the other and step by step."""
     options = {name: value for name, value in request["options"].items() if "draft" not in name and name != "trace"}
     options |= {"share_prefix": False} | ({"bound_rule": False} if options.get("num_beams", 1) > 1 else {})
-    plain = {"prompt": request["prompt"], "limit": request.get("limit", {}), "options": options}
-    return case | {"limits": {}, "costs": None, "requests": [plain | {"draft": None, "rounds": 0}]}
+    plain = {"prompt": prompt, "limit": request.get("limit", {}), "options": STEP_BY_STEP | options}
+    changes = {"limits": limits, "costs": None, "preempts": False}
+    return case | changes | {"requests": [plain | {"draft": None, "rounds": 0}]}
 
 
 FEW_TOKENS = {
@@ -50,15 +58,23 @@ def can_run(case):
     return torch is not None or case["format"] not in ("torch", "transformers")
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(6))
 @given(case=st.integers(0, 10**9).map(lambda seed: draw_case(seed, 0)).filter(can_run))
 @example(case=FEW_TOKENS)
-def test_drafts_deferred_beams_prefixes_preemption_batch_and_order_change_no_bit(models, case):
-    outcomes = run_case(case, models, ended=assert_nothing_is_held)
-    for request, outcome in zip(case["requests"], outcomes, strict=True):
-        if "cancel" in request or "timeout" in request:
+def test_whatever_saves_time_or_memory_and_whatever_else_happens_changes_no_bit(models, case):
+    """A request is refused for its length where the plain method is. Every other one finishes, with its result."""
+    checks = {"stepped": assert_memory_is_within_its_limit, "ended": assert_nothing_is_held}
+    outcomes = run_case(case, models, **checks)
+    for number, (request, outcome) in enumerate(zip(case["requests"], outcomes, strict=True)):
+        if "cancel" in request or "timeout" in request or outcome == {"broken": True}:
             continue
         if "text cannot bridge" in outcome.get("message", ""):
             assert request["draft"] in ("other vocabulary", "sibling of 6")
             continue
-        assert [outcome] == run_case(alone(case, request), models)
+        limits = {}
+        if refused := re.search(r"need (\d+) cache slots, the engine has (\d+)", outcome.get("message", "")):
+            assert int(refused[1]) > int(refused[2]) == case["limits"]["max_cache_tokens"]
+            limits = {name: case["limits"][name] for name in ("max_cache_tokens", "max_batch_tokens")}
+        plain = alone(case, request, prompt_of(case, number, outcomes), **limits)
+        (expected,) = run_case(plain, models)
+        assert outcome == expected | ({"broken": True} if "broken" in outcome else {})

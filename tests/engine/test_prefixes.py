@@ -1,53 +1,20 @@
-"""Prefixes that requests share: no token is computed twice, and no text changes."""
+"""Prefixes that requests share: no token is computed twice. That no text changes is in test_exactness.py."""
 
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import pytest
-import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
-from specbeam.engine.costs import nominal_cost
-from specbeam.errors import NotFinite
 from tests.backends.test_encoder_decoder import make
 from tests.calls import calls_made
-from tests.conftest import examples, in_thorough_mode, random_model, run_alone, table_of_costs
+from tests.conftest import random_model, run_alone
 from tests.decoding.test_speculative import other_tokenizer
-from tests.engine.conftest import assert_nothing_is_held, ended, in_use
+from tests.engine.conftest import ended, in_use
 
 PROMPT = [97 + n % 7 for n in range(60)]
 LONG = {"max_new_tokens": 20, "min_new_tokens": 20}
 GREEDY = {"max_new_tokens": 9}
-KINDS = [
-    (GREEDY, None),
-    ({"max_new_tokens": 8, "do_sample": True, "seed": 5}, None),
-    ({"max_new_tokens": 7, "num_beams": 3, "num_return_sequences": 2}, None),
-    ({"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "seed": 2}, None),
-    (GREEDY, "ngram"),
-    ({"max_new_tokens": 6, "num_beams": 2}, "suffix"),
-    ({"max_new_tokens": 8, "num_draft_tokens": 3}, "model"),
-    ({"max_new_tokens": 8, "do_sample": True, "seed": 3, "num_draft_tokens": 2, "draft_width": 2}, "model"),
-    ({"max_new_tokens": 6, "num_beams": 3, "num_draft_tokens": 2}, "model"),
-    ({"max_new_tokens": 8, "num_draft_tokens": 3}, "other vocabulary"),
-    ({"max_new_tokens": 6, "num_beams": 2, "num_draft_tokens": 2}, "other vocabulary"),
-]
-TURN = st.fixed_dictionaries(
-    {
-        "forgotten": st.sampled_from([0, 0, 0, 1, 4, 15, 1000]),  # tokens at the end of the conversation so far
-        "who": st.integers(0, 1),  # which of two conversations goes on
-        "said": st.lists(st.integers(97, 122), min_size=1, max_size=12),
-        "kind": st.sampled_from(KINDS),
-        "ends": st.sampled_from([None, None, None, "cancel", "interrupt", "failure", "not finite"]),
-        "passes": st.integers(0, 8),  # before it ends so
-    }
-)
-
-
-class Broken(Exception):
-    """A pass fails."""
 
 
 @pytest.fixture(scope="module")
@@ -65,85 +32,6 @@ def conversing(save):
         return made[backend]
 
     return conversing
-
-
-def run(engine, request, ends=None, passes=0):
-    """Run a request to its end, or to the pass of the target at which something ends it."""
-    forward, done = engine.lm.backend.forward, 0
-
-    def counted(segments):
-        nonlocal done
-        done += 1
-        if done > passes and ends in ("interrupt", "failure"):
-            raise KeyboardInterrupt if ends == "interrupt" else Broken
-        logits = forward(segments)
-        return logits * torch.nan if done > passes and ends == "not finite" else logits
-
-    with mock.patch.object(engine.lm.backend, "forward", counted):
-        try:
-            while engine.step():
-                if done >= passes and ends == "cancel":
-                    request.cancel()
-        except KeyboardInterrupt:
-            request.cancel()
-            engine.step()
-
-
-COSTS = table_of_costs(lambda nodes: 1e-3 * nominal_cost(nodes))
-"""Of both engines. With measured ones, other beams may be deferred, and so hold their slots longer."""
-
-
-def converse(lm, drafts, turns, tokens):
-    """Hold two conversations on one engine. Yield the results of each turn, and what it is on an engine of its own."""
-    engine, conversations = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=16, costs=COSTS), [[], []]
-    for turn in turns:
-        options, draft = turn["kind"]
-        conversation = conversations[turn["who"]]
-        prompt = [*conversation[: max(0, len(conversation) - turn["forgotten"])], *turn["said"]]
-        if draft == "other vocabulary" and any(token > 127 for token in prompt):
-            draft = "model"  # these bytes may be no text
-        draft = drafts.get(draft, draft)
-        request = engine.submit(prompt, options, draft=draft)
-        run(engine, request, turn["ends"], turn["passes"])
-        assert request.done
-        assert engine.cache_tokens == 0
-        conversations[turn["who"]] = prompt
-        try:
-            got = request.result()
-        except (Broken, NotFinite):
-            continue
-        conversations[turn["who"]] = prompt + got.token_ids
-        yield got, run_alone(lm, prompt, options, draft, costs=COSTS), draft
-    assert_nothing_is_held(engine)
-
-
-DIVIDED = {"kind": KINDS[-1], "who": 0, "said": [100, 101, 106, 117], "forgotten": 0, "ends": None, "passes": 0}
-"""The draft prefills 18 nodes in two passes. The second has two nodes, and only one of them was asked about."""
-AFTER_BEAMS = [DIVIDED | {"kind": (LONG | {"num_beams": n}, None), "said": PROMPT} for n in (7, 1)]
-"""Beams lie between the slots of the prefix of the second turn. These are free."""
-
-
-@settings(max_examples=examples(2 if in_thorough_mode() else 1))
-@given(
-    backend=st.sampled_from(["cpu", "cpu", "cpu", "torch", "transformers"]),
-    turns=st.lists(TURN, min_size=2, max_size=6),
-    tokens=st.sampled_from([None, 500]),
-)
-@example(backend="torch", turns=[DIVIDED], tokens=None)
-@example(backend="transformers", turns=[DIVIDED], tokens=None)
-@example(backend="cpu", turns=AFTER_BEAMS, tokens=None)
-def test_conversations_are_the_same(conversing, backend, turns, tokens):
-    """Bit for bit on ``cpu``, token for token on the others."""
-    for got, anew, draft in converse(*conversing(backend), turns, tokens):
-        if got.finish_reason == "cancelled":
-            assert got.token_ids == anew.token_ids[: len(got.token_ids)]
-        elif backend != "cpu":
-            assert [one.token_ids for one in got.sequences] == [one.token_ids for one in anew.sequences]
-        else:
-            assert got.sequences == anew.sequences
-            if draft is None and tokens is None:
-                assert got.stats.reused_tokens + got.stats.nodes_evaluated == anew.stats.nodes_evaluated
-                assert got.stats.peak_slots <= anew.stats.peak_slots
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
