@@ -283,6 +283,8 @@ def test_clips_of_times_and_of_speech():
     ("settings", "says"),
     [
         ({"language": "xx"}, "language='xx' is not known: .* knows en, de, fr"),
+        ({"language": "Englisch"}, "language='Englisch' is not known: did you mean 'english'?"),
+        ({"language": ""}, "language='' is not known: give a code or an English name, such as 'de' or 'german'"),
         ({"task": "sing"}, "task='sing' is not allowed: give 'transcribe' or 'translate'"),
         ({"beam_size": 5}, "beam_size=5 cannot be honoured: it is num_beams here"),
         ({"hallucination_silence_threshold": 2}, "hallucination_silence_threshold=2 needs word_timestamps"),
