@@ -305,7 +305,10 @@ def test_clips_of_times_and_of_speech():
         ({"seed": -1}, "seed=-1 is not allowed"),
         ({"clip_timestamps": "1,x"}, "clip_timestamps='1,x' is not allowed: give seconds"),
         ({"initial_prompt": "x" * 40}, "initial_prompt: 41 tokens are too many, since a prompt holds at most 31"),
-        ({"hotwords": "x" * 20, "initial_prompt": "x" * 20}, "hotwords and initial_prompt: 42 tokens are too many, .* at most 31"),
+        (
+            {"hotwords": "x" * 20, "initial_prompt": "x" * 20},
+            "hotwords and initial_prompt: 42 tokens are .* at most 31",
+        ),
         ({"hotwords": "say <|de|>"}, "hotwords has the special token '<|de|>': give plain text"),
         ({"initial_prompt": [10**6]}, "the token id 1000000 is not in the vocabulary"),
         ({"max_new_tokens": 33}, "max_new_tokens=33 is not allowed: a window has at most 32 new tokens"),
