@@ -8,7 +8,7 @@ from pathlib import Path
 
 import specbeam
 from specbeam.backends.cpu import CpuBackend
-from specbeam.backends.cpu.library import choose_isa
+from specbeam.backends.cpu.library import SUFFIX, choose_isa, find
 from specbeam.checkpoints import open_checkpoint
 
 SETS = ("avx512", "avxvnni", "avx2", "portable")
@@ -35,6 +35,24 @@ def for_ctranslate2(isa: str) -> dict[str, str]:
     """The variables of a process in which CTranslate2 has this instruction set; empty for the machine's best."""
     names = "CT2_FORCE_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
     return dict(zip(names, CTRANSLATE2.get(isa, ()), strict=False))
+
+
+def for_specbeam(isa: str, folder: Path) -> dict[str, str]:
+    """The variables of a process in which specbeam has this instruction set, whatever it chooses; empty for the best.
+
+    Args:
+        folder: is filled with one library under the names of all.
+
+    Raises:
+        SystemExit: the instruction set was not built.
+    """
+    if not isa:
+        return {}
+    if (library := find(isa)) is None:
+        raise SystemExit(f"--isa {isa}: its kernels were not built")
+    for name in SETS:
+        (folder / f"libspecbeam_cpu_{name}{SUFFIX}").symlink_to(library)
+    return {"SPECBEAM_CPU_LIBRARY": str(folder)}
 
 
 def load(source: Path, isa: str, quantize: str = "auto", threads: int | None = None) -> specbeam.LanguageModel:

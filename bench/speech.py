@@ -8,8 +8,10 @@ faster-whisper. Each engine has a process of its own, which sleeps while the oth
 language is given, the temperature is 0, there is no earlier text, and no silence is left out. The sound is the first
 AUDIO, all of them again and again for 66 seconds, and eight pieces of these of 5 to 60 seconds (drawn by seed 0), which
 faster-whisper takes one after another, and in its batches of 8. "Encoder" is one window of 30 seconds through the
-encoder, with the keys and values of cross-attention. Figures are medians of our seconds over theirs, with the worst and
-the best. Where the texts differ, times are per token, and the table says so.
+encoder, with the keys and values of cross-attention. "Whole process" is ``specbeam transcribe`` beside a program of a
+few lines, from their start to their end. Figures are medians of our seconds over theirs, with the worst and the best.
+Where the texts differ, times are per token, and the table says so. The eight files have fewer turns, and after the
+first one faster-whisper takes them in the way that was faster there.
 
 whisper.cpp reads MODEL.bin in its own format (q8_0), through pywhispercpp in a third environment, and takes a turn of
 its own. Its seconds are compared as they are. With ``--isa``, specbeam's kernels and CTranslate2's have this
@@ -31,13 +33,13 @@ import sys
 import tempfile
 import time
 import wave
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from figures import Figures, add_json_option
-from isa import add_isa_option, for_ctranslate2, kernels
+from isa import add_isa_option, for_ctranslate2, for_specbeam, kernels
 from machine import describe
 from peers import Peer, foreign_environment
 
@@ -45,13 +47,14 @@ from specbeam.speech.audio import load
 
 RATE = 16_000
 LONG_SECONDS = 66
-PIECES, SHORTEST, LONGEST = 8, 5, 60
+PIECES, SHORTEST, LONGEST, PIECES_REPEATS = 8, 5, 60, 3
 ASKED: dict[str, dict[str, Any]] = {
     "encoder": {"task": "encode"},
     "11 s, 1 beam": {"files": ["short"], "beams": 1},
     "11 s, 5 beams": {"files": ["short"], "beams": 5},
     "66 s, 5 beams": {"files": ["long"], "beams": 5},
     "8 files, 5 beams": {"files": [f"piece {i}" for i in range(PIECES)], "beams": 5},
+    "whole process, 11 s, 5 beams": {"files": ["short"], "beams": 5},
 }
 OURS = """
 import json, os, sys, time
@@ -109,6 +112,16 @@ for line in sys.stdin:
             tokens += sum(len(segment.tokens) for segment in segments)
     print(json.dumps([time.perf_counter() - start, tokens, texts]), flush=True)
 """
+OUR_PROCESS = """-m specbeam transcribe
+--quantize int8 --language en --temperature 0 --no-condition-on-previous-text --no-vad-filter"""
+THEIR_PROCESS = """
+import sys
+from faster_whisper import WhisperModel
+path, threads, beams, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+model = WhisperModel(path, device="cpu", compute_type="int8", cpu_threads=threads)
+how = {"temperature": 0.0, "vad_filter": False, "condition_on_previous_text": False}
+print("".join(segment.text for segment in model.transcribe(file, language="en", beam_size=beams, **how)[0]))
+"""
 WHISPER_CPP = """
 import json, sys, time
 from pywhispercpp.model import Model
@@ -127,6 +140,20 @@ for line in sys.stdin:
         texts.append(" ".join(segment.text.strip() for segment in found))
     print(json.dumps([time.perf_counter() - start, 0, texts]), flush=True)
 """
+
+
+class Process:
+    """A program that is started for each task, and ends with it. It writes the text of one file."""
+
+    def __init__(self, command: list[str | Path], environment: Mapping[str, str]) -> None:
+        self._command, self._environment = command, environment  # the command lacks the number of beams, and the file
+
+    def ask(self, task: dict[str, Any]) -> tuple[float, int, list[str]]:
+        """Seconds, no tokens, and the text."""
+        command = [*self._command, str(task["beams"]), task["files"][0]]
+        start = time.perf_counter()
+        text = subprocess.run(command, env=self._environment, check=True, capture_output=True, text=True).stdout
+        return time.perf_counter() - start, 0, [" ".join(text.split())]
 
 
 class Engine:
@@ -176,14 +203,21 @@ def main() -> None:
     add_json_option(parser)
     given = parser.parse_args()
     print(describe(), kernels(given.isa))
+    threads = str(given.threads)
     figures = Figures.of_this_run()
     with tempfile.TemporaryDirectory() as folder:
         files = sounds(given.audio, Path(folder))
         ours = {**os.environ, "BENCH_ISA": given.isa, "PYTHONPATH": str(Path(__file__).parent)}
-        theirs = foreign_environment(OMP_NUM_THREADS=str(given.threads), **for_ctranslate2(given.isa))
+        (libraries := Path(folder) / "libraries").mkdir()
+        theirs = foreign_environment(OMP_NUM_THREADS=threads, **for_ctranslate2(given.isa))
         engines = [
             Engine(sys.executable, OURS, given.model, given.threads, ours),
             Engine(given.peer_python, THEIRS, given.model, given.threads, theirs),
+        ]
+        command = [sys.executable, *OUR_PROCESS.split(), "--model", given.model, "--threads", threads, "--num-beams"]
+        processes = [
+            Process(command, {**os.environ, **for_specbeam(given.isa, libraries)}),
+            Process([given.peer_python, "-c", THEIR_PROCESS, given.model, threads], theirs),
         ]
         third = None
         if given.whisper_cpp is not None:
@@ -198,12 +232,14 @@ def main() -> None:
             for part in given.parts:
                 task = ASKED[part] | {"files": [files[name] for name in ASKED[part].get("files", ())]}
                 ways = [task, task | {"batched": True}] if part.startswith("8") else [task]
-                rows, texts = measured(engines[:2], task, ways, given.repeats)
+                both = processes if part.startswith("whole") else engines[:2]
+                repeats = min(given.repeats, PIECES_REPEATS) if part.startswith("8") else given.repeats
+                rows, texts = measured(both, task, ways, repeats)
                 ratio = figures.add(part, "ours over faster-whisper", unit="times", samples=[one[0] for one in rows])
                 own, other = (statistics.median(one[i] for one in rows) for i in (1, 2))
                 about = f"{ratio.value:.2f} ({ratio.max:.2f} to {ratio.min:.2f})"
                 beside = ""
-                if third is not None and part != "encoder":
+                if third is not None and both is not processes and part != "encoder":
                     rows, says = measured([engines[0], third], task, [task], given.repeats)
                     ratio = figures.add(part, "ours over whisper.cpp", unit="times", samples=[one[0] for one in rows])
                     beside = f"{ratio.value:.2f} ({ratio.max:.2f} to {ratio.min:.2f}), texts {says}"
@@ -217,14 +253,17 @@ def main() -> None:
 
 
 def measured(
-    engines: list[Engine], task: dict[str, Any], ways: list[dict[str, Any]], repeats: int
+    engines: Sequence[Engine | Process], task: dict[str, Any], ways: list[dict[str, Any]], repeats: int
 ) -> tuple[list[tuple[float, float, float]], str]:
-    """Ratios and seconds of turns, ours first, and whether the texts agree. The first turn warms up."""
+    """Ratios and seconds of turns, ours first, and whether the texts agree. The first turn warms up, and finds out the
+    faster of their ways."""
     rows, says = [], ""
     for number in range(repeats + 1):
         own, own_tokens, own_texts = engines[0].ask(task)
         answers = [engines[1].ask(way) for way in ways]
-        other, tokens, texts = min(answers, key=lambda answer: answer[0] / max(answer[1], 1))
+        best = min(range(len(ways)), key=lambda i: answers[i][0] / max(answers[i][1], 1))
+        other, tokens, texts = answers[best]
+        ways = [ways[best]]
         differ = f"per token: {own_tokens} and {tokens}" if tokens else "differ"
         says = "equal" if own_texts == texts else differ
         scale = tokens / max(own_tokens, 1) if own_texts != texts and tokens else 1.0

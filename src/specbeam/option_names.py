@@ -61,6 +61,7 @@ OTHER_NAMES = {
     "dtype": ("torch_dtype", "precision"),
     "quantize": ("quantization", "quantization_config", "load_in_8bit", "load_in_4bit", "compute_type"),
     "threads": ("n_threads", "num_threads", "cpu_threads", "intra_threads"),
+    "format": ("output_format",),
     "adapter": ("lora", "lora_path", "lora_request"),
 }
 """By our name, the names in transformers, vLLM, llama.cpp, CTranslate2, and OpenAI's interface, and likely slips."""

@@ -130,6 +130,9 @@ def test_a_folder_that_cannot_be_written_is_named(index, tmp_path, monkeypatch):
     [
         ("smollm2-135m", r"did you mean smollm2-135m-instruct\? "),
         ("llama3", r"unknown model 'llama3': did you mean llama3.2-1b-instruct or llama3.2-3b-instruct\? "),
+        ("base", r"did you mean whisper-base or whisper-base.en\? "),
+        ("large", r"did you mean whisper-large-v3-turbo or whisper-large-v3\? "),
+        ("turbo", r"did you mean whisper-large-v3-turbo\? "),
         ("Qwen2.5:0.5B", r"did you mean qwen2.5-0.5b-instruct\? "),
         ("nothing-like-it", "unknown model 'nothing-like-it': specbeam models list shows the short names. A model of "),
         ("mistral", "of the hub is named org/name, and one on this machine by its folder or its .gguf file"),

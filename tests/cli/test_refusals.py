@@ -57,6 +57,7 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
         (("generate", "hi", "--bad-words-ids", "x"), "argument --bad-words-ids: invalid list of token ids value: 'x'"),
         (("generate", "hi", "--max-new-tokens", "many"), "invalid int value: 'many'"),
         (("generate", "hi", "--max-tokens", "5"), "unknown option --max-tokens: did you mean --max-new-tokens?"),
+        (("transcribe", "x.mp3", "--output_format", "srt"), "unknown option --output-format: did you mean --format?"),
         (("generate", "hi", "--tempature=2"), "unknown option --tempature=2: did you mean --temperature?"),
         (("generate", "hi", "--regex", "("), "argument --regex: the regular expression cannot be enforced"),
         (

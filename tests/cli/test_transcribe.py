@@ -232,7 +232,7 @@ def test_whisper_writes_what_is_said(specbeam_command):
     )
     assert (status, out) == (0, said)
     asked = ("--word-timestamps", "--num-return-sequences", "2", "--top-logprobs", "1", "--format", "json")
-    status, out, _ = specbeam_command("transcribe", str(sound), "--model", str(model), *asked)
+    status, out, _ = specbeam_command("transcribe", str(sound), "--model", str(model), "--language", "English", *asked)
     (segment,) = json.loads(out)["segments"]
     words = segment["words"]
     assert (status, "".join(word["word"] for word in words)) == (0, segment["text"])

@@ -131,7 +131,7 @@ def test_drafts_of_the_server_change_no_text(save, whisper, samples, monkeypatch
     expected = specbeam.transcribe(whisper, samples, **HOW)
     with serving({"whisper": whisper}, drafts=drafts, default_draft="small") as server:
         create = server.client().audio.transcriptions.create
-        asked = {"model": "whisper", "file": file(samples), "response_format": "verbose_json", "language": "en"}
+        asked = {"model": "whisper", "file": file(samples), "response_format": "verbose_json", "language": "English"}
         for own in ({}, {"draft": "small"}, {"draft": "suffix"}, {"draft": "none"}):
             made = create(**asked, extra_body=HOW | own)
             assert [one.tokens for one in made.segments] == [one.tokens for one in expected.segments]
@@ -173,6 +173,7 @@ def test_silence_has_no_text(ask):
         ({"sound": ("a.mp3", b"")}, "file", "the file: it is empty"),
         ({"sound": file(tones(11)[:, 0])}, "file", "the file: it has more than 10 seconds of sound"),
         ({"language": "xx"}, "language", "language='xx' is not known"),
+        ({"language": "Englisch"}, "language", "language='Englisch' is not known: did you mean 'english'?"),
         ({"prompt": "word " * 99}, "prompt", "prompt"),
         ({"temperature": 2}, "temperature", "temperature: "),
         ({"num_beams": 5}, "num_beams", "num_beams is more than this server's limit of 4"),

@@ -228,9 +228,23 @@ def test_damage_in_the_middle_is_silence_and_the_rest_keeps_its_times(name, code
     silent = np.flatnonzero(heard.max(1) < 100)
     (message,) = [record.getMessage() for record in caplog.records]
     place, missing = map(float, re.findall(r"[\d.]+(?= s:| seconds)", message.removeprefix(str(path))))
-    assert message.endswith("seconds are missing, and count as silence")
+    assert message.endswith("seconds of silence stand for what is missing")
     assert abs(len(silent) / 10 - missing) < 0.3
     assert abs(silent[0] / 10 - place) < 0.3
+
+
+@pytest.mark.parametrize(("name", "codec"), [("x.mp3", "libmp3lame"), ("x.aac", "aac")])
+def test_bytes_that_are_taken_out_of_the_middle_are_named_by_their_place(name, codec, tmp_path, caplog):
+    """Nothing says how many there were, so there is at most a frame of silence. Both formats count on."""
+    path = tmp_path / name
+    encode(path, codec, sweep(8, 16_000), 16_000)
+    whole, content = audio.load(path), path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + content[middle + len(content) // 16 :])
+    assert not caplog.records
+    assert len(audio.load(path)) < len(whole) - 5000
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert abs(float(re.findall(r" is damaged at ([\d.]+) s: ", message)[0]) - 4) < 0.4
 
 
 def test_a_file_that_names_other_files_reads_none_of_them(tmp_path, wav):

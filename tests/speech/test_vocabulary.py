@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 import specbeam
 from specbeam import SpecbeamError, transcribe
 from specbeam.checkpoints.whisper_tokenizer import WhisperTokenizer
-from specbeam.speech import vocabulary
+from specbeam.speech import Settings, vocabulary
+from specbeam.speech.languages import CODES
 from specbeam.speech.vocabulary import Vocabulary
 from tests.conftest import needs_torch, torch, transformers
 from tests.speech.conftest import noise, random_whisper
@@ -31,6 +32,14 @@ def model(tokens, size, shape=(80, 3000)):
     return SimpleNamespace(
         source="some", backend=backend, tokenizer=SimpleNamespace(added_tokens_decoder=tokens), decode_token=str
     )
+
+
+def test_names_of_languages_are_those_of_openai_whisper():
+    """Transformers has them, too."""
+    expected = pytest.importorskip("transformers.models.whisper.tokenization_whisper").TO_LANGUAGE_CODE
+    assert expected == CODES
+    assert {Settings(language=name.title()).language for name in expected} == {*expected.values()}
+    assert [Settings(language=code).language for code in ("EN", " yue", "xx")] == ["en", "yue", "xx"]
 
 
 of_each_vocabulary = pytest.mark.parametrize(

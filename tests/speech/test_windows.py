@@ -283,6 +283,8 @@ def test_clips_of_times_and_of_speech():
     ("settings", "says"),
     [
         ({"language": "xx"}, "language='xx' is not known: .* knows en, de, fr"),
+        ({"language": "Englisch"}, "language='Englisch' is not known: did you mean 'english'?"),
+        ({"language": ""}, "language='' is not known: give a code or an English name, such as 'de' or 'german'"),
         ({"task": "sing"}, "task='sing' is not allowed: give 'transcribe' or 'translate'"),
         ({"beam_size": 5}, "beam_size=5 cannot be honoured: it is num_beams here"),
         ({"hallucination_silence_threshold": 2}, "hallucination_silence_threshold=2 needs word_timestamps"),
@@ -302,8 +304,11 @@ def test_clips_of_times_and_of_speech():
         ({"best_of": 0}, "best_of=0 is not allowed"),
         ({"seed": -1}, "seed=-1 is not allowed"),
         ({"clip_timestamps": "1,x"}, "clip_timestamps='1,x' is not allowed: give seconds"),
-        ({"initial_prompt": "x" * 40}, "initial_prompt of 41 tokens are too long: a prompt holds at most 31"),
-        ({"hotwords": "x" * 20, "initial_prompt": "x" * 20}, "hotwords and initial_prompt of 42 tokens .* at most 31"),
+        ({"initial_prompt": "x" * 40}, "initial_prompt: 41 tokens are too many, since a prompt holds at most 31"),
+        (
+            {"hotwords": "x" * 20, "initial_prompt": "x" * 20},
+            "hotwords and initial_prompt: 42 tokens are .* at most 31",
+        ),
         ({"hotwords": "say <|de|>"}, "hotwords has the special token '<|de|>': give plain text"),
         ({"initial_prompt": [10**6]}, "the token id 1000000 is not in the vocabulary"),
         ({"max_new_tokens": 33}, "max_new_tokens=33 is not allowed: a window has at most 32 new tokens"),

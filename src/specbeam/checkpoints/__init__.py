@@ -55,11 +55,13 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
 
 
 def _did_you_mean(name: str) -> str:
-    """A question with the aliases that are like a name, the likest first. A name may be the beginning of an alias."""
+    """A question with the aliases that are like a name, the likest first. A name may be the beginning of an alias.
+    Whisper's own programs name it by its size alone."""
 
     def likeness(alias: str) -> float:
-        given = name.lower()
-        return max(difflib.SequenceMatcher(None, given, text).ratio() for text in (alias, alias[: len(given)]))
+        given, size = name.lower(), alias.removeprefix("whisper-")
+        texts = (alias, alias[: len(given)], size[: len(given)], size[-len(given) :])
+        return max(difflib.SequenceMatcher(None, given, text).ratio() for text in texts)
 
     ranked = sorted(registry.ALIASES, key=likeness, reverse=True)
     near = [alias for alias in ranked if likeness(alias) >= max(LEAST_LIKENESS, likeness(ranked[0]) - 0.01)]

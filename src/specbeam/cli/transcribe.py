@@ -79,7 +79,7 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group("transcription (faster-whisper's names; see specbeam.speech.Settings)")
     add = options.add_argument
     yes_or_no = partial(add, action=argparse.BooleanOptionalAction)
-    add("--language", metavar="CODE", help="the spoken language, such as en (default: the likeliest)")
+    add("--language", metavar="NAME", help="the spoken language, such as en or English (default: the likeliest)")
     add("--task", metavar="TASK", help="transcribe, or translate into English (default transcribe)")
     add("--num-beams", type=int, metavar="B", help="beam search with B beams (default 5)")
     add(

@@ -219,10 +219,10 @@ def _copied(source: Any) -> Iterator[IO[bytes]]:
 
 def _warn_of_damage(name: str, report: Report) -> None:
     has, said = report["samples"] / SAMPLE_RATE, report["seconds"]
+    place = "" if report["damaged_at"] is None else f" at {report['damaged_at']:.1f} s"
     if said is not None and has < said * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
-        logger.warning("%s is cut or damaged: of %.1f seconds of sound, %.1f could be read", name, said, has)
+        logger.warning("%s is cut or damaged%s: of %.1f seconds of sound, %.1f could be read", name, place, said, has)
     elif report["damaged"] or report["missing"]:
-        place = "" if report["damaged_at"] is None else f" at {report['damaged_at']:.1f} s"
-        lacks = f"{report['missing']:.1f} seconds are missing, and count as silence"
-        read = lacks if report["missing"] else f"{has:.1f} seconds of sound could be read"
+        lacks = f"{report['missing']:.1f} seconds of silence stand for what is missing"
+        read = f"{has:.1f} seconds of sound could be read" if lacks.startswith("0.0 ") else lacks
         logger.warning("%s is damaged%s: %s", name, place, read)

@@ -67,7 +67,7 @@ def transcribe(
         lm: a Whisper model that :func:`specbeam.load` returned.
         audio: a path, a binary file, or samples at 16 kHz (int16, or float32 from -1 to 1), or a list of these. Files
             need the extra ``speech``.
-        language: the code of the spoken language, such as "en". None: each file has the likeliest in its first window.
+        language: the spoken language, such as "en" or "English". None: each file has the likeliest in its first window.
         task: "transcribe", or "translate" into English.
         num_beams: the beams of beam search; 1 for greedy search.
         draft: another Whisper with the same vocabulary, or its source; "ngram" or "suffix", which look into the text of

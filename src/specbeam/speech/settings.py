@@ -10,6 +10,7 @@ from typing import Any
 from specbeam.errors import SpecbeamError, shown
 from specbeam.generation_defaults import is_number
 from specbeam.options import check_names
+from specbeam.speech.languages import code_of
 from specbeam.speech.vocabulary import TASKS
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -34,7 +35,8 @@ class Settings:
     """Options of :func:`specbeam.transcribe`. Names and defaults are faster-whisper's, but that ``vad_filter`` is on.
 
     Attributes:
-        language: the code of the language that is spoken, such as "en". None: the likeliest in the first window.
+        language: the language that is spoken: its code or its English name, such as "en" or "English". None: the
+            likeliest in the first window.
         task: "transcribe", or "translate" into English.
         num_beams: the beams of beam search; 1 for greedy search.
         best_of: how many texts are drawn at a temperature over 0. The likeliest is taken.
@@ -109,6 +111,8 @@ class Settings:
     def __post_init__(self) -> None:
         self._check("task", self.task in TASKS, " or ".join(map(repr, TASKS)))
         self._check("language", self.language is None or isinstance(self.language, str), "a code such as 'en', or None")
+        if self.language is not None:
+            object.__setattr__(self, "language", code_of(self.language))
         for name in ("num_beams", "best_of", "num_return_sequences"):
             self._check(name, _is_number(getattr(self, name), whole=True) and getattr(self, name) >= 1, "at least 1")
         seed = self.seed

@@ -9,11 +9,12 @@ from functools import cached_property
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import token_ids
+from specbeam.speech.languages import CODE
 
 TASKS = ("transcribe", "translate")
 MULTILINGUAL = 51_865
 """Tokens of the smallest multilingual vocabulary. English-only models have one less, and large-v3 one more."""
-LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+LANGUAGE = re.compile(rf"<\|({CODE.pattern})\|>")
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
 """The names of one token, which was renamed."""
 SYMBOLS = tuple('"#()*+/:;<=>@[\\]^_`{|}~「」『』')

@@ -79,7 +79,7 @@ class Transcriber:
         if prompt > self.max_prompt:
             named = [name for name in ("hotwords", "initial_prompt") if getattr(self, name)]
             raise SpecbeamError(
-                f"{' and '.join(named)} of {prompt} tokens are too long: a prompt holds at most {self.max_prompt}"
+                f"{' and '.join(named)}: {prompt} tokens are too many, since a prompt holds at most {self.max_prompt}"
             )
         most = self.context // 2
         if (new := self.settings.max_new_tokens) is not None and new > most:

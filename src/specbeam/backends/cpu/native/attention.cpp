@@ -27,6 +27,7 @@ constexpr int64_t RUNS_AT_ONCE = 4, VALUES_AT_ONCE = 128;  // read at a time, to
 constexpr int64_t MIN_RUN_LENGTH = 4;
 constexpr int64_t STEPS_PER_FETCH = 8, SLOTS_PER_FETCH = 6;  // a width has a multiple of 8 steps
 constexpr int64_t LINE_BYTES = 64;
+constexpr int64_t QUERIES_AHEAD = 8;  // that are prefetched
 
 // The largest shares, so that a sum of SPLIT products with values fits into 32 bits. The values of a cache of whole
 // numbers are at most LARGEST_VALUE.
@@ -147,7 +148,7 @@ template <bool WHOLE> class Work {
   uint32_t *gathered;                       // [RUNS_AT_ONCE, lanes, LANES]
   float *scores, *sums, *split_sums;        // [rows, SPLIT], [rows, sums_size(width)] twice
   float *query_scales, *share_scales;       // [rows]
-  float *value_scales;                      // [nodes of the tile, SPLIT]
+  float *value_scales;                      // [1 + nodes of the tile, SPLIT]: of the slots that all share, and of each
   Share *shares;                            // [rows, SPLIT]
   int64_t *begin, *end;                     // of the positions that each node sees in the split
   int64_t *slots;                           // [SPLIT]
@@ -173,8 +174,8 @@ template <bool WHOLE> class Work {
     static thread_local Buffer<int64_t> whole_numbers;
     gathered = room(numbers_of_32_bits, RUNS_AT_ONCE * lanes * LANES + VALUES_AT_ONCE / N * width + rows * steps);
     values = gathered + RUNS_AT_ONCE * lanes * LANES, queries = values + VALUES_AT_ONCE / N * width;
-    scores = room(numbers, rows * (SPLIT + 2 * sums_size(width) + 2) + tile.count * SPLIT);
-    value_scales = scores + rows * SPLIT, sums = value_scales + tile.count * SPLIT;
+    scores = room(numbers, rows * (SPLIT + 2 * sums_size(width) + 2) + (1 + tile.count) * SPLIT);
+    value_scales = scores + rows * SPLIT, sums = value_scales + (1 + tile.count) * SPLIT;
     split_sums = sums + rows * sums_size(width);
     query_scales = split_sums + rows * sums_size(width), share_scales = query_scales + rows;
     shares = room(of_shares, rows * SPLIT);
@@ -256,6 +257,7 @@ template <bool WHOLE> class Work {
     for (int64_t row = 0; row < rows; row++) {
       const float *from =
           a.queries + (tile.node + row / group) * a.stride + (item.kv_head * group + row % group) * a.config.head_dim;
+      for (int64_t i = 0; i < a.config.head_dim; i += LANES) prefetch(from + QUERIES_AHEAD / group * a.stride + i);
       uint32_t *query = gathered;  // free until keys are gathered
       if constexpr (WHOLE)
         query_scales[row] =
@@ -285,14 +287,15 @@ template <bool WHOLE> class Work {
     // All nodes share the slots up to here. One node shares all slots with itself.
     const int64_t shared = tile.count == 1 ? to : std::clamp((segment.prefix_length - start) / LANES * LANES, from, to);
     const int64_t all_shared = segment.prefix_length - start >= to ? to : shared;
-    score(0, tile.count, deepest, from, all_shared);
+    score(0, tile.count, deepest, from, all_shared, value_scales);
     for (int64_t n = 0; n < tile.count; n++)
-      if (all_shared < end[n]) score(n, n + 1, n, std::max(all_shared, begin[n] / LANES * LANES), end[n]);
+      if (all_shared < end[n])
+        score(n, n + 1, n, std::max(all_shared, begin[n] / LANES * LANES), end[n], value_scales + (1 + n) * SPLIT);
     for (int64_t row = 0; row < rows; row++) {
       const int64_t n = row / group;
       if (begin[n] >= end[n]) continue;
       Sums s(into + row * sums_size(width), width);
-      share(row, begin[n], end[n], s);
+      share(row, begin[n], end[n], all_shared, s);
       std::fill_n(s.values, width, 0.0f);
     }
     add_values(0, tile.count, deepest, from, all_shared, into);
@@ -336,8 +339,8 @@ template <bool WHOLE> class Work {
   }
 
   // Scores of the positions from `from` up to `to`, on the path of `node`, for all rows of the nodes from `first` up to
-  // `last`. Scores beyond what a row sees are not used.
-  void score(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to) {
+  // `last`. Scores beyond what a row sees are not used. of_values: where the scales of the values go
+  void score(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to, float *of_values) {
     find(node, from, to);
     while (from < to) {
       Run runs[RUNS_AT_ONCE];
@@ -345,8 +348,7 @@ template <bool WHOLE> class Work {
       for (; count < RUNS_AT_ONCE && from < to; count++) {
         runs[count] = run_from(from, to, gathered + count * lanes * LANES);
         if constexpr (WHOLE)
-          for (int64_t n = first; n < last; n++)
-            store_positions(value_scales + n * SPLIT, runs[count], load<F32>(runs[count].panel + (lanes - 1) * LANES));
+          store_positions(of_values, runs[count], load<F32>(runs[count].panel + (lanes - 1) * LANES));
         from += runs[count].count;
       }
       in_groups(first * group, last * group, [&](auto m, int64_t row) {
@@ -374,17 +376,20 @@ template <bool WHOLE> class Work {
 
   template <int M, int V> void multiply_keys(int64_t row, const Run *runs) {
     Dot s[M][V] = {};
-    const uint32_t *q = queries + row;
-    // One loop. The steps between two fetches would be unrolled, and need more registers than there are.
-    for (int64_t i = 0; i < steps; i++, q += rows) {
-      if (i % STEPS_PER_FETCH == 0) prefetch_next(SLOTS_PER_FETCH);
-      U32 keys[V];
+    const uint32_t *q = queries + row, *panels[V];
+    for (int v = 0; v < V; v++) panels[v] = runs[v].panel;
+    for (int64_t fetch = 0; fetch < steps; fetch += STEPS_PER_FETCH) {
+      prefetch_next(SLOTS_PER_FETCH);
+#pragma GCC unroll 1  // unrolled, the steps would need more registers than there are
+      for (int i = 0; i < STEPS_PER_FETCH; i++, q += rows) {
+        U32 keys[V];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) keys[v] = load<U32>(runs[v].panel + i * LANES);
+        for (int v = 0; v < V; v++) keys[v] = load<U32>(panels[v]), panels[v] += LANES;
 #pragma GCC unroll 6
-      for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) s[m][v] = multiply_lanes(s[m][v], keys[v], q[m]);
+          for (int v = 0; v < V; v++) s[m][v] = multiply_lanes(s[m][v], keys[v], q[m]);
+      }
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
@@ -393,10 +398,11 @@ template <bool WHOLE> class Work {
   }
 
   // Turns a row's scores from `from` up to `to` into shares. In the vectors where these begin and end, the shares
-  // beside them become 0.
-  void share(int64_t row, int64_t from, int64_t to, Sums &sum) {
+  // beside them become 0. Up to `shared` all nodes have the same slots.
+  void share(int64_t row, int64_t from, int64_t to, [[maybe_unused]] int64_t shared, Sums &sum) {
     float *s = scores + row * SPLIT;
     Share *out = shares + row * SPLIT;
+    [[maybe_unused]] const float *of_shared = value_scales, *of_own = value_scales + (1 + row / group) * SPLIT;
     const float softcap = float(a.config.attention_softcap);
     const int64_t start = from / LANES * LANES;
     const auto hide = [&](int64_t t) {
@@ -412,10 +418,11 @@ template <bool WHOLE> class Work {
     const float top = max(most);
     for (int64_t t = start; t < to; t += LANES) {
       prefetch_next(1);
+      prefetch_to_read(s + SPLIT + t);  // the next row
       const F32 e = exp(load<F32>(s + t) - top);
       total = total + e;
       if constexpr (WHOLE) {  // what a row does not see may have any scale
-        const F32 scaled = e * select(e > 0, load<F32>(value_scales + row / group * SPLIT + t), F32{});
+        const F32 scaled = e * select(e > 0, load<F32>((t < shared ? of_shared : of_own) + t), F32{});
         store(s + t, scaled);
         most_scaled = larger(scaled, most_scaled);
       } else {

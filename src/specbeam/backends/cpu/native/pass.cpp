@@ -33,6 +33,7 @@ namespace {
 
 constexpr int64_t SWEEP_BYTES = 256 * 1024;  // of int8 activations, per sweep over the weights
 constexpr int64_t ROWS_PER_TILE = 96;        // at most, of queries that read keys and values together
+constexpr int64_t ACTIVATIONS_AHEAD = 1024;  // numbers that are prefetched, over the ends of rows
 constexpr int64_t BLOCKS_PER_THREAD = 16;    // at least, of a product whose items are several blocks
 constexpr int64_t ITEMS_PER_THREAD = 8;      // at least, of attention, where a sequence is long enough
 
@@ -210,6 +211,7 @@ struct Pass {
 
   void activate_row(const float *in, float *out) const {
     for (int64_t i = 0; i < c.inner; i += LANES) {
+      prefetch(in + i + ACTIVATIONS_AHEAD);
       const int64_t here = c.inner - i;
       const F32 y = activate(load_some(in + i, here));
       store_some(out + i, c.gated ? y * load_some(in + c.inner + i, here) : y, here);
@@ -259,6 +261,8 @@ struct Pass {
     }
     threads.each(nodes, 4, [&](int64_t n) {
       float *row = wide + n * qkv_stride;
+      // The next node's keys and values come from far away.
+      for (int64_t i = c.heads * c.head_dim; i < qkv_rows; i += LANES) prefetch(row + qkv_stride + i);
       for (int64_t h = 0; h < heads; h++) {
         float *head = row + h * c.head_dim;
         const Norm &norm = h < c.heads ? layer.q_norm : layer.k_norm;

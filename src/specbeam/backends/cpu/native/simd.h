@@ -84,7 +84,8 @@ typedef F32 Register;
 
 // Prefetches into the second-level cache. It can wait for more requests to memory at a time than the first level.
 inline void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
-// Prefetches into the first level, to be written.
+// Prefetches into the first level, to be read or written.
+inline void prefetch_to_read(const void *p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_to_write(void *p) { __builtin_prefetch(p, 1, 3); }
 
 template <class T, class P> inline T load(const P *p) {
@@ -394,9 +395,9 @@ inline F32 exp(F32 x) {
 #if defined(__AVX512F__)
   x = smaller(all(88.0f), x);
 #else
-  x = select(low, all(-87.0f), smaller(all(88.0f), x));
+  x = larger(all(-87.0f), smaller(all(88.0f), x));
 #endif
-  const F32 n = multiply_add(x, all(1.44269504088896341f), all(ROUNDER)) - ROUNDER;
+  const F32 rounded = multiply_add(x, all(1.44269504088896341f), all(ROUNDER)), n = rounded - ROUNDER;
   F32 r = multiply_add(n, all(-0.693359375f), x);
   r = multiply_add(n, all(2.12194440e-4f), r);
   F32 p = polynomial(EXP_POLYNOMIAL, r);
@@ -404,7 +405,8 @@ inline F32 exp(F32 x) {
 #if defined(__AVX512F__)
   return select(low, F32{}, (F32)_mm512_scalef_ps((__m512)p, (__m512)n));
 #else
-  return select(low, F32{}, p * (F32)((to_int(n) + 127) << 23));
+  const F32 power = (F32)(((U32)rounded << 23) + (127u << 23));  // the lowest bits of `rounded` are n
+  return (F32)((I32)(p * power) & (low ^ all(-1)));
 #endif
 }
 
