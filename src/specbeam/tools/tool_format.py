@@ -27,6 +27,7 @@ class ToolFormat:
         last: what comes after the last call.
         head: a regular expression for the beginning of a call behind the marker, up to its arguments.
         bare: objects without the marker are calls, too, alone or in a fenced block.
+        key: a regular expression for the key of the arguments in such an object.
     """
 
     name: str
@@ -39,16 +40,12 @@ class ToolFormat:
     last: str = ""
     head: str = OBJECT
     bare: bool = False
+    key: str = "arguments"
 
     @property
     def marks(self) -> str:
         """All texts of the format."""
         return f"{self.first} {self.middle} {self.between or ''} {self.last}"
-
-    @property
-    def key(self) -> str:
-        """The key of the arguments in an object."""
-        return self.middle.split('"')[-2]
 
     @property
     def call_id(self) -> str:
