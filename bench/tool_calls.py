@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "required, one call": {"tool_choice": "required", "parallel_tool_calls": False},
     "named, greedy": {"tool_choice": "named"},
 }
+METHODS |= {f"{name}, ngram": {**how, "draft": "ngram"} for name, how in METHODS.items() if "num_beams" not in how}
 MAX_TOKENS = 256
 
 

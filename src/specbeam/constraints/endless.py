@@ -21,6 +21,8 @@ def without_endless(schema: dict[str, Any], target: Target, named: tuple[str, ..
         named: the keywords whose values are schemas by names.
     """
     parts, ends = [*_parts(schema, named)], set[int]()
+    if not any("$ref" in part for part in parts):
+        return schema
     for _ in range(MAX_ROUNDS):
         before, asked = len(ends), set[int]()
         for part in parts:

@@ -59,8 +59,11 @@ PIECE = re.compile(
 """Of a regular expression: an escape, a set of characters, the beginning of a group, a repetition, or a character."""
 MAY_HAVE_CONTROL = re.compile(r"\[\^|\\[avxuUpP]")
 """A piece that may have control characters, beside those that have an escape of their own in JSON."""
-
-
+WITHOUT_LOOKAHEAD = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$":
+    r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+}  # fmt: skip
+"""Patterns with lookahead that many schemas have, and patterns of the same texts without it: zod's for email."""
 EMPTY_REGEX = "Unsatisfiable schema: Regex is empty"
 """The error of llguidance about a pattern that nothing matches."""
 
@@ -127,7 +130,8 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
         if CONTROL.search(kept["pattern"]):
             raise NotEnforceable(f"{place}/pattern has a control character, which cannot be enforced")
         check_length(kept["pattern"], f"{place}/pattern")
-        kept["pattern"] = closed(kept["pattern"], f"{place}/pattern")
+        pattern = WITHOUT_LOOKAHEAD.get(kept["pattern"], kept["pattern"])
+        kept["pattern"] = closed(pattern, f"{place}/pattern")
     for name, value in kept.items():
         where = f"{place}/{name}"
         if name in NAMED and isinstance(value, dict):
