@@ -105,7 +105,7 @@ def asked(port: int, question: dict[str, Any], how: dict[str, Any]) -> Any:
     ]
     if how.get("tool_choice") == "named":
         name = named(next(iter(question["ground_truth"][0])))
-        how = {"tool_choice": {"type": "function", "function": {"name": name}}}
+        how = how | {"tool_choice": {"type": "function", "function": {"name": name}}}
     (messages,) = question["question"]
     body = {"messages": messages, "tools": tools, "max_tokens": MAX_TOKENS, "temperature": 0, **how}
     request = urllib.request.Request(

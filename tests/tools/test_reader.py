@@ -138,6 +138,14 @@ def test_all_arguments_are_read_in_all_spellings(name):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
+def test_the_ways_in_which_models_write_a_call(name):
+    ways = FORMATS[name].written("weather", DEEP)
+    assert ways[0] == WRITTEN[name]([("weather", DEEP)], {})
+    for text in ways:
+        check_reading(name, text, "", [("weather", DEEP)], (1, len(text)))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_an_answer_may_be_cut_anywhere(name):
     """No call is made up, and none that has begun is lost: its arguments are as far as they were written."""
     calls = [("weather", EVERYTHING[3]), ("time", {}), ("search", EVERYTHING[5])]

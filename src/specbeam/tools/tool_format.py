@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -46,6 +47,14 @@ class ToolFormat:
     def marks(self) -> str:
         """All texts of the format."""
         return f"{self.first} {self.middle} {self.between or ''} {self.last}"
+
+    def written(self, name: str, arguments: Any) -> list[str]:
+        """An answer with one call, in each of the ways in which models write it."""
+        call = f"{self.before}{name}{self.middle}{json.dumps(arguments, ensure_ascii=False)}{self.after}"
+        ways = [f"{self.first}{call}{self.last}"]
+        if self.bare:
+            ways.append(f"```json\n{json.dumps(json.loads(call), ensure_ascii=False, indent=2)}\n```")
+        return ways
 
     @property
     def call_id(self) -> str:
