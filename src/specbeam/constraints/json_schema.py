@@ -58,7 +58,7 @@ PIECE = re.compile(
 )
 """Of a regular expression: an escape, a set of characters, the beginning of a group, a repetition, or a character."""
 MAY_HAVE_CONTROL = re.compile(r"\[\^|\\[avxuUpP]")
-"""A piece that may have control characters, beside those that have an escape of their own in JSON."""
+"""A piece that may have control characters, not counting what has an escape of its own in JSON."""
 WITHOUT_LOOKAHEAD = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$":
     r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",

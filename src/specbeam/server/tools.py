@@ -319,7 +319,7 @@ class ToolUse:
 
 
 def _example(schema: Any, levels: int = EXAMPLE_LEVELS) -> Any:
-    """A value much like those of a schema. It need not be valid."""
+    """A value that resembles what a schema allows. It need not be valid."""
     schema = schema if isinstance(schema, dict) and levels else {}
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(properties, dict):
