@@ -271,6 +271,17 @@ def test_what_validators_of_other_languages_write(tiny, schema, valid, invalid):
         assert walked(tiny("llama")[1], constraint, text) == is_valid
 
 
+def test_a_part_that_never_ends_is_never_begun(tiny):
+    _, lm = tiny("llama")
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}, "v": {}}, "$defs": {"a": NODE}}
+    constraint = JsonSchema(schema).compile(lm)
+    state = constraint.start
+    for token in lm.tokenizer.encode('{"', add_special_tokens=False):
+        state = constraint.advance(state, token)
+    a, v = lm.tokenizer.encode("av", add_special_tokens=False)
+    assert (constraint.advance(state, a) is None, constraint.advance(state, v) is None) == (True, False)
+
+
 EXCLUDED = {
     '[^"]': '"',
     r"[^\\]": "\\",
@@ -344,6 +355,46 @@ def test_no_control_character_is_left_out_of_a_text(tiny, pattern):
         elif "pattern" in schema:
             with pytest.raises(SpecbeamError, match=r"\(at #/pattern\)$"):
                 JsonSchema({"type": "string", **schema})
+
+
+PIECES = [
+    *("a", '"', r"\\", r"\n", r"\x01", r"\x0a", r"\x22", r"\u0001", r"\x7f", r"\x41", r"\D", r"\W", r"\s", r"\S"),
+    *(r"[\x00-\x1f]", '[^"]', r"[^\\]", r"[^\x00-\x1f]", r"[\s\S]", r"[^\d\"]", r"[\x01a]", r"[\x01]", "[-a]", "[^-a]"),
+    *("[!-~]", r"[\w.-]", r"[^\x01]", r"[\n-\x7f]", "[é-ü]", "[^é]", r"[\]a]", r"\.", ".", "é"),
+]  # fmt: skip
+LETTERS = ["a", '"', "\\", "\n", "é", "-", "A", "1", " ", "."]
+
+
+def random_pattern(draw, levels):
+    kind, below = draw.random(), levels - 1
+    if not levels or kind < 0.4:
+        return draw.choice(PIECES)
+    if kind < 0.6:
+        return random_pattern(draw, below) + random_pattern(draw, below)
+    if kind < 0.8:
+        return f"(?:{random_pattern(draw, below)}|{random_pattern(draw, below)})"
+    return f"(?:{random_pattern(draw, below)}){draw.choice(['?', '*', '+', '{2}', '{0,2}'])}"
+
+
+def test_patterns_match_as_in_python():
+    """Random ones, on all texts of up to two letters, by tokens of one byte."""
+    draw = random.Random(4)
+    texts = ["", *LETTERS, *map("".join, itertools.product(LETTERS, repeat=2))]
+    written = {text: [*compact(text).encode()] for text in texts}
+    for _ in range(60):
+        pattern = f"^(?:{random_pattern(draw, 3)})$"
+        matching = {text for text in texts if re.fullmatch(pattern[1:-1], text, re.ASCII)}
+        try:
+            description = JsonSchema({"type": "string", "pattern": pattern})
+        except SpecbeamError:
+            assert not matching, pattern
+            continue
+        llguidance = grammar._llguidance()
+        start = llguidance.LLMatcher(grammar._bytes(), description.text, limits=grammar._limits(description))
+        for text, tokens in written.items():
+            matcher = start.deep_copy()
+            allowed = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+            assert allowed == (text in matching), (pattern, text)
 
 
 @pytest.mark.parametrize(
