@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_ROUNDS = 20
-"""Over the whole schema. A part is found to end in a round after the parts that it needs. Later ones stay as they are."""
+"""Over the whole schema. What a part needs is found to end a round before it. Parts that take more stay as they are."""
 Target = Callable[[str], Any]
 """The part of the schema that a reference is to; None if there is none."""
 
