@@ -86,8 +86,8 @@ def _ends(schema: Any, target: Target, ends: set[int], asked: set[int]) -> bool:
     found = all(all(end(some)) for some in wholes) and all(any(end(some)) for some in choices)
     if found and "const" not in schema and "enum" not in schema:
         needs = {"object": _of_object, "array": _of_array}
-        kinds = _list(schema, "type") or [schema.get("type")]
-        found = any(kind not in (*needs,) or all(end(needs[kind](schema))) for kind in kinds)
+        kinds: list[Any] = _list(schema, "type") or [schema.get("type")]
+        found = any(kind not in [*needs] or all(end(needs[kind](schema))) for kind in kinds)
     if found:
         ends.add(id(schema))
     return found
