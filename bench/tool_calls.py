@@ -7,7 +7,7 @@ draws questions of its categories simple, multiple and parallel, in equal parts.
 dots of their names underscores, as its programs do for OpenAI's models. An answer is right if its calls are the
 expected ones in any order: each has the function's name, all required arguments, and only values that the data lists.
 Texts are compared as the leaderboard does: without case, spaces and some punctuation. "Named" gives the name of the
-first function that is expected, so an answer has one call.
+first function that is expected, so an answer has one call. Methods with "ngram" draft by lookups.
 """
 
 from __future__ import annotations
