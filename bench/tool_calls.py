@@ -7,7 +7,7 @@ draws questions of its categories simple, multiple and parallel, in equal parts.
 dots of their names underscores, as its programs do for OpenAI's models. An answer is right if its calls are the
 expected ones in any order: each has the function's name, all required arguments, and only values that the data lists.
 Texts are compared as the leaderboard does: without case, spaces and some punctuation. "Named" gives the name of the
-first function that is expected, so an answer has one call.
+first function that is expected, so an answer has one call. Methods with "ngram" draft by lookups.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "required, one call": {"tool_choice": "required", "parallel_tool_calls": False},
     "named, greedy": {"tool_choice": "named"},
 }
+METHODS |= {f"{name}, ngram": {**how, "draft": "ngram"} for name, how in METHODS.items() if "num_beams" not in how}
 MAX_TOKENS = 256
 
 
@@ -104,7 +105,7 @@ def asked(port: int, question: dict[str, Any], how: dict[str, Any]) -> Any:
     ]
     if how.get("tool_choice") == "named":
         name = named(next(iter(question["ground_truth"][0])))
-        how = {"tool_choice": {"type": "function", "function": {"name": name}}}
+        how = how | {"tool_choice": {"type": "function", "function": {"name": name}}}
     (messages,) = question["question"]
     body = {"messages": messages, "tools": tools, "max_tokens": MAX_TOKENS, "temperature": 0, **how}
     request = urllib.request.Request(

@@ -69,6 +69,10 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
         (("chat", "--labels", "no.txt"), "argument --labels: no.txt cannot be read"),
         (("generate", "hi", "--choice", "a", "--regex", "a"), "argument --regex: not allowed with argument --choice"),
         (("generate", "hi", "--grammar", "."), "argument --grammar: . cannot be read"),
+        *(
+            (("generate", "hi", option, text), f"{text!r} is no file, but what one may have: write it to a file")
+            for option, text in (("--json-schema", "{}"), ("--grammar", 'root ::= "a"'), ("--grammar", "start: a\n"))
+        ),
         (("chat", "--regex", "a", "--json-schema", __file__), "the JSON schema is no JSON"),
         (("batch", "in.jsonl", "out.jsonl", "--regex", "a", "--grammar", __file__), "argument --grammar: "),
         (("batch", "in.jsonl", "out.jsonl", "--regex", "a", "--choices", "a,b"), "a constraint is for generated texts"),

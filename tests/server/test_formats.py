@@ -105,7 +105,7 @@ def test_any_object(served):
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
             "response_format",
-            "no text satisfies the JSON schema",
+            "the JSON schema cannot be enforced: no text satisfies it",
         ),
         (
             {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},

@@ -42,7 +42,11 @@ SCHEMAS = {  # by words of the message: schemas, and the keyword that is the pla
     ],
 }
 WHOLE = {  # messages about the whole schema
-    "no text satisfies": [{"$ref": "#"}, {"type": "string", "pattern": "^\\x02$"}],
+    "no text satisfies": [
+        {"$ref": "#"},
+        {"type": "object", "properties": {"a": {"type": "string"}, "b": {"$ref": "#"}}, "required": ["a", "b"]},
+    ],
+    "Regex is empty": [{"type": "string", "pattern": f"a{one}b"} for one in ("\\x02", "[\\x7f]")],
     "Unsatisfiable": [{"allOf": [{"type": "string"}, {"type": "null"}]}],
     "least common multiple is over 10,000": [
         {"type": "integer", "multipleOf": 999983},
@@ -53,7 +57,7 @@ WHOLE = {  # messages about the whole schema
     "25 patterns together": [{"allOf": [{"type": "string", "pattern": f"a{number}b"} for number in range(25)]}],
     "8,000 combinations": [{"allOf": [{"anyOf": [{"minimum": number} for number in range(20)]}] * 3}],
     "recursion limit": [json.loads('{"items":' * 400 + "{}" + "}" * 400)],
-    "begin with the same": [{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}],
+    "begin with the same": [{"type": "array", "items": {"const": "x" * 9_000}, "minItems": 2}],
 }
 REFUSED_SCHEMAS = [
     (within(schema), says, f"#/properties/seed/items/anyOf/1{keyword}")

@@ -16,6 +16,7 @@ from openai.types.responses import Response
 from tokenizers import AddedToken
 
 import specbeam
+from specbeam.engine import setup
 from specbeam.server.limits import Limits
 from specbeam.server.tools import ToolUse
 from tests.conftest import byte_tokenizer, of_transformers, random_model
@@ -481,6 +482,39 @@ def test_openais_client_parses_arguments(tooled):
     with tooled.client().chat.completions.stream(**asked, tools=tools) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_lookups_draft_from_calls_of_the_tools(tooled, lms, monkeypatch, path):
+    looked = []
+
+    class Lookup(setup.Lookup):
+        def __init__(self, *args, before, **how):
+            looked.append(lms["hermes"].decode_token(before))
+            super().__init__(*args, before=before, **how)
+
+    monkeypatch.setattr(setup, "Lookup", Lookup)
+    # one of them has no schema that is enforced
+    odd = {"name": "odd", "parameters": {"properties": {"a": {"properties": {"b": deep(60)}}}, "required": True}}
+    tools = (
+        [TOOLS[0], {"type": "function", "function": odd}] if path == CHAT else [FLAT[0], {"type": "function", **odd}]
+    )
+    asked = {"messages": ASKED} if path == CHAT else {"input": "Weather?", "max_output_tokens": 60}
+    answers = [
+        tooled.post(path, model="hermes", tools=tools, seed=3, temperature=1, draft=draft, **asked).json()
+        for draft in ("none", "ngram", "suffix")
+    ]
+    assert len(looked) == 2
+    for text in looked:
+        assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 0}}\n</tool_call>' in text
+        assert '```json\n{\n  "name": "odd",\n  "arguments": {\n    "a": {' in text
+    said = [answer.get("choices") and answer["choices"][0]["message"]["content"] for answer in answers]
+    assert said[0] == said[1] == said[2]
+    assert [answer.get("output_text") for answer in answers] == [answers[0].get("output_text")] * 3
+
+
+def deep(levels):
+    return {"type": "object", "properties": {"a": deep(levels - 1)}} if levels else {}
 
 
 def test_langchain(tooled):

@@ -140,7 +140,8 @@ ALLOWED = {
         ({"content": FORMAT}, ["1", '{"a":2}', marked(A)], ["2", "Hello", "", f"1{marked(A)}"]),
     ],
     "llama": [
-        ({}, ["Hi", A.replace("arguments", "parameters"), A], [A.replace("arguments", "parameters") * 2]),
+        ({}, ["Hi", A.replace("arguments", "parameters"), A],
+             [A.replace("arguments", "parameters") * 2, WRONG, WRONG.replace("arguments", "parameters")]),
         ({"is_required": True}, [A.replace("arguments", "parameters")], ["Hi", A]),
     ],
     "functools": [

@@ -40,6 +40,9 @@ CASES = {
         ('<tool_call>{"name": "search","arguments":{}}</tool_call>', "", [("search", {})]),
         ("A <tool_caller> and a <tool_", "A <tool_caller> and a <tool_", []),
         ("<tool_call>\nno JSON", "<tool_call>\nno JSON", []),
+        ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
+        *((text, text, []) for text in [f"<tool_call>{call('weather', 'Paris')}</tool_call>"]),
+        (f'{{"a": 1}}<tool_call>{A}</tool_call>', '{"a": 1}', [("weather", PARIS)]),
         (f"{THOUGHTS}\n<tool_call>{A}</tool_call>", THOUGHTS, [("weather", PARIS)]),
         (f"<think>\n<tool_call>{B}", f"<think>\n<tool_call>{B}", []),
         # Qwen2.5-Coder
@@ -60,6 +63,7 @@ CASES = {
         (f"[TOOL_CALLS] [{A}]\nextra", "", [("weather", PARIS)]),
         ('[TOOL_CALLS] [{"arguments":{"name": "Ann"}, "name": "weather"}]', "", [("weather", {"name": "Ann"})]),
         ("[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
+        (f"[TOOL_CALLS]  [ {A} ] [TOOL_CALLS] [{B}]", "", [("weather", PARIS), ("time", ROME)]),
     ],
     "named": [
         ('[TOOL_CALLS]weather{"city": "Paris"}', "", [("weather", PARIS)]),
@@ -72,6 +76,8 @@ CASES = {
         (f"[TOOL_CALLS]search[ARGS]{json.dumps(DEEP)}", "", [("search", DEEP)]),
         ('[TOOL_CALLS]search[ARGS]{"q": "}[TOOL_CALLS]time{"}', "", [("search", {"q": "}[TOOL_CALLS]time{"})]),
         ('[TOOL_CALLS]unknown[ARGS]{"q": 1}', '[TOOL_CALLS]unknown[ARGS]{"q": 1}', []),
+        ("[TOOL_CALLS]weather", "[TOOL_CALLS]weather", []),
+        ('a {b[TOOL_CALLS]weather{"city": "Paris"}', "a {b", [("weather", PARIS)]),
     ],
     "llama": [
         ("No calls here", "No calls here", []),
@@ -79,6 +85,8 @@ CASES = {
         (f"Here: {call('weather', {}, 'parameters')} More?", "Here:", [("weather", {})]),
         (call("weather", {"a": {"b": {"c": DEEP}}}, "parameters"), "", [("weather", {"a": {"b": {"c": DEEP}}})]),
         (f"{call('weather', PARIS, 'parameters')} I used {{weather}}.", "", [("weather", PARIS)]),
+        (f"{call('weather', PARIS, 'parameters')} It read {{\"city\": \"Paris\"}}", "", [("weather", PARIS)]),
+        (f"{A};\n{call('time', ROME, 'parameters')}", "", [("weather", PARIS), ("time", ROME)]),
         ('{"parameters": {}}', '{"parameters": {}}', []),
         ('{"name": "weather"}', '{"name": "weather"}', []),
     ],
@@ -87,16 +95,79 @@ CASES = {
         (f"functools[\n  {A},\n  {B}\n]", "", [("weather", PARIS), ("time", ROME)]),
         (f"Let me check.\nfunctools[{call('weather', DEEP, indent=2)}]\nMore?", "Let me check.", [("weather", DEEP)]),
         ("functools[] This is just text", "functools[] This is just text", []),
-        ('functools[{"name": "weather"}]', 'functools[{"name": "weather"}]', []),
+        *(
+            (text, text, [])
+            for text in (
+                'functools[{"name": "weather"}]', 'functools{"name": "weather"}', "functools[ just text ]",
+                f"functools[{call('weather', 'Paris')}]", 'functools[{"name": "weather", "arguments": ',
+            )
+        ),
     ],
     "phi": [(f"<|tool_call|>[{A}, {B}]<|/tool_call|>", "", [("weather", PARIS), ("time", ROME)])],
 }  # fmt: skip
 TEXTS = [(name, *case) for name, cases in CASES.items() for case in cases]
+EVERYTHING = [
+    PARIS,
+    {},
+    {"text": "", "whole": -42, "real": 3.14e-7, "yes": True, "none": None, "list": ["a", []], "object": {"b": {}}},
+    {"quoted": 'She said "}]"', "path": "C:\\new\\", "lines": "one\r\n\ttwo", "characters": "héllo 日本 🎉 \x7f"},
+    {"name": "time", "arguments": {"parameters": [{"name": "search", "arguments": {}}]}},
+    {"marks": "<tool_call>[TOOL_CALLS]functools[</tool_call>[ARGS]```<|tool_call|><think>"},
+]
+SPELLINGS = [{}, {"indent": 2}, {"separators": (",", ":"), "ensure_ascii": False}, {"separators": (" , ", " : ")}]
+WRITTEN = {
+    "hermes": lambda calls, how: "\n".join(f"<tool_call>\n{call(*one, **how)}\n</tool_call>" for one in calls),
+    "listed": lambda calls, how: f"[TOOL_CALLS] [{', '.join(call(*one, **how) for one in calls)}]",
+    "named": lambda calls, how: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(one, **how)}" for name, one in calls),
+    "llama": lambda calls, how: "; ".join(call(*one, "parameters", **how) for one in calls),
+    "functools": lambda calls, how: f"functools[{','.join(call(*one, **how) for one in calls)}]",
+    "phi": lambda calls, how: f"<|tool_call|>[{', '.join(call(*one, **how) for one in calls)}]<|/tool_call|>",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_all_arguments_are_read_in_all_spellings(name):
+    """One call of each, then all in one answer, with a text before them, and a text behind them."""
+    answers = [[("weather", arguments)] for arguments in EVERYTHING]
+    answers.append([(NAMES[number % 3], arguments) for number, arguments in enumerate(EVERYTHING)])
+    for how in SPELLINGS:
+        for calls in answers:
+            written = WRITTEN[name](calls, how)
+            for text, content in (written, ""), (f"Wait {{a}} …\n{written}\nIs it {{b}}?", "Wait {a} …"):
+                check_reading(name, text, content, calls, (1, len(text)))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_ways_in_which_models_write_a_call(name):
+    ways = FORMATS[name].written("weather", DEEP)
+    assert ways[0] == WRITTEN[name]([("weather", DEEP)], {})
+    for text in ways:
+        check_reading(name, text, "", [("weather", DEEP)], (1, len(text)))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer_may_be_cut_anywhere(name):
+    """No call is made up, and none that has begun is lost: its arguments are as far as they were written."""
+    calls = [("weather", EVERYTHING[3]), ("time", {}), ("search", EVERYTHING[5])]
+    text = f"Well.\n{WRITTEN[name](calls, {})}"
+    for end in range(len(text) + 1):
+        reader = Reader(FORMATS[name], NAMES, 16)
+        reader.push(text[:end], is_last=True)
+        assert [one.name for one in reader.calls] == [tool for tool, _ in calls][: len(reader.calls)]
+        for one, (_, arguments) in zip(reader.calls, calls, strict=False):
+            assert json.dumps(arguments).startswith(one.arguments)
+            assert one is reader.calls[-1] or one.arguments == json.dumps(arguments)
+        assert reader.content == ("Well." if reader.calls else text[:end])
+    assert len(reader.calls) == len(calls)
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), TEXTS)
 def test_an_answer_is_read_the_same_in_any_pieces(name, text, content, calls):
-    for length in (1, 2, 3, 5, 8, len(text)):
+    check_reading(name, text, content, calls, (1, 2, 3, 5, 8, len(text)))
+
+
+def check_reading(name, text, content, calls, lengths):
+    for length in lengths:
         reader = Reader(FORMATS[name], NAMES, 16, thinks=None)
         said = []
         for begin in range(0, len(text), length):

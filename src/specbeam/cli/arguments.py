@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbeam import chat_templates, plugins
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, shown
 from specbeam.escapes import unescaped
 from specbeam.option_names import BACKENDS, LOOKUPS
 from specbeam.options import Options
@@ -250,6 +250,9 @@ def content_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
+        if any(part in path for part in ("{", "\n", "::=")):
+            message = f"{shown(path)} is no file, but what one may have: write it to a file, and give the file's name"
+            raise argparse.ArgumentTypeError(message) from error
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
 
 

@@ -9,9 +9,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from functools import partial
 from math import lcm, prod
 from typing import Any
 from urllib.parse import unquote
+
+from specbeam.constraints.endless import without_endless
 
 MAX_STATES = 10_000
 """``multipleOf`` becomes an automaton with about as many states as the number, without its point: 999983 takes 14 s and
@@ -40,19 +43,29 @@ ANNOTATIONS = (
 NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 """The keywords whose values are schemas by names."""
 BOUNDS = ("const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
-CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
-"""Characters that strings can only have as an escape with u, which could also be a second form of a key."""
-NUL = re.compile(r"\\(?:x00|x\{0+\}|u0{4}|u\{0+\}|U0{8}|0)")
-OPEN_CLASS = re.compile(r"\\P|\\p(?!\{?[LMNPSZ])")
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that strings can only have as an escape with u, which could also be a second form of a key. And DEL:
+llguidance leaves it out of a text."""
+WRITTEN = rf"[^{CONTROL.pattern[1:-1]}]"
+"""A set of all other characters."""
 FLAGS = re.compile(r"\\.|\(\?([a-zA-Z-]+)[:)]", re.DOTALL)
 """Escapes, so that they are passed over, and groups with flags."""
 ALLOWED_FLAGS = frozenset("ims")
 PIECE = re.compile(
-    r"\\[xuUpP]\{[^}]*\}?|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\((?:\?(?:P?<[^>]{0,40}>|[a-zA-Z-]*:?))?"
-    r"|\{(?P<least>\d+)(?:,\d*)?\}|.",
+    r"\\(?:[xuUpP]\{[^}]*\}?|x..|u.{4}|U.{8}|[pP].|.)|\[\^?\]?(?:\\.|[^\]\\])*\]?"
+    r"|\((?:\?(?:P?<[^>]{0,40}>|[a-zA-Z-]*:?))?|\{(?P<least>\d+)(?:,\d*)?\}|.",
     re.DOTALL,
 )
 """Of a regular expression: an escape, a set of characters, the beginning of a group, a repetition, or a character."""
+MAY_HAVE_CONTROL = re.compile(r"\[\^|\\[avxuUpP]")
+"""A piece that may have control characters, not counting what has an escape of its own in JSON."""
+WITHOUT_LOOKAHEAD = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$":
+    r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+}  # fmt: skip
+"""Patterns with lookahead that many schemas have, and patterns of the same texts without it: zod's for email."""
+EMPTY_REGEX = "Unsatisfiable schema: Regex is empty"
+"""The error of llguidance about a pattern that nothing matches."""
 
 
 class NotEnforceable(Exception):
@@ -76,7 +89,9 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
         )
     if lcm(*multiples) > MAX_STATES:
         raise NotEnforceable(f"multipleOf has numbers whose least common multiple is over {MAX_STATES:,}")
-    return made
+    if (finite := without_endless(made, partial(_target, made), NAMED)) is None:
+        raise NotEnforceable("no text satisfies it that has an end")
+    return finite
 
 
 def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: set[int]) -> dict[str, Any]:
@@ -108,19 +123,20 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
             if isinstance(value, int | float) and abs(value) > MAX_WHOLE:
                 raise NotEnforceable(f"{place}/{name} has the number {value}, and numbers over 2**53 are rounded")
             if isinstance(value, str) and CONTROL.search(value):
-                raise NotEnforceable(f"{place}/{name} has a control character, which takes an escape with u")
+                raise NotEnforceable(f"{place}/{name} has a control character, which cannot be enforced")
     if any(isinstance(key, str) and CONTROL.search(key) for key in required):
-        raise NotEnforceable(f"{place}/required has a key with a control character, which takes an escape with u")
+        raise NotEnforceable(f"{place}/required has a key with a control character, which cannot be enforced")
     if isinstance(kept.get("pattern"), str):
-        if CONTROL.search(kept["pattern"].replace("\0", "")):
-            raise NotEnforceable(f"{place}/pattern has a control character, which takes an escape with u")
+        if CONTROL.search(kept["pattern"]):
+            raise NotEnforceable(f"{place}/pattern has a control character, which cannot be enforced")
         check_length(kept["pattern"], f"{place}/pattern")
-        kept["pattern"] = closed(kept["pattern"], f"{place}/pattern")
+        pattern = WITHOUT_LOOKAHEAD.get(kept["pattern"], kept["pattern"])
+        kept["pattern"] = closed(pattern, f"{place}/pattern")
     for name, value in kept.items():
         where = f"{place}/{name}"
         if name in NAMED and isinstance(value, dict):
             if any(CONTROL.search(key) for key in value):
-                raise NotEnforceable(f"{where} has a key with a control character, which takes an escape with u")
+                raise NotEnforceable(f"{where} has a key with a control character, which cannot be enforced")
             kept[name] = {
                 closed(key, where) if name == "patternProperties" else key: _below(
                     one, f"{where}/{key}", root, multiples
@@ -167,7 +183,7 @@ def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple
 
 def _target(root: Any, pointer: str) -> Any:
     """The part of a schema that a reference is to; None if there is none."""
-    if not pointer.startswith("#"):
+    if pointer != "#" and not pointer.startswith("#/"):
         return None
     for part in unquote(pointer).removeprefix("#").split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
@@ -180,7 +196,7 @@ def _target(root: Any, pointer: str) -> Any:
 
 def places_of(schema: Mapping[str, Any], problem: str) -> Iterator[str]:
     """Where a schema has what an error of llguidance is about. Nowhere, if the error does not name it."""
-    if problem.startswith(("Unimplemented keys", "oneOf", "Pointer", "Resource", "regex parse error")):
+    if problem.startswith(("Unimplemented keys", "oneOf", "Pointer", "Resource", "regex parse error", EMPTY_REGEX)):
         for place, keyword, value in _keywords(schema, "#"):
             if _is_about(problem, keyword, value):
                 yield place
@@ -192,8 +208,8 @@ def _is_about(problem: str, keyword: str, value: Any) -> bool:
         return f'"{keyword}"' in problem
     if problem.startswith("oneOf"):
         return keyword == "oneOf"  # and the error does not say which of them
-    if problem.startswith("regex"):
-        return keyword == "pattern" and f" {value}\n" in problem
+    if problem.startswith(("regex", EMPTY_REGEX)):
+        return keyword == "pattern" and (f" {value}\n" in problem or f"/{value}/" in problem)
     document, _, within = str(value).partition("#")
     return keyword == "$ref" and (document in problem if document else f"'{within}'" in problem)
 
@@ -258,44 +274,25 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def closed(pattern: str, place: str) -> str:
-    r"""A regular expression for strings, which keeps out quotes and backslashes where it excludes them.
+    r"""A regular expression for strings, without the control characters that no string can have.
 
-    llguidance makes bytes of JSON of it. Where a set of characters has all control characters, it takes ``\"`` and
-    ``\\`` in, although the set may exclude them. So NUL, which no string can have, leaves all such sets.
+    llguidance makes bytes of JSON of it. Without this it takes "ab" for a match of ``a\x01b``. And where a set has all
+    control characters, it takes ``\"`` and ``\\`` in, although the set may exclude them.
 
     Raises:
-        NotEnforceable: the expression has a set that cannot be repaired so.
+        NotEnforceable: the expression has a set that means different things in different languages.
     """
     check_flags(pattern, place)
     made: list[str] = []
-    at, kind = 0, ""  # of the set that it is in: "[", "[^" or none
-    while at < len(pattern):
-        two = pattern[at : at + 2]
-        if two[0] == "\\":
-            if OPEN_CLASS.match(pattern, at) or (kind != "[^" and NUL.match(pattern, at)):
-                raise NotEnforceable(f"{place} has {two}, which may let quotes through")
-            made.append(two)
-            at += 2
-        elif kind:
-            if two[0] == "[" or two in ("&&", "--", "~~"):
+    for found in PIECE.finditer(pattern):
+        piece = found[0]
+        if piece[0] == "[":
+            if piece.startswith(("[]", "[^]")):
+                raise NotEnforceable(f"{place} has {piece[:3]}, which means different things in different languages")
+            plain = re.sub(r"\\.", " ", piece[1:], flags=re.DOTALL)
+            if any(one in plain for one in ("[", "&&", "--", "~~")):
                 raise NotEnforceable(f"{place} has a set of characters within another")
-            kind = "" if two[0] == "]" else kind
-            made.append(two[0])
-            at += 1
-        elif two[0] == "[":
-            kind = "[^" if two == "[^" else "["
-            made.append("[^\\x00" if kind == "[^" else "[")
-            at += len(kind)
-            if pattern[at : at + 1] == "]":
-                raise NotEnforceable(f"{place} has {kind}], which means different things in different languages")
-            if pattern[at : at + 1] == "-":  # it stands for itself
-                made.append("\\-")
-                at += 1
-        else:
-            made.append(two[0])
-            at += 1
-    if "\0" in pattern:
-        raise NotEnforceable(f"{place} has the character NUL")
+        made.append(f"[{piece}&&{WRITTEN}]" if MAY_HAVE_CONTROL.search(piece) else piece)
     return "".join(made)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from specbeam import chat_templates
 from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
+from specbeam.drafting.lookup import Continued
 from specbeam.engine import Request
+from specbeam.engine.drafts import Draft, is_lookup
 from specbeam.engine.setup import MakeStrategy, Setup, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
@@ -163,7 +165,7 @@ class Call:
             request = self.model.engine.submit(
                 ids,
                 options,
-                draft=plan.draft if self.writes else None,
+                draft=self._draft if self.writes else None,
                 strategy=strategy,
                 priority=plan.priority,
                 timeout=self.limits.timeout,
@@ -172,6 +174,14 @@ class Call:
         except (SpecbeamError, RuntimeError) as error:
             raise self._refusal(error) from error
         self.requests.append(request)
+
+    @cached_property
+    def _draft(self) -> Draft | None:
+        """The draft of the plan. A lookup looks into calls of the tools, too."""
+        draft = self.plan.draft
+        if self.tools is None or not is_lookup(draft):
+            return draft
+        return Continued(draft, self.tools.examples(self.model.lm))
 
     def _strategy(self, setup: Setup, drafter: Drafter | None, scores: PromptScores) -> Strategy:
         """Score the prompt, and then go on as the options say."""

@@ -27,6 +27,9 @@ MAX_TOOLS = 128
 ANY_ARGUMENTS = {"type": "object"}
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 """Of a function without parameters, as OpenAI documents."""
+EXAMPLES: dict[str, Any] = {"string": "", "integer": 0, "number": 0, "boolean": True, "array": []}
+EXAMPLE_LEVELS = 4
+"""Of objects in each other."""
 LAST_TOKENS = 16
 """The end of a prompt, which says whether the answer begins within thoughts."""
 
@@ -269,6 +272,16 @@ class ToolUse:
             content=None if content is None else cast(JsonSchema, content(lm, ids)),
         )
 
+    def examples(self, lm: LanguageModel) -> list[int]:
+        """Token ids of calls of the functions as models write them. Lookups draft names, keys and spaces from these."""
+        texts = [
+            text
+            for function in self.functions
+            if function.name in self.allowed
+            for text in self.tool_format.written(function.name, _example(function.parameters))
+        ]
+        return lm.tokenizer("\n".join(texts), add_special_tokens=False).input_ids
+
     def begins_in_thoughts(self, lm: LanguageModel, ids: Sequence[int]) -> bool | None:
         """Whether the answer to a prompt begins within thoughts. None: it may begin with them.
 
@@ -303,6 +316,17 @@ class ToolUse:
                 raise SpecbeamError(f"the tool {function.name}: {error}") from error
             self.unenforced[function.name] = str(error)
             return JsonSchema(ANY_ARGUMENTS)
+
+
+def _example(schema: Any, levels: int = EXAMPLE_LEVELS) -> Any:
+    """A value that resembles what a schema allows. It need not be valid."""
+    schema = schema if isinstance(schema, dict) and levels else {}
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict):
+        keys = required if isinstance(required, list) and required else [*properties]
+        return {key: _example(value, levels - 1) for key, value in properties.items() if key in keys}
+    values = schema.get("enum")
+    return values[0] if isinstance(values, list) and values else EXAMPLES.get(str(schema.get("type")), {})
 
 
 def _name(choice: Any) -> str:

@@ -1,4 +1,4 @@
-"""Llama 3.1 and 3.2: one JSON object with "name" and "parameters"."""
+"""Llama 3.1 and 3.2: one JSON object with "name" and "parameters". Some answers have "arguments" instead."""
 
 from __future__ import annotations
 
@@ -9,4 +9,6 @@ def format_of(template: str) -> ToolFormat | None:
     """The format, if a chat template asks for it."""
     if not has(template, '"parameters": dictionary of argument name'):
         return None
-    return ToolFormat("Llama 3", marker="", first="", middle='", "parameters": ', bare=True)
+    return ToolFormat(
+        "Llama 3", marker="", first="", middle='", "parameters": ', bare=True, key="(?:parameters|arguments)"
+    )

@@ -87,9 +87,9 @@ class Reader:
             begun.append(_begun([*map(re.escape, marker)]))
         if tool_format.bare and not has_form:
             opened.append(rf"{FENCE}(?P<object>{bare(names, tool_format.key)})")
-            key = [*map(re.escape, f'"{tool_format.key}"')]
-            parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, '"', r'[^"\\]*', '"', SPACE, ",", SPACE, *key, SPACE]
-            begun += [_begun([*"```", *"json"]), FENCE + _begun([*parts, ":"])]
+            word = ['"', r'[^"\\]*', '"', SPACE]
+            object_parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, *word, ",", SPACE, *word, ":"]
+            begun += [_begun([*"```", *"json"]), FENCE + _begun(object_parts)]
         self._opening = re.compile("|".join(opened))
         self._begun = re.compile(rf"(?:{'|'.join(begun)})\Z")
 

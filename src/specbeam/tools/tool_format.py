@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ class ToolFormat:
         last: what comes after the last call.
         head: a regular expression for the beginning of a call behind the marker, up to its arguments.
         bare: objects without the marker are calls, too, alone or in a fenced block.
+        key: a regular expression for the key of the arguments in such an object.
     """
 
     name: str
@@ -39,16 +41,20 @@ class ToolFormat:
     last: str = ""
     head: str = OBJECT
     bare: bool = False
+    key: str = "arguments"
 
     @property
     def marks(self) -> str:
         """All texts of the format."""
         return f"{self.first} {self.middle} {self.between or ''} {self.last}"
 
-    @property
-    def key(self) -> str:
-        """The key of the arguments in an object."""
-        return self.middle.split('"')[-2]
+    def written(self, name: str, arguments: Any) -> list[str]:
+        """An answer with one call, in each of the ways in which models write it."""
+        call = f"{self.before}{name}{self.middle}{json.dumps(arguments, ensure_ascii=False)}{self.after}"
+        ways = [f"{self.first}{call}{self.last}"]
+        if self.bare:
+            ways.append(f"```json\n{json.dumps(json.loads(call), ensure_ascii=False, indent=2)}\n```")
+        return ways
 
     @property
     def call_id(self) -> str:
