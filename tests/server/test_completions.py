@@ -8,6 +8,7 @@ import specbeam
 from specbeam.sampling_defaults import FALLBACK
 from tests.conftest import UNUSED, beams_of_transformers, random_model
 from tests.prefix_spaces import prefix_space_tokenizer
+from tests.server.conftest import given_costs
 
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -86,7 +87,7 @@ def test_streams_are_the_whole_answer_in_parts_with_and_without_a_draft(served, 
 
 
 def test_a_default_draft_and_its_acceptance(start, chat_lm):
-    with start({"tiny": chat_lm}, {"same": chat_lm}, "same") as server:
+    with given_costs(), start({"tiny": chat_lm}, {"same": chat_lm}, "same") as server:
         request = {"prompt": "abc", "max_tokens": 16, "temperature": 0}
         drafted = server.post("/v1/completions", **request, num_draft_tokens=4).json()
         plain = server.post("/v1/completions", **request, draft="none").json()
