@@ -53,7 +53,8 @@ class FolderCheckpoint(Checkpoint):
         for file in self._weights:
             if not file.is_file():
                 raise SpecbeamError(
-                    f"{path} has no {file.relative_to(path)}: only models saved as safetensors can be loaded"
+                    f"{path} has no {file.relative_to(path)}: only models saved as safetensors or by CTranslate2 "
+                    "(model.bin) can be loaded"
                 )
             for name, tensor in tensors_of(file).items():
                 self._tensors[name], self.shapes[name] = tensor, tensor.shape
