@@ -70,7 +70,10 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
         (("generate", "hi", "--choice", "a", "--regex", "a"), "argument --regex: not allowed with argument --choice"),
         (("generate", "hi", "--grammar", "."), "argument --grammar: . cannot be read"),
         *(
-            (("generate", "hi", option, text), f"{text!r} is no file, but what one may have: write it to a file")
+            (
+                ("generate", "hi", option, text),
+                f"{text!r} is the content of a file, not the name of one: write it to a file",
+            )
             for option, text in (("--json-schema", "{}"), ("--grammar", 'root ::= "a"'), ("--grammar", "start: a\n"))
         ),
         (("chat", "--regex", "a", "--json-schema", __file__), "the JSON schema is no JSON"),

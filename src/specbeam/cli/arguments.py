@@ -251,7 +251,9 @@ def content_of(path: str) -> str:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         if any(part in path for part in ("{", "\n", "::=")):
-            message = f"{shown(path)} is no file, but what one may have: write it to a file, and give the file's name"
+            message = (
+                f"{shown(path)} is the content of a file, not the name of one: write it to a file, and give its name"
+            )
             raise argparse.ArgumentTypeError(message) from error
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
 
