@@ -297,6 +297,12 @@ def test_clips_of_times_and_of_speech():
             "num_return_sequences=3 is not allowed: give at most num_beams=2",
         ),
         ({"num_return_sequences": 6, "temperature": 0.5}, "=6 is not allowed: give at most best_of=5"),
+        ({"vad_parameters": [0.5]}, r"vad_parameters=\[0.5\] is not allowed: give arguments by their names"),
+        ({"vad_parameters": {"thresold": 0.5}}, "unknown VAD parameter 'thresold': did you mean 'threshold'?"),
+        ({"vad_parameters": {"samples": 1}}, "unknown VAD parameter 'samples': there are threshold, neg_thr"),
+        ({"vad_parameters": {"threshold": "x"}}, "vad_parameters: threshold='x' is not allowed: give a number"),
+        ({"vad_parameters": {"speech_pad_ms": 0.5}}, "speech_pad_ms=0.5 is not allowed: give milliseconds, 0 or more"),
+        ({"vad_parameters": {"min_speech_duration_ms": None}}, "min_speech_duration_ms=None is not allowed"),
         ({"top_logprobs": -1}, "top_logprobs=-1 is not allowed: give 0 or more, or None"),
         ({"no_speach_threshold": 0.5}, "unknown option 'no_speach_threshold': did you mean 'no_speech_threshold'"),
         ({"temperature": "hot"}, "temperature='hot' is not allowed"),
@@ -317,6 +323,11 @@ def test_clips_of_times_and_of_speech():
 def test_what_cannot_be_honoured_is_refused_by_name(whisper, settings, says):
     with pytest.raises(SpecbeamError, match=says):
         Transcriber.of(Vocabulary.of(whisper), Settings.of(settings))
+
+
+def test_parameters_of_voice_activity_detection_are_taken():
+    given = {"threshold": 1, "neg_threshold": None, "speech_pad_ms": 0, "min_silence_duration_ms": 500}
+    assert Settings.of({"vad_parameters": given}).vad_parameters == given
 
 
 def test_neutral_values_of_other_options_are_taken():

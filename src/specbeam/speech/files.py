@@ -12,7 +12,7 @@ from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.model import LanguageModel
-from specbeam.options import Options, refuse_unknown_keywords
+from specbeam.options import Options
 from specbeam.speech.audio import Samples, load
 from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
@@ -222,5 +222,5 @@ def _chains(
     from specbeam.speech.vad import stretches  # it is an extra
 
     own: dict[str, Any] = {} if check is None else {"check": check}
-    speech = refuse_unknown_keywords(stretches)(samples, **own, **(settings.vad_parameters or {}))
+    speech = stretches(samples, **own, **(settings.vad_parameters or {}))
     return [[clip] for clip in spoken_clips(speech, mel.frames, transcriber.frames)]

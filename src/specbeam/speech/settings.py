@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from inspect import Parameter, signature
 from math import isfinite
 from typing import Any
 
@@ -138,8 +139,7 @@ class Settings:
         top = self.top_logprobs
         self._check("top_logprobs", top is None or (_is_number(top, whole=True) and top >= 0), "0 or more, or None")
         self._check("hotwords", self.hotwords is None or isinstance(self.hotwords, str), "a text, or None")
-        given = self.vad_parameters
-        self._check("vad_parameters", given is None or isinstance(given, Mapping), "arguments by their names, or None")
+        self._check_vad_parameters()
         temperatures = self._numbers("temperature", "0, a number over 0, or several of them, such as (0.0, 0.2)")
         known = all(value == 0 or 1e-5 <= value <= 1e5 for value in temperatures)
         self._check("temperature", bool(temperatures) and known, "0, or 0.00001 to 100000")
@@ -165,6 +165,23 @@ class Settings:
         own = {name: value for name, value in given.items() if name not in OTHERS}
         check_names(own, [one.name for one in fields(cls)], "option")
         return cls(**own)
+
+    def _check_vad_parameters(self) -> None:
+        given = self.vad_parameters
+        self._check("vad_parameters", given is None or isinstance(given, Mapping), "arguments by their names, or None")
+        if not given:
+            return
+        from specbeam.speech.vad import stretches
+
+        defaults = {p.name: p.default for p in signature(stretches).parameters.values() if p.name != "check"}
+        own = [name for name, default in defaults.items() if default is not Parameter.empty]
+        check_names(given, own, "VAD parameter")
+        for name, value in given.items():
+            milliseconds = name.endswith("_ms")
+            fits = _is_number(value, whole=milliseconds) and value >= 0 if value is not None else defaults[name] is None
+            allowed = "milliseconds, 0 or more" if milliseconds else "a number, 0 or more"
+            if not fits:
+                raise SpecbeamError(f"vad_parameters: {name}={shown(value)} is not allowed: give {allowed}")
 
     def _make_clips(self) -> None:
         if isinstance(given := self.clip_timestamps, str):
