@@ -224,5 +224,5 @@ def _warn_of_damage(name: str, report: Report) -> None:
         logger.warning("%s is cut or damaged%s: of %.1f seconds of sound, %.1f could be read", name, place, said, has)
     elif report["damaged"] or report["missing"]:
         lacks = f"{report['missing']:.1f} seconds of silence stand for what is missing"
-        read = f"{has:.1f} seconds of sound could be read" if lacks.startswith("0.0 ") else lacks
+        read = lacks if round(report["missing"], 1) else f"{has:.1f} seconds of sound could be read"
         logger.warning("%s is damaged%s: %s", name, place, read)
