@@ -46,57 +46,67 @@ struct Ahead {
 
 #if defined(SPECBEAM_EIGHT_LANES)
 
-// Registers have eight lanes, and there are few of them. Half of a group's weights for a block, 16 columns of two times
-// eight outputs, stay in eight registers while the rows take their turns. An activation is then loaded once for both.
-
-// Unpacks half of a group's weights for eight outputs: the first 16 columns (half = 0) or the last 16.
-template <int BITS> __attribute__((always_inline)) inline void unpack(const uint8_t *p, int half, __m256i *w) {
-  const auto at = [p](int line) { return _mm256_loadu_si256((const __m256i *)(p + 64 * line)); };
-  for (int j = 0; j < 4; j++) {
-    if constexpr (BITS == 8) w[j] = at(4 * half + j);
-    else w[j] = _mm256_and_si256(half ? _mm256_srli_epi16(at(j), 4) : at(j), _mm256_set1_epi8(15));
-  }
-  if constexpr (BITS == 6) {
-    const __m256i four = at(4 + half);
-    const __m256i upper[4] = {_mm256_slli_epi16(four, 4), _mm256_slli_epi16(four, 2), four, _mm256_srli_epi16(four, 2)};
-    for (int j = 0; j < 4; j++) w[j] = _mm256_or_si256(w[j], _mm256_and_si256(upper[j], _mm256_set1_epi8(48)));
-  }
-}
-
-// The dot products of half of a group: four vectors of weights with 16 bytes of a row, which are -127 to 127. Without
-// AVX-VNNI, products are added in 16 bits, two at a time, and their sums must stay below 2^15 = 32,768:
+// Registers have eight lanes, and there are only 16 of them. So a block is two parts of eight outputs. Of up to
+// MAX_FEW_ROWS rows, the integer sums of a group stay in registers while its weights go by, one vector of four columns
+// after another. Of more rows, half of the group's weights stay in registers while the rows take their turns.
+#if defined(__AVXVNNI__)
+constexpr bool HAS_DOT4 = true;
+#else
+constexpr bool HAS_DOT4 = false;
+#endif
+#if defined(__clang__)
+constexpr int MAX_FEW_ROWS = HAS_DOT4 ? 6 : TILE_ROWS;
+#else
+constexpr int MAX_FEW_ROWS = 6;  // with more, GCC moves sums to memory and back too often
+#endif
+// Without a dot product of four bytes, products are added in 16 bits, two at a time, and their sums must stay below
+// 2^15 = 32,768. The bytes of a row are -127 to 127.
 //
-// - Four-bit weights leave room for all eight vectors of a group: 8 * 2 * 15 * 127 = 30,480. So sums of a half have 16
-//   bits, and `whole` adds two halves before it widens them.
+// - Four-bit weights leave room for all eight vectors of a group: 8 * 2 * 15 * 127 = 30,480.
 // - Six-bit weights leave room for two vectors: 2 * 2 * 63 * 127 = 32,004.
 // - Eight-bit weights are signed here. Only their magnitudes leave room, for one vector: 2 * 128 * 127 = 32,512.
-template <int BITS> __attribute__((always_inline)) inline __m256i dots(const __m256i *w, const __m256i *x) {
+template <int BITS> constexpr bool HAS_SHORT_SUMS = BITS == 4 && !HAS_DOT4;
+template <int BITS> constexpr bool IS_SIGNED = BITS == 8 && !HAS_DOT4;
+template <int BITS> constexpr int VECTORS_PER_SUM = BITS == 6 && !HAS_DOT4 ? 2 : 1;
+
+// Unpacks vector j of half of a group's weights: four of the first 16 columns (half = 0), or of the last 16.
+template <int BITS> __attribute__((always_inline)) inline __m256i unpack(const uint8_t *p, int half, int j) {
+  const auto at = [p](int line) { return _mm256_loadu_si256((const __m256i *)(p + 64 * line)); };
+  if constexpr (IS_SIGNED<BITS>) return _mm256_xor_si256(at(4 * half + j), _mm256_set1_epi8(-128));
+  if constexpr (BITS == 8) return at(4 * half + j);
+  const __m256i lower = _mm256_and_si256(half ? _mm256_srli_epi16(at(j), 4) : at(j), _mm256_set1_epi8(15));
+  if constexpr (BITS == 4) return lower;
+  const __m256i four = at(4 + half);
+  const __m256i upper = j < 2 ? _mm256_slli_epi16(four, 4 - 2 * j) : _mm256_srli_epi16(four, 2 * j - 4);
+  return _mm256_or_si256(lower, _mm256_and_si256(upper, _mm256_set1_epi8(48)));
+}
+
+// Adds the dot products of VECTORS_PER_SUM vectors of weights, each with four bytes of a row.
+template <int BITS>
+__attribute__((always_inline)) inline __m256i add_dots(__m256i sum, const __m256i *w, const __m256i *x) {
 #if defined(__AVXVNNI__)
-  __m256i total = _mm256_setzero_si256();
-  for (int j = 0; j < 4; j++) total = _mm256_dpbusd_avx_epi32(total, w[j], x[j]);
-  return total;
+  return _mm256_dpbusd_avx_epi32(sum, w[0], x[0]);
 #else
-  const __m256i ones = _mm256_set1_epi16(1);
-  __m256i two[4];
-  for (int j = 0; j < 4; j++)
-    two[j] = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(x[j], w[j]))
-                       : _mm256_maddubs_epi16(w[j], x[j]);
-  if constexpr (BITS == 8) {
-    for (int j = 0; j < 4; j++) two[j] = _mm256_madd_epi16(two[j], ones);
-    return _mm256_add_epi32(_mm256_add_epi32(two[0], two[1]), _mm256_add_epi32(two[2], two[3]));
-  }
-  const __m256i first = _mm256_add_epi16(two[0], two[1]), second = _mm256_add_epi16(two[2], two[3]);
-  if constexpr (BITS == 4) return _mm256_add_epi16(first, second);
-  return _mm256_add_epi32(_mm256_madd_epi16(first, ones), _mm256_madd_epi16(second, ones));
+  if constexpr (BITS == 4) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[0], x[0]));
+  const __m256i shorts = BITS == 8
+                             ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[0]), _mm256_sign_epi8(x[0], w[0]))
+                             : _mm256_add_epi16(_mm256_maddubs_epi16(w[0], x[0]), _mm256_maddubs_epi16(w[1], x[1]));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(shorts, _mm256_set1_epi16(1)));
 #endif
 }
 
-// The dot products of a whole group.
-template <int BITS> __attribute__((always_inline)) inline __m256i whole(__m256i first, __m256i second) {
-#if !defined(__AVXVNNI__)
-  if constexpr (BITS == 4) return _mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
-#endif
-  return _mm256_add_epi32(first, second);
+// The sum over a group, or of Q6_K over half a group, as floats without the zero point.
+// halves: the sums of the row's bytes in the halves of the group.
+template <Format FORMAT>
+__attribute__((always_inline)) inline Register finished(__m256i sum, const int32_t *halves, int half) {
+  constexpr int BITS = LAYOUTS[FORMAT].bits, ZERO = IS_SIGNED<BITS> ? 0 : ZERO_POINT<FORMAT>;
+  if constexpr (HAS_SHORT_SUMS<BITS>) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  if constexpr (ZERO != 0) {
+    I32::Half zeros = (I32::Half)_mm256_set1_epi32(halves[half]);
+    if constexpr (FORMAT != Q6_K) zeros += (I32::Half)_mm256_set1_epi32(halves[0]);
+    sum = _mm256_sub_epi32(sum, (__m256i)(zeros * ZERO));
+  }
+  return (Register)_mm256_cvtepi32_ps(sum);
 }
 
 // The product of M rows of activations, from `row` on, with a block: sixteen outputs per row.
@@ -104,13 +114,8 @@ template <Format FORMAT, int M, int B>
 inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
                           F32 (*out)[B]) {
   static_assert(B == 1);
-  constexpr int BITS = LAYOUTS[FORMAT].bits;
-#if defined(__AVXVNNI__)
-  constexpr bool IS_SIGNED = false;
-#else
-  constexpr bool IS_SIGNED = BITS == 8;
-#endif
-  constexpr int ZERO = IS_SIGNED ? 0 : ZERO_POINT<FORMAT>;
+  constexpr int BITS = LAYOUTS[FORMAT].bits, VECTORS = VECTORS_PER_SUM<BITS>;
+  constexpr int KEPT = M <= MAX_FEW_ROWS ? VECTORS : 4;  // vectors of weights in registers, of each part
   const int64_t groups = x.groups;
   Register y[M][2] = {};
   const uint8_t *weights = block;
@@ -120,44 +125,68 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
       if (g % GROUPS_PER_SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
     for (int j = 0; j < ahead.lines; j++, ahead.from += 64) prefetch(ahead.from);
     const int64_t at = row * groups + g * M;  // of the first row
-    const Scales s[2] = {scales_at<FORMAT>(scales, super, 0), scales_at<FORMAT>(scales, super, 8)};
-    __m256i first[M][2];  // of the first half of the group; of Q6_K, which has a scale for each half, scaled floats
+    __m256i sums[M][2];    // over the group; of Q6_K, which has a scale for each half, over half of it
+    Register first[M][2];  // of Q6_K: the scaled sums of the first half
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-      __m256i w[2][4];
+      const bool begins = half == 0 || FORMAT == Q6_K, ends = half == 1 || FORMAT == Q6_K;
+      const auto unpacked = [&](int j, __m256i(*w)[KEPT]) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-      for (int part = 0; part < 2; part++) {
-        unpack<BITS>(weights + 32 * part, half, w[part]);
-        if constexpr (IS_SIGNED)
-          for (int j = 0; j < 4; j++) w[part][j] = _mm256_xor_si256(w[part][j], _mm256_set1_epi8(-128));
-      }
-#pragma GCC unroll 1  // unrolled, the rows would need more registers than there are
-      for (int m = 0; m < M; m++) {
-        const int32_t *q = (const int32_t *)&x.bytes[(at + m) * GROUP_COLUMNS] + 4 * half;
-        const int32_t *sums = &x.halves[2 * (at + m)];
-        const __m256i bytes[4] = {_mm256_set1_epi32(q[0]), _mm256_set1_epi32(q[1]), _mm256_set1_epi32(q[2]),
-                                  _mm256_set1_epi32(q[3])};
-        const auto sum = [](__m256i dots, int32_t zeros) {
-          if constexpr (ZERO != 0) dots = _mm256_sub_epi32(dots, _mm256_set1_epi32(ZERO * zeros));
-          return (Register)_mm256_cvtepi32_ps(dots);
-        };
+        for (int part = 0; part < 2; part++)
+#pragma GCC unroll 4
+          for (int i = 0; i < KEPT; i++) w[part][i] = unpack<BITS>(weights + 32 * part, half, j + i);
+      };
+      const auto add = [&](int m, int j, const __m256i(*w)[KEPT]) __attribute__((always_inline)) {
+        const int32_t *bytes = (const int32_t *)&x.bytes[(at + m) * GROUP_COLUMNS] + 4 * half + j;
+        __m256i q[KEPT];
+#pragma GCC unroll 4
+        for (int i = 0; i < KEPT; i++) q[i] = _mm256_set1_epi32(bytes[i]);
 #pragma GCC unroll 2
         for (int part = 0; part < 2; part++) {
-          const __m256i here = dots<BITS>(w[part], bytes);
+          __m256i sum = begins && j == 0 ? _mm256_setzero_si256() : sums[m][part];
+#pragma GCC unroll 4
+          for (int i = 0; i < KEPT; i += VECTORS) sum = add_dots<BITS>(sum, &w[part][i], &q[i]);
+          sums[m][part] = sum;
+        }
+      };
+      const auto finish = [&](int m, const Scales *s) __attribute__((always_inline)) {
+        const Register scale = every(x.scales[at + m]);
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+          const Register sum = finished<FORMAT>(sums[m][part], &x.halves[2 * (at + m)], half);
           Register &to = y[m][part];
           if constexpr (FORMAT == Q6_K) {
-            const Register scaled = sum(here, sums[half]);
-            if (half == 0) first[m][part] = (__m256i)(scaled * s[part].first);
-            else
-              to = multiply_add(multiply_add(scaled, s[part].second, (Register)first[m][part]), every(x.scales[at + m]),
-                                to);
-          } else if (half == 0) {
-            first[m][part] = here;
+            if (half == 0) first[m][part] = sum * s[part].first;
+            else to = multiply_add(multiply_add(sum, s[part].second, first[m][part]), scale, to);
           } else {
-            const Register scaled = sum(whole<BITS>(first[m][part], here), sums[0] + sums[1]);
-            to = multiply_add(scaled * every(x.scales[at + m]), s[part].first, to);
+            to = multiply_add(sum * scale, s[part].first, to);
             if constexpr (HAS_MINIMUM<FORMAT>) to = multiply_add(every(x.sums[at + m]), s[part].minimum, to);
           }
+        }
+      };
+      __m256i w[2][KEPT];
+      if constexpr (M <= MAX_FEW_ROWS) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j += KEPT) {
+          unpacked(j, w);
+#pragma GCC unroll 8
+          for (int m = 0; m < M; m++) {
+            add(m, j, w);
+            // GCC would order the additions in a way that needs more registers than there are.
+            asm volatile("" : "+x"(sums[m][0]), "+x"(sums[m][1]));
+          }
+        }
+        if (!ends) continue;
+        const Scales s[2] = {scales_at<FORMAT>(scales, super, 0), scales_at<FORMAT>(scales, super, 8)};
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) finish(m, s);
+      } else {
+        unpacked(0, w);
+        const Scales s[2] = {scales_at<FORMAT>(scales, super, 0), scales_at<FORMAT>(scales, super, 8)};
+#pragma GCC unroll 1
+        for (int m = 0; m < M; m++) {
+          add(m, 0, w);
+          if (ends) finish(m, s);
         }
       }
     }
