@@ -47,6 +47,8 @@ CHAT_TEMPLATE = (
     "<bos>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -266,6 +268,16 @@ def rewrite(folder, name, **changes):
     path = folder / name
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({k: v for k, v in (content | changes).items() if v is not ...}))
+
+
+def indexed(names):
+    """Changes a folder: its weights get another name, and an index with a ``weight_map`` is there."""
+
+    def change(folder):
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        rewrite(folder, "model.safetensors.index.json", weight_map=names)
+
+    return change
 
 
 @pytest.fixture(scope="session")

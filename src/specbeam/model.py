@@ -371,7 +371,11 @@ def load_silently(
         from specbeam.backends.transformers import load_model
 
         check = checkpoint.check_transformers
-        loaded = backend_of(load_model(checkpoint.path, device, dtype, checkpoint.dtype, checkpoint.adapter, check))
+        try:
+            model = load_model(checkpoint.path, device, dtype, checkpoint.dtype, checkpoint.adapter, check)
+        except SpecbeamError as error:
+            raise error if reason is None else SpecbeamError(f"{reason}. {error}") from error
+        loaded = backend_of(model)
         checkpoint.check_tokenizer(loaded.vocab_size)
     else:
         checkpoint.check_tokenizer(checkpoint.config.vocab_size)  # refused before the slow parts if it cannot be run

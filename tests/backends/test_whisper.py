@@ -480,7 +480,7 @@ def test_what_cannot_be_is_one_line(pair, tiny, save):
     with pytest.raises(SpecbeamError, match="no multiple of its 5 heads"):
         specbeam.load(folder, backend="cpu")
     rewrite(folder, "config.json", decoder_attention_heads=4, num_mel_bins=9)
-    with pytest.raises(SpecbeamError, match=r"conv1.weight has shape \[32, 24\], .* asks for \['\*', 27\]"):
+    with pytest.raises(SpecbeamError, match=r"conv1.weight has shape \[32, 24\], .* asks for \[32, 27\]"):
         specbeam.load(folder, backend="cpu")
 
 

@@ -20,7 +20,7 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.folder_config import config_from_hugging_face
 from specbeam.checkpoints.parameters import parameter_shapes
 from tests.backends.test_whisper import PROMPT, random_whisper, run, sound, with_values_of
-from tests.conftest import EOS, byte_tokenizer, examples
+from tests.conftest import EOS, LFS_POINTER, byte_tokenizer, examples
 
 TYPES = {"float32": 0, "int8": 1, "int16": 2, "float16": 4, "bfloat16": 5}
 NUMBERS = {
@@ -164,7 +164,9 @@ def renamed(name, other):
 
 BIAS = "encoder/conv1/bias"
 CHANGED = {
-    "no model": (lambda _: b"", "it ends within its header"),
+    "nothing": (lambda _: b"", "model.bin is empty: fetch it again"),
+    "a pointer": (lambda _: LFS_POINTER, "model.bin is a pointer of Git LFS"),
+    "no model": (lambda _: b"\6\0", "it ends within its header"),
     "another version": (lambda found: model_bin(found, version=5), "begins with the version 5"),
     "PyTorch's weights": (lambda _: b"PK\3\4" + bytes(300), "is no model of CTranslate2 of version 6"),
     "another kind": (lambda found: model_bin(found, spec="TransformerSpec"), "is a 'TransformerSpec' of CTranslate2"),
@@ -177,7 +179,10 @@ CHANGED = {
     "a name that is no text": (renamed(b"/conv1/bias\0", b"/conv1/bi\xff\xfe\0"), "a name is no text"),
     "an alias of nothing": (lambda found: model_bin(found, [("a", "b")]), "'a' stands for 'b', which it lacks"),
     "an alias that is there": (lambda found: model_bin(found, [(BIAS, "encoder/conv2/bias")]), "is a variable, and"),
-    "another shape": (changed(BIAS, np.zeros(5, np.float32)), "have 5 rows, but the configuration asks for 32"),
+    "another shape": (
+        changed(BIAS, np.zeros(5, np.float32)),
+        r"bias has shape \[5\], but the configuration asks for \[32\]",
+    ),
     "a tensor less": (lacking("decoder/layer_2/ffn/linear_0/bias"), "no tensor decoder"),
     "a part less": (lacking("decoder/position_encodings/encodings"), "of 2 dimensions"),
     "a tensor more": (changed("x", np.zeros(5, np.float32)), "1 tensors a whisper model"),

@@ -1,6 +1,7 @@
 """GGUF files: written with gguf's own writer, read back as the model they came from."""
 
 import math
+import re
 import struct
 from contextlib import nullcontext, suppress
 
@@ -20,11 +21,25 @@ from transformers.tokenization_utils_base import generate_merges
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import gguf_tokenizer, open_checkpoint, packed
+from specbeam.checkpoints.architecture import Metadata
 from specbeam.checkpoints.folder_config import config_from_hugging_face
+from specbeam.checkpoints.gguf import KINDS, read_header
+from specbeam.checkpoints.gguf_config import KINDS_OF_MODELS
 from specbeam.checkpoints.gguf_tokenizer import PRE, tokenizer_from_gguf
 from specbeam.checkpoints.gguf_transformers import check_transformers
 from specbeam.checkpoints.gguf_vocabulary import vocabulary_from_gguf
-from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, YARN, byte_tokenizer, examples, random_model
+from tests.conftest import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    LFS_POINTER,
+    LLAMA3_ROPE,
+    LONGROPE,
+    YARN,
+    byte_tokenizer,
+    examples,
+    random_model,
+)
 
 CONTROL, NORMAL = 3, 1
 UINT32 = ValueType.UINT32
@@ -374,7 +389,7 @@ def test_a_damaged_file_is_refused_or_still_a_model(whole, tmp_path_factory, dat
     content = bytearray(whole.read_bytes())
     if data.draw(st.booleans()):
         path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-        with pytest.raises(SpecbeamError, match=r"truncated|damaged|not a GGUF|no tensor"):
+        with pytest.raises(SpecbeamError, match=r"truncated|damaged|not a GGUF|no tensor|is empty"):
             specbeam.load(path)
         return
     places = st.integers(0, content.index(b"blk.0.attn_norm") + 2000)
@@ -398,20 +413,161 @@ MANY_DIMENSIONS = header(1, 0) + struct.pack("<Q1sI", 1, b"x", 200_000) + DIMENS
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "not a GGUF file"),
+        (b"", "is empty: fetch it again"),
+        (LFS_POINTER, "is a pointer of Git LFS, and not the file itself: fetch it with git lfs pull"),
         (b"GGUF", "damaged"),
         (b"PK\x03\x04 something else entirely", "not a GGUF file"),
         (b"GGUF\x01\x00\x00\x00" + bytes(16), "version 1"),
         (ARRAYS_IN_ARRAYS, "damaged"),
         (MANY_DIMENSIONS, "is damaged"),
     ],
-    ids=["empty", "cut", "zip", "version 1", "arrays in arrays", "many dimensions"],
+    ids=["empty", "pointer", "cut", "zip", "version 1", "arrays in arrays", "many dimensions"],
 )
 def test_other_files_are_refused(tmp_path, content, says):
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     with pytest.raises(SpecbeamError, match=says):
         specbeam.load(path)
+
+
+def described(content):
+    """The place of each tensor's description in a GGUF file: where its shape is, its type, and its offset."""
+    found, at = {}, 0
+    for name in open_checkpoint(content).shapes:
+        data = name.encode()
+        at = content.read_bytes().index(struct.pack("<Q", len(data)) + data, at) + 8 + len(data)
+        (dimensions,) = struct.unpack_from("<I", content.read_bytes(), at)
+        found[name] = (at + 4, at + 4 + 8 * dimensions, at + 8 + 8 * dimensions)
+    return found
+
+
+Q, K, DOWN, NORM = "blk.1.attn_q.weight", "blk.1.attn_k.weight", "blk.1.ffn_down.weight", "blk.1.attn_norm.weight"
+LAST = "output_norm.weight"
+
+
+def moved(name, by):
+    def change(data, places):
+        (offset,) = struct.unpack_from("<Q", data, at := places[name][2])
+        struct.pack_into("<Q", data, at, offset + by)
+
+    return change
+
+
+def exchanged(name, other, part):
+    """Exchange the offsets (2) or the shapes (0) of two tensors."""
+
+    def change(data, places):
+        first, second = (places[n][part] for n in (name, other))
+        size = 8 if part == 2 else places[name][1] - places[name][0]
+        kept = data[first : first + size]
+        data[first : first + size] = data[second : second + size]
+        data[second : second + size] = kept
+
+    return change
+
+
+def declared(name, kind):
+    return lambda data, places: struct.pack_into("<I", data, places[name][1], int(Type[kind]))
+
+
+def same_place(name, other):
+    def change(data, places):
+        at, source = places[name][2], places[other][2]
+        data[at : at + 8] = data[source : source + 8]
+
+    return change
+
+
+def shrunk(name, rows):
+    """The first size in the file is that of a row."""
+    return lambda data, places: struct.pack_into("<Q", data, places[name][1] - 8, rows)
+
+
+PLACE = "begins at byte"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (same_place(K, Q), PLACE),
+        (same_place(NORM, LAST), PLACE),
+        (exchanged("blk.1.ffn_gate.weight", "blk.1.ffn_up.weight", 2), PLACE),
+        (exchanged(NORM, LAST, 2), PLACE),
+        (exchanged(Q, K, 2), PLACE),
+        (moved(DOWN, 32), PLACE),
+        (moved(DOWN, -32), PLACE),
+        (moved(LAST, 32), PLACE),
+        (moved(LAST, -128), PLACE),
+        (moved("token_embd.weight", 32), PLACE),
+        (declared(DOWN, "F16"), PLACE),
+        (declared(DOWN, "Q8_0"), PLACE + "|has shape"),
+        (shrunk(DOWN, 31), PLACE),
+        (exchanged(Q, K, 0), PLACE),
+        (declared(NORM, "F16"), f"{NORM} is a vector of type F16, and not F32"),
+        (declared(NORM, "Q8_0"), f"{NORM} is a vector of type Q8_0, and not F32"),
+        (declared(LAST, "BF16"), f"{LAST} is a vector of type BF16, and not F32"),
+        (declared("blk.0.attn_q.bias", "F16"), "blk.0.attn_q.bias is a vector of type F16, and not F32"),
+    ],
+)
+def test_a_tensor_in_another_place_or_of_another_size_is_refused(tmp_path, change, says):
+    """llama.cpp demands that each tensor begins where the one before it ends, and computes with vectors of F32."""
+    path = write_gguf(tmp_path / "m.gguf", random_model("qwen2"))
+    data = bytearray(path.read_bytes())
+    change(data, described(path))
+    path.write_bytes(data)
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(path)
+
+
+def test_exchanged_queries_and_keys_are_refused(tmp_path):
+    model = random_model("llama")
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.q_proj.weight, attention.k_proj.weight = attention.k_proj.weight, attention.q_proj.weight
+    path = write_gguf(tmp_path / "m.gguf", model, **{"llama.attention.key_length": 8})
+    with pytest.raises(
+        SpecbeamError, match=r"attn_q.weight has shape \[16, 32\], but the configuration asks for \[32, 32\]"
+    ):
+        specbeam.load(path)
+
+
+OTHER_TYPES = {"uint32": ("INT32", "UINT64", "FLOAT32"), "float32": ("UINT32", "FLOAT64"), "bool": ("UINT32", "UINT8")}
+
+
+@pytest.mark.parametrize("kind", OTHER_TYPES)
+def test_each_key_has_the_type_that_llama_cpp_demands(tmp_path, kind):
+    """Of an integer as layer_norm_rms_epsilon it says: wrong type u32 but expected type f32."""
+    values = {"uint32": 8, "float32": 1.0, "bool": True}
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    names = {key: "llama." + key for key, kinds in KINDS_OF_MODELS.items() if kinds[0] == kind}
+    names |= {key: key for key, kinds in KINDS.items() if kinds == (kind,)}
+    assert names
+    for key in names.values():
+        writer.add_key_value(key, values[kind], ValueType[kind.upper()])
+    finish(writer)
+    read_header(tmp_path / "m.gguf")
+    for key in names.values():
+        for other in OTHER_TYPES[kind]:
+            writer = GGUFWriter(tmp_path / "other.gguf", "llama")
+            value = values[kind] if other.startswith("FLOAT") else int(values[kind])
+            writer.add_key_value(key, value, ValueType[other])
+            finish(writer)
+            says = f"its key {key} has a value of a wrong type, {other.lower()} and not {kind}"
+            with pytest.raises(SpecbeamError, match=re.escape(says)):
+                read_header(tmp_path / "other.gguf")
+
+
+def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
+    asked, need = set(), Metadata.need
+    monkeypatch.setattr(Metadata, "need", lambda self, key, *default: asked.add(key) or need(self, key, *default))
+    for architecture, changes in [
+        *((name, {}) for name in ("gpt2", "gpt_neox", "stablelm", "smollm3")),
+        ("llama", {"rope_parameters": YARN}),
+        ("gemma2", GEMMA),
+        ("gemma3", GEMMA),
+    ]:
+        assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
+    assert asked == KINDS_OF_MODELS.keys()
 
 
 def test_a_type_that_cannot_be_dequantized_is_named(tmp_path):
@@ -600,11 +756,12 @@ TOO_LARGE = "the model's configuration says"
         ("general.alignment", 0.5, WRONG_TYPE),
         ("llama.attention.key_length", 2**31 - 2, TOO_LARGE),  # and takes no memory
         ("llama.rope.dimension_count", 2**20, TOO_LARGE),
-        ("llama.block_count", 2**40, TOO_LARGE),
+        ("llama.block_count", 2**40, WRONG_TYPE),  # it is no uint32
         ("llama.block_count", 2**28 - 1, "268435455 layers"),
         ("llama.attention.head_count", 0, "num_heads = 0"),
         ("llama.rope.freq_base", 0.0, "must be over 0"),
         ("llama.attention.layer_norm_rms_epsilon", float("nan"), "must be over 0"),
+        ("llama.attention.layer_norm_rms_epsilon", 1, WRONG_TYPE + ", uint32 and not float32"),
         ("llama.attention.key_length", 3, "must be even"),
         ("llama.feed_forward_length", 1, "asks for"),
     ],
@@ -622,6 +779,26 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):
     with pytest.raises(SpecbeamError, match="'mamba' is not supported: supported are gemma2, gemma3_text, gpt2"):
         specbeam.load(tmp_path / "m.gguf", backend="torch")
     assert open_checkpoint(tmp_path / "m.gguf").facts.architecture == "mamba"
+
+
+@pytest.mark.parametrize("there", [(1, 2), (1,)])
+def test_a_part_of_a_split_model_says_which_parts_are_not_there(tmp_path, there):
+    parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for i in there:
+        write_gguf(parts[i - 1], random_model("llama"), **{"split.count": 2})
+    says = (
+        "join the parts" if len(there) == 2 else rf"1 of its 2 parts are not there, among them {parts[1].name}: fetch"
+    )
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(parts[0])
+
+
+@pytest.mark.parametrize(("stated", "original", "context"), [(40, 64, 256), (256, 64, 256), (64, None, 64)])
+def test_the_context_of_yarn_is_that_of_the_folder(tmp_path, stated, original, context):
+    keys = {"llama.context_length": stated, "llama.rope.scaling.original_context_length": original}
+    path = write_gguf(tmp_path / "m.gguf", random_model("llama", rope_parameters=YARN), **keys)
+    checkpoint = open_checkpoint(path)
+    assert (checkpoint.config.context_length, checkpoint.facts.context) == (context, context)
 
 
 def test_a_folder_with_one_file_is_that_file_unless_it_is_a_link_elsewhere(tmp_path):

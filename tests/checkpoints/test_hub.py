@@ -168,6 +168,13 @@ def test_without_an_index_one_file_of_weights_is_downloaded(repository, save):
     assert [file.name for file in locate("some/model").glob("*.safetensors")] == ["model.safetensors"]
 
 
+def test_one_file_of_weights_is_downloaded_in_place_of_the_files_of_an_index_as_in_transformers(repository):
+    random_model("llama").save_pretrained(one := repository.parent / "one")
+    shutil.copy(one / "model.safetensors", repository)
+    assert (repository / "model.safetensors.index.json").is_file()
+    assert [file.name for file in locate("some/model").glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_an_index_that_names_other_files_is_refused_before_they_are_asked_for(repository):
     index = repository / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../../other/model/model.safetensors"}}))

@@ -14,6 +14,7 @@ from specbeam.speech.alignment import Listen
 from specbeam.speech.attempts import Attempt, compression_ratio
 from specbeam.speech.clips import Clip, named_clips, spoken_clips
 from specbeam.speech.features import LogMel
+from specbeam.speech.languages import code_of
 from specbeam.speech.settings import Settings
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.speech.windows import Transcriber, Windows
@@ -280,11 +281,22 @@ def test_clips_of_times_and_of_speech():
 
 
 @pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        *(("zh-cn", "zh"), ("zh-Hans-CN", "zh"), ("en-US", "en"), ("pt_BR", "pt"), ("yue-HK", "yue")),
+        *(("DE", "de"), (" German ", "de"), ("haitian creole", "ht"), ("auto", None), ("Auto", None), ("", None)),
+    ],
+)
+def test_a_language_is_a_code_a_name_a_tag_or_the_likeliest(given, code):
+    assert code_of(given) == code
+
+
+@pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"language": "xx"}, "language='xx' is not known: .* knows en, de, fr"),
         ({"language": "Englisch"}, "language='Englisch' is not known: did you mean 'english'?"),
-        ({"language": ""}, "language='' is not known: give a code or an English name, such as 'de' or 'german'"),
+        ({"language": "?"}, "language='\\?' is not known: give a code or an English name, such as 'de' or 'german'"),
         ({"task": "sing"}, "task='sing' is not allowed: give 'transcribe' or 'translate'"),
         ({"beam_size": 5}, "beam_size=5 cannot be honoured: it is num_beams here"),
         ({"hallucination_silence_threshold": 2}, "hallucination_silence_threshold=2 needs word_timestamps"),

@@ -31,6 +31,7 @@ from specbeam.backends.torch.selecting import TensorBackend
 from specbeam.backends.torch.transfer import to_device
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
+from specbeam.checkpoints.config_keys import scaled_context
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import not_finite
 from specbeam.errors import SpecbeamError
@@ -421,8 +422,5 @@ def context_length_of(config: Any) -> int:
 
 def _context_length(config: Any) -> int:
     """Tokens of the longest sequence for which the model was made."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    # A longer sequence would change the rotation of all tokens, also of cached tokens and of the other trees.
-    original = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
-    length = original or getattr(config, "max_position_embeddings", None)
-    return length or UNLIMITED_CONTEXT
+    stated = getattr(config, "max_position_embeddings", None) or UNLIMITED_CONTEXT
+    return scaled_context(getattr(config, "rope_parameters", None) or {}, stated)

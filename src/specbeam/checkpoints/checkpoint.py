@@ -21,6 +21,7 @@ from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
+from specbeam.checkpoints.parameters import stacked_rows
 from specbeam.errors import SpecbeamError
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.machine import usable_processors
@@ -92,6 +93,17 @@ class Checkpoint(ABC):
     @abstractmethod
     def facts(self) -> Facts:
         """The facts in the headers, also for architectures that are not supported."""
+
+    def _context(self, stated: Any) -> int | None:
+        """The tokens of the longest text. Of a model that cannot be run it is what the file states.
+
+        Args:
+            stated: a value of its metadata.
+        """
+        try:
+            return self.config.context_length
+        except SpecbeamError:
+            return stated if isinstance(stated, int) else None
 
     @property
     @abstractmethod
@@ -246,31 +258,32 @@ class Checkpoint(ABC):
         return sorted((i, token) for token, i in self.tokenizer.get_vocab().items() if i >= vocab_size)
 
     def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises SpecbeamError unless the checkpoint has exactly the tensors of these parameters."""
+        """Raises SpecbeamError unless the checkpoint has the tensors of these parameters, each in its own shape."""
         used = set()
         for name, expected in parameters.items():
-            rows = 0
-            for source in self.sources(name):
+            sources = self.sources(name)
+            rows = expected[:1] if len(sources) == 1 else stacked_rows(name, self.config)
+            for source, count in zip(sources, rows, strict=True):
                 if source not in self.shapes:
                     near = difflib.get_close_matches(source, self.shapes, n=1)
                     hint = f" (the nearest it has is {near[0]})" if near else ""
                     raise SpecbeamError(f"{self.path} has no tensor {source}{hint}")
-                shape = self.shape(source)
-                if shape[1:] != expected[1:] or not shape:
+                if (shape := self.shape(source)) != (count, *expected[1:]):
                     raise SpecbeamError(
                         f"{self.path}: tensor {source} has shape {list(shape)}, but the configuration asks for "
-                        f"{['*', *expected[1:]]}"
+                        f"{[count, *expected[1:]]}"
                     )
-                rows += shape[0]
                 used.add(source)
-            if rows != expected[0]:
-                raise SpecbeamError(
-                    f"{self.path}: {' + '.join(self.sources(name))} have {rows} rows, but the configuration asks for "
-                    f"{expected[0]}"
-                )
-        extra = sorted(t for t in self.shapes if t not in used and not t.endswith(self.ignored))
-        if extra:
-            raise SpecbeamError(
+        if extra := sorted(t for t in self.shapes if t not in used and not t.endswith(self.ignored)):
+            self.on_extra_tensors(
                 f"{self.path} has {len(extra)} tensors a {self.config.architecture} model does not have: "
                 f"{', '.join(extra[:3])}{', ...' if len(extra) > 3 else ''}"
             )
+
+    def on_extra_tensors(self, problem: str) -> None:
+        """Refuse tensors that are no parameters, as llama.cpp does, or warn where the format's reference warns.
+
+        Args:
+            problem: names them.
+        """
+        raise SpecbeamError(problem)

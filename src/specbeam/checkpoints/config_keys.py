@@ -92,6 +92,26 @@ def standardized(given: SimpleNamespace) -> dict[str, Any]:
     return ropes
 
 
+def scaled_context(ropes: Mapping[str, Any], context: int) -> int:
+    """The tokens of the longest sequence that rotary settings are for.
+
+    YaRN's are for ``factor`` times the original context. Model cards ask to add them to a config.json that keeps its
+    ``max_position_embeddings``. LongRoPE's rotation changes for all tokens of a sequence beyond the original context.
+    The other kinds are for ``max_position_embeddings``.
+
+    Args:
+        ropes: of transformers 5. They may be nested by kinds of layers, of which those count that see the whole text.
+        context: ``max_position_embeddings``.
+    """
+    ropes = ropes.get("full_attention") or ropes
+    kind, original = ropes.get("rope_type"), ropes.get(ORIGINAL)
+    if kind == "longrope" and original:
+        return min(context, int(original))
+    if kind == "yarn" and original and (factor := ropes.get("factor")):
+        return int(factor * original)
+    return context
+
+
 def nested(given: SimpleNamespace) -> list[dict[str, Any]]:
     """The rotary settings of each kind of layers; empty if there is one for all layers."""
     kinds = getattr(given, "layer_types", None) or ()

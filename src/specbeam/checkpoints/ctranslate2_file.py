@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.checkpoints.files import check_fetched
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.errors import SpecbeamError, shown
 
@@ -102,6 +103,7 @@ def read_model_file(file: Path) -> ModelFile:
     Raises:
         SpecbeamError: it is of another format or version, or damaged.
     """
+    check_fetched(file)
     try:
         with file.open("rb") as opened:
             return _Reader(file, opened).read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -13,6 +14,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL = "model.bin"
 """The weights of a folder that CTranslate2 has converted."""
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+"""Ends the name of one part of a split GGUF file."""
+SHARDS = "model-*-of-*.safetensors"
+UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2")
+"""What huggingface_hub, browsers and other programs call a file while it is fetched."""
+LFS_POINTER = b"version https://git-lfs"
+"""Begins the file that Git puts in place of a large one until Git LFS fetches that."""
 
 MAX_NAME_BYTES = 255
 VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
@@ -72,6 +80,34 @@ def check_no_link(path: Path) -> None:
         raise SpecbeamError(f"{path} is a link to {os.readlink(path)}: remove both yourself. Nothing was removed")
 
 
+def check_fetched(file: Path) -> None:
+    """Raises SpecbeamError for a file whose content was not fetched: an empty one, or a pointer of Git LFS."""
+    try:
+        with file.open("rb") as opened:
+            begin = opened.read(len(LFS_POINTER))
+    except OSError as error:
+        raise SpecbeamError(f"{file} cannot be read: {error.strerror}") from error
+    if not begin:
+        raise SpecbeamError(f"{file} is empty: fetch it again")
+    if begin == LFS_POINTER:
+        raise SpecbeamError(f"{file} is a pointer of Git LFS, and not the file itself: fetch it with git lfs pull")
+
+
+def missing_weights(folder: Path, file: Path) -> SpecbeamError:
+    """The error for a folder that lacks a file of weights: an unfinished download, or a model in another form."""
+    name, is_begun = file.relative_to(folder).as_posix(), (folder / INDEX).is_file()
+    if not is_begun and any(folder.glob(SHARDS)):
+        name, is_begun = INDEX, True
+    places = [folder, folder / ".cache" / "huggingface" / "download"]
+    if (home := folder.resolve().parent).name == "snapshots":  # the hub's cache
+        places.append(home.parent / "blobs")
+    if is_begun or any(any(place.glob(kind)) for place in places for kind in UNFINISHED):
+        return SpecbeamError(f"{folder} has no {name}: its download is not complete. Fetch it again")
+    return SpecbeamError(
+        f"{folder} has no {name}: only models saved as safetensors or by CTranslate2 (model.bin) can be loaded"
+    )
+
+
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file of a folder; empty if there is no such file.
 
@@ -81,6 +117,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     file = folder / name
     if not file.is_file():
         return {}
+    check_fetched(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -93,9 +130,13 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 def weight_map(folder: Path) -> dict[str, Path]:
     """The file of each tensor as the index names it; empty for a folder without an index.
 
+    It is empty also for a folder with all weights in one file: as in transformers, that file goes before an index.
+
     Raises:
         SpecbeamError: the index is damaged, or names a file outside the folder.
     """
+    if (folder / WEIGHTS).is_file():
+        return {}
     named = read_json(folder, INDEX).get("weight_map") or {}
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
         raise SpecbeamError(f"{folder}: the weight_map of {INDEX} does not name a file for each tensor")

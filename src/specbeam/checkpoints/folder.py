@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -19,14 +21,25 @@ from specbeam.checkpoints.checkpoint import Checkpoint, Facts
 from specbeam.checkpoints.code import check_tokenizer, refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
-from specbeam.checkpoints.files import VOCABULARIES, WEIGHTS, check_links, read_json, weight_map
+from specbeam.checkpoints.files import (
+    VOCABULARIES,
+    WEIGHTS,
+    check_fetched,
+    check_links,
+    missing_weights,
+    read_json,
+    weight_map,
+)
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
-from specbeam.checkpoints.safetensors_file import Floats, StoredTensor, extents_of, tensors_of
+from specbeam.checkpoints.quantized import check_not_quantized, quantization_of
+from specbeam.checkpoints.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.extras import require
 from specbeam.generation_defaults import FILE, GenerationDefaults, defaults_of_config
+
+logger = logging.getLogger("specbeam")
 
 
 class FolderCheckpoint(Checkpoint):
@@ -43,7 +56,7 @@ class FolderCheckpoint(Checkpoint):
         self.path, self.adapter = path, adapter
         check_links(path)
         if not (path / "config.json").is_file():
-            raise SpecbeamError(f"{path} has no config.json: give a folder as transformers saves models")
+            raise SpecbeamError(f"{path} has no config.json: fetch it, or give a folder as transformers saves models")
         self._config = read_json(path, "config.json")
         named = weight_map(path)
         self._tensors: dict[str, StoredTensor] = {}
@@ -52,10 +65,7 @@ class FolderCheckpoint(Checkpoint):
         self._weights = sorted(set(named.values())) or [path / WEIGHTS]
         for file in self._weights:
             if not file.is_file():
-                raise SpecbeamError(
-                    f"{path} has no {file.relative_to(path)}: only models saved as safetensors or by CTranslate2 "
-                    "(model.bin) can be loaded"
-                )
+                raise missing_weights(path, file)
             for name, tensor in tensors_of(file).items():
                 self._tensors[name], self.shapes[name] = tensor, tensor.shape
                 self.weights_by_type[tensor.dtype] += prod(tensor.shape)
@@ -85,15 +95,15 @@ class FolderCheckpoint(Checkpoint):
         return Facts(
             architecture=str(self._config.get("model_type", "unknown")),
             parameters=sum(prod(shape) for name, shape in self.shapes.items() if name not in self._zeros),
-            context=number if isinstance(number := self._config.get("max_position_embeddings"), int) else None,
-            quantization=self._quantized() or self.dtype,
+            context=self._context(self._config.get("max_position_embeddings")),
+            quantization=quantization_of(self.path, self._config, self._dtypes) or self.dtype,
             size=sum(file.stat().st_size for file, _ in self.extents),
             license=self._license(),
         )
 
-    def _quantized(self) -> str | None:
-        how = self._config.get("quantization_config")
-        return str(how.get("quant_method", "a method it does not name")) if isinstance(how, dict) else None
+    @property
+    def _dtypes(self) -> dict[str, str]:
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def _license(self) -> str | None:
         """The license the model card names in its YAML head."""
@@ -110,15 +120,36 @@ class FolderCheckpoint(Checkpoint):
 
     @cached_property
     def config(self) -> Config:
-        if quantized := self._quantized():
-            raise Unsupported(f"{self.path} is quantized with {quantized}: load an unquantized folder or a GGUF file")
+        check_not_quantized(self.path, self._config, self._dtypes)
         config = config_from_hugging_face(self._config, self.shapes)
+        if config.tied_head:
+            config = self._tied_or_not(config)
         return config if self.adapter is None else self._take_replaced(config, self.adapter)
+
+    def _embedding_and_head(self, config: Config) -> list[str]:
+        names = ARCHITECTURES[config.architecture].folder_tensors
+        return [f"{names['embedding']}.weight", f"{names['head']}.weight"]
+
+    def _tied_or_not(self, config: Config) -> Config:
+        """The configuration of a model whose config.json ties the head to the embedding, as transformers 5 takes it.
+
+        If only one of them is stored, it is both. If both are stored and differ, they stay two.
+        """
+        embedding, head = map(self._stored, self._embedding_and_head(config))
+        if embedding not in self.shapes and head in self.shapes:
+            self._tensors[embedding], self.shapes[embedding] = self._tensors.pop(head), self.shapes.pop(head)
+        if head not in self.shapes or are_equal(self._tensors[embedding], self._tensors[head]):
+            return config
+        logger.warning(
+            "%s: config.json ties %s to the embedding, but the folder stores another one, which is used, as in "
+            'transformers. "tie_word_embeddings": false in config.json says so without a warning',
+            *(self.path, head),
+        )
+        return replace(config, tied_head=False)
 
     def _take_replaced(self, config: Config, adapter: Adapter) -> Config:
         """Find the tensors that an adapter replaces in its file. Returns the configuration that it then has."""
-        names = ARCHITECTURES[config.architecture].folder_tensors
-        both = [f"{names['embedding']}.weight", f"{names['head']}.weight"]
+        both = self._embedding_and_head(config)
         self._tied = both if config.tied_head else []
         vocab_sizes = adapter.vocab_sizes(both)
         embedding, head = map(self._stored, both)
@@ -130,14 +161,18 @@ class FolderCheckpoint(Checkpoint):
         return replace(config, tied_head=False, vocab_size=vocab_sizes[0]) if vocab_sizes else config
 
     def check_transformers(self, config: Any) -> None:
-        """Such a folder is transformers' own form."""
+        """Such a folder is transformers' own form, unless it is quantized and does not say so in transformers' way."""
+        with suppress(Unsupported):
+            check_not_quantized(self.path, self._config, self._dtypes)
 
     @cached_property
     def tokenizer(self) -> Any:
         # An adapter that adds tokens has a tokenizer of its own.
-        folder = self.path if self.adapter is None or not _has_vocabulary(self.adapter.path) else self.adapter.path
+        folder = self.path if self.adapter is None or not _vocabulary(self.adapter.path) else self.adapter.path
         described = read_json(folder, "tokenizer_config.json")
-        if described.get("tokenizer_class") != "ByT5Tokenizer" and not _has_vocabulary(folder):
+        if vocabulary := _vocabulary(folder):
+            check_fetched(vocabulary)
+        elif described.get("tokenizer_class") != "ByT5Tokenizer":
             return None  # transformers would make an empty one for some architectures
         check_tokenizer(folder, described)
         config = self._config if folder == self.path else read_json(folder, "config.json")
@@ -173,7 +208,7 @@ class FolderCheckpoint(Checkpoint):
     @property
     def ignored(self) -> tuple[str, ...]:
         # A model with a tied head sometimes stores it once more.
-        tied = (self.modules["head"] + ".weight",) if self._config.get("tie_word_embeddings", True) else ()
+        tied = (self.modules["head"] + ".weight",) if self.config.tied_head else ()
         return self.architecture.folder_ignored + tied
 
     @property
@@ -195,6 +230,9 @@ class FolderCheckpoint(Checkpoint):
                 lambda name: self.shape(stored) if (stored := self._stored(name)) in known else None, self._tied
             )
         super().check_tensors(parameters)
+
+    def on_extra_tensors(self, problem: str) -> None:
+        logger.warning("%s. They are left out, as in transformers", problem)
 
     @cached_property
     def _updates(self) -> dict[str, str]:
@@ -231,5 +269,6 @@ class FolderCheckpoint(Checkpoint):
         return piece
 
 
-def _has_vocabulary(folder: Path) -> bool:
-    return any(next(folder.glob(name), None) for name in VOCABULARIES)
+def _vocabulary(folder: Path) -> Path | None:
+    """The first file of a folder that holds the vocabulary of a tokenizer."""
+    return next((file for name in VOCABULARIES for file in folder.glob(name) if file.is_file()), None)

@@ -21,7 +21,7 @@ from specbeam.checkpoints.config import (
     yarn_divisors,
     yarn_scale,
 )
-from specbeam.checkpoints.config_keys import COMMON, check_rope, fits, in_words, nested
+from specbeam.checkpoints.config_keys import COMMON, check_rope, fits, in_words, nested, scaled_context
 from specbeam.checkpoints.families import ARCHITECTURES, require_supported
 from specbeam.errors import SpecbeamError, Unsupported
 
@@ -158,7 +158,7 @@ def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collectio
     head_dim = size("head_dim", get("head_dim", otherwise=hidden // heads), MAX_HEAD_DIM)
     context = get("max_position_embeddings", "max_target_positions")
     window, kinds = get("sliding_window"), get("layer_types")
-    ropes = get("rope_parameters", otherwise={})
+    ropes = get("rope_parameters", otherwise={}) if architecture.has_rope else {}
 
     def layer(i: int) -> Layer:
         kind = kinds[i] if kinds else "sliding_attention" if window else "full_attention"
@@ -173,8 +173,6 @@ def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collectio
         return Layer(rope, window if kind == "sliding_attention" else None)
 
     layers = make_layers(given.num_hidden_layers, tensors, layer)
-    if ropes.get("rope_type") == "longrope":  # a longer text would change the rotation of all of its tokens
-        context = min(context, int(ropes["original_max_position_embeddings"]))
     head = architecture.folder_tensors["head"] + ".weight"
     config = Config(
         architecture=architecture.name,
@@ -185,7 +183,7 @@ def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collectio
         num_heads=heads,
         num_kv_heads=get("num_key_value_heads", otherwise=heads),
         head_dim=head_dim,
-        context_length=context,
+        context_length=scaled_context(ropes, context),
         norm_eps=float(get("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", otherwise=1e-6)),
         attention_scale=float(head_dim) ** -0.5,
         tied_head=bool(get("tie_word_embeddings", otherwise=head not in tensors)),

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.files import PART, check_fetched
 from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.gguf_config import DIVISORS, config_from_gguf
+from specbeam.checkpoints.gguf_config import DIVISORS, KINDS_OF_MODELS, config_from_gguf
 from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.checkpoints.gguf_transformers import check_transformers
 from specbeam.checkpoints.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
@@ -29,8 +30,12 @@ from specbeam.generation_defaults import GenerationDefaults
 
 logger = logging.getLogger("specbeam")
 
-SCALAR_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-"""How struct reads a value, by the number of its type in the file."""
+SCALARS = {
+    **{0: ("uint8", "<B"), 1: ("int8", "<b"), 2: ("uint16", "<H"), 3: ("int16", "<h"), 4: ("uint32", "<I")},
+    **{5: ("int32", "<i"), 6: ("float32", "<f"), 7: ("bool", "<?"), 10: ("uint64", "<Q"), 11: ("int64", "<q")},
+    12: ("float64", "<d"),
+}
+"""The name of a value's type, and how struct reads it, by the number of the type in the file."""
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4
 """Of a tensor, as in llama.cpp. To multiply thousands of sizes takes minutes."""
@@ -57,22 +62,20 @@ SAMPLING: dict[str, tuple[str, type, Callable[[float], bool]]] = {
 PENALTY = "general.sampling.penalty_repeat"
 """llama.cpp's penalty looks at the last tokens, and ours at the whole text. So only chat and the server take it."""
 
-KINDS: dict[str, tuple[type, ...]] = {
-    **{key: (kind,) for key, kind, _ in SAMPLING.values()},
-    PENALTY: (float,),
-    **dict.fromkeys(("general.architecture", "general.name", "general.type"), (str,)),
-    **dict.fromkeys(("tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"), (str,)),
-    **dict.fromkeys((f"tokenizer.ggml.add_{x}" for x in ("bos_token", "eos_token", "space_prefix")), (bool,)),
-    **dict.fromkeys(("general.alignment", *ID_KEYS), (int,)),
+INTEGERS = tuple(name for name, _ in SCALARS.values() if "int" in name)
+FLOATS = ("float32", "float64")
+KINDS: dict[str, tuple[str, ...]] = {
+    **{key: FLOATS if kind is float else INTEGERS for key, kind, _ in SAMPLING.values()},
+    PENALTY: FLOATS,
+    **dict.fromkeys(("general.architecture", "general.name", "general.type"), ("string",)),
+    **dict.fromkeys(("tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"), ("string",)),
+    **dict.fromkeys((f"tokenizer.ggml.add_{x}" for x in ("bos_token", "eos_token", "space_prefix")), ("bool",)),
+    **dict.fromkeys(("general.alignment", *ID_KEYS), ("uint32",)),
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), ("[string]",)),
+    **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.suppress_tokens"), ("[int32]", "[uint32]")),
+    "tokenizer.ggml.scores": ("[float32]", "[int32]"),
 }
-"""The keys that are read, with the types of their values. gguf_config.py checks the sizes of the model itself."""
-KINDS_OF_ENTRIES: dict[str, tuple[type, ...]] = {
-    "tokenizer.ggml.tokens": (str,),
-    "tokenizer.ggml.merges": (str,),
-    **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.suppress_tokens"), (int,)),
-    "tokenizer.ggml.scores": (float, int),
-}
-"""The keys that are arrays. All entries of an array have one type in the file."""
+"""The types that the values of keys may have. :data:`KINDS_OF_MODELS` has the keys of an architecture."""
 
 
 class TensorInfo(NamedTuple):
@@ -80,6 +83,10 @@ class TensorInfo(NamedTuple):
     type: GGMLType
     offset: int  # from the start of the file
     row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape[:-1]) * self.row_bytes
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -106,13 +113,13 @@ class GGUFCheckpoint(Checkpoint):
         size = path.stat().st_size
         for name, tensor in self._tensors.items():
             self.weights_by_type[tensor.type.name] += prod(tensor.shape)
-            end = tensor.offset + prod(tensor.shape[:-1]) * tensor.row_bytes
+            end = tensor.offset + tensor.bytes
             if end > size:
                 raise SpecbeamError(
                     f"{path} is truncated: tensor {name} ends at byte {end:,}, the file at {size:,}. Fetch it again"
                 )
         if self.metadata.get("split.count", 1) not in (0, 1):
-            raise SpecbeamError(f"{path} is one part of a split model: join the parts with llama-gguf-split --merge")
+            raise _split(path)
 
     @property
     def facts(self) -> Facts:
@@ -120,7 +127,7 @@ class GGUFCheckpoint(Checkpoint):
         return Facts(
             architecture=architecture,
             parameters=sum(map(prod, self.shapes.values())),
-            context=number if isinstance(number := self.metadata.get(f"{architecture}.context_length"), int) else None,
+            context=self._context(self.metadata.get(f"{architecture}.context_length")),
             quantization=self._file_type() or self.dtype,
             size=self.path.stat().st_size,
             license=name if isinstance(name := self.metadata.get("general.license"), str) else None,
@@ -193,7 +200,7 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
-        tensors = [Extent(t.offset, prod(t.shape[:-1]) * t.row_bytes) for t in self._tensors.values()]
+        tensors = [Extent(t.offset, t.bytes) for t in self._tensors.values()]
         header = min((t.start for t in tensors), default=self.path.stat().st_size)
         return [(self.path, [Extent(0, header, whole=True), *tensors])]
 
@@ -227,12 +234,25 @@ class GGUFCheckpoint(Checkpoint):
         return values.ravel()[start:stop] if vector else values.reshape(last - first, *tensor.shape[1:])
 
 
+def _split(path: Path) -> SpecbeamError:
+    """The error for one part of a split model. It names the parts that are not there."""
+    if part := PART.search(path.name):
+        names = [f"{path.name[: part.start()]}-{i:05}-of-{part[1]}.gguf" for i in range(1, min(int(part[1]), 999) + 1)]
+        if lost := [name for name in names if not (path.parent / name).is_file()]:
+            return SpecbeamError(
+                f"{path} is one part of a split model, and {len(lost)} of its {len(names)} parts are not there, among "
+                f"them {lost[0]}: fetch them, and join all parts with llama-gguf-split --merge"
+            )
+    return SpecbeamError(f"{path} is one part of a split model: join the parts with llama-gguf-split --merge")
+
+
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """The metadata and the tensors of a GGUF file.
 
     gguf's own reader makes a NumPy array of every string: 8 s for a vocabulary of 150,000 tokens. This takes a
     fraction of a second. Errors of struct and of decoding pass through to the caller.
     """
+    check_fetched(path)
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise SpecbeamError(f"{path} is not a GGUF file")
@@ -264,30 +284,31 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
         data.seek(begin)
         return found
 
-    def value(kind: int) -> Any:
+    def value(kind: int) -> tuple[str, Any]:
+        """The name of the type, and the value. llama.cpp has no arrays of arrays."""
         if kind == STRING:
-            return string()
+            return "string", string()
         if kind != ARRAY:
-            return scalar(SCALAR_FORMATS[kind])
+            name, form = SCALARS[kind]
+            return name, scalar(form)
         inner, length = scalar("<I"), scalar("<Q")
-        if inner in SCALAR_FORMATS:
-            entries = f"<{length}{SCALAR_FORMATS[inner][1]}"
-            return list(struct.unpack(entries, data.read(struct.calcsize(entries))))
         if inner == STRING:
-            return strings(length)
-        return [value(inner) for _ in range(length)]
+            return "[string]", strings(length)
+        name, form = SCALARS[inner]
+        entries = f"<{length}{form[1]}"
+        return f"[{name}]", list(struct.unpack(entries, data.read(struct.calcsize(entries))))
 
     version = scalar("<I")
     if version not in (2, 3):
         raise SpecbeamError(f"{path} is GGUF version {version}: versions 2 and 3, little-endian, can be read")
     tensor_count, key_count = scalar("<Q"), scalar("<Q")
-    metadata = {}
+    metadata, kinds = {}, {}
     for _ in range(key_count):
         key = string()
         if key in metadata:
             raise SpecbeamError(f"{path} is damaged: it has the key {key} twice")
-        metadata[key] = value(scalar("<I"))
-    _check_kinds(path, metadata)
+        kinds[key], metadata[key] = value(scalar("<I"))
+    _check_kinds(path, metadata, kinds)
     described = []
     for _ in range(tensor_count):
         name = string()
@@ -299,23 +320,34 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
     if alignment < 1 or alignment & (alignment - 1):
         raise SpecbeamError(f"{path} is damaged: its tensors are aligned to {alignment} bytes, which is no power of 2")
     start = -(-data.tell() // alignment) * alignment
-    tensors = {}
+    tensors, end = {}, 0
     for name, shape, kind, offset in described:
         if name in tensors:
             raise SpecbeamError(f"{path} is damaged: it has the tensor {name} twice")
         if not shape or shape[-1] % kind.size:
             raise SpecbeamError(f"{path} is damaged: tensor {name} of type {kind.name} has shape {list(shape)}")
+        if len(shape) == 1 and kind.name != "F32":
+            raise SpecbeamError(f"{path} is damaged: {name} is a vector of type {kind.name}, and not F32")
+        if offset != end:
+            raise SpecbeamError(
+                f"{path} is damaged: tensor {name} begins at byte {offset:,} of the data, and not at {end:,}, after "
+                "the one before it. Fetch it again"
+            )
         tensors[name] = TensorInfo(shape, kind, start + offset, shape[-1] // kind.size * kind.bytes)
+        end += -(-tensors[name].bytes // alignment) * alignment
     return metadata, tensors
 
 
-def _check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
-    for key, value in metadata.items():
-        wrong = key in KINDS and type(value) not in KINDS[key]
-        if kinds := KINDS_OF_ENTRIES.get(key):
-            wrong = not isinstance(value, list) or (bool(value) and type(value[0]) not in kinds)
-        if wrong:
-            raise SpecbeamError(f"{path} is damaged: its key {key} has a value of a wrong type. Fetch it again")
+def _check_kinds(path: Path, metadata: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+    """Refuse values of other types than llama.cpp takes. An empty array may have any."""
+    prefix = f"{metadata.get('general.architecture')}."
+    for key, kind in kinds.items():
+        allowed = KINDS.get(key) or KINDS_OF_MODELS.get(key.removeprefix(prefix))
+        if allowed and kind not in allowed and not (kind.startswith("[") and metadata[key] == []):
+            raise SpecbeamError(
+                f"{path} is damaged: its key {key} has a value of a wrong type, {kind} and not {' or '.join(allowed)}. "
+                "Fetch it again"
+            )
 
 
 def _type(path: Path, tensor: str, number: int) -> GGMLType:

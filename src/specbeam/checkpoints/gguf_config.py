@@ -40,6 +40,38 @@ NO_EFFECT = frozenset(
     )
 )
 """Keys that change no text, and that nothing reads."""
+KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            *("context_length", "embedding_length", "block_count", "expert_count", "attention.sliding_window"),
+            *(
+                "attention.key_length",
+                "attention.value_length",
+                "attention.key_length_swa",
+                "attention.value_length_swa",
+            ),
+            *("rope.dimension_count", "rope.dimension_count_swa", "rope.scaling.original_context_length"),
+        ),
+        ("uint32",),
+    ),
+    **dict.fromkeys(
+        ("feed_forward_length", "attention.head_count", "attention.head_count_kv"), ("uint32", "[uint32]", "[int32]")
+    ),
+    "attention.sliding_window_pattern": ("uint32", "[bool]", "[uint32]", "[int32]"),
+    **dict.fromkeys(
+        (
+            *("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
+            *("attn_logit_softcapping", "final_logit_softcapping"),
+            *("rope.freq_base", "rope.freq_base_swa", "rope.scale_linear", "rope.scaling.factor"),
+            *("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"),
+            *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier"),
+        ),
+        ("float32",),
+    ),
+    **dict.fromkeys(("attention.causal", "use_parallel_residual"), ("bool",)),
+    "rope.scaling.type": ("string",),
+}
+"""The keys of models that are read, without the architecture's name, with the types that llama.cpp takes."""
 OTHER_FILES = {
     "adapter": "a LoRA adapter, and no model: merge it into its base model with llama-export-lora and give the merged "
     "file, or give the adapter as the folder that PEFT saves, with a base model that is a folder",
@@ -122,6 +154,9 @@ def _read(
     rope = None if features.get("learned_positions") else _rope(metadata, rotated, divisors, context)
     if LONGROPE_DIVISORS in divisors:  # a longer text would change the rotation of all of its tokens
         context = min(context, get("rope.scaling.original_context_length", context))
+    elif rope is not None and get("rope.scaling.type", "linear") == "yarn":  # as for the folder of the file
+        trained = get("rope.scaling.original_context_length", None)
+        context = context if trained is None else int(_factor(metadata) * trained)
 
     epsilon = "layer_norm_epsilon" if features.get("norm") == "layer" else "layer_norm_rms_epsilon"
     config = Config(
@@ -158,14 +193,18 @@ def _require_equal(metadata: Metadata, key: str, expected: int) -> None:
         raise SpecbeamError(f"{metadata.name(key)} = {value} is not supported: it must be {expected} here")
 
 
+def _factor(metadata: Metadata) -> float:
+    """By how much the rotation is stretched. 0 stands for no scaling."""
+    return float(metadata.need("rope.scaling.factor", metadata.need("rope.scale_linear", 0.0))) or 1.0
+
+
 def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]], context: int) -> Rope:
     """The rotation of a file's layers, as llama.cpp makes it: the factor of a scaling divides all frequencies."""
     get = metadata.need
     theta, kind = float(get("rope.freq_base", 10000.0)), get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "longrope", "yarn"):
         raise SpecbeamError(f"rope scaling {kind!r} is not supported: supported are none, linear, longrope, yarn")
-    factor = float(get("rope.scaling.factor", get("rope.scale_linear", 0.0))) or 1.0  # 0 stands for no scaling
-    scale = float(get("rope.scaling.attn_factor", 1.0))
+    factor, scale = _factor(metadata), float(get("rope.scaling.attn_factor", 1.0))
     trained = get("rope.scaling.original_context_length", context)
     stretched: tuple[float, ...] | None = None
     if kind == "yarn":

@@ -13,7 +13,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import NamedTuple
 
-from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, MODEL, WEIGHTS, check_no_link, weight_map
+from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, MODEL, PART, WEIGHTS, check_no_link, weight_map
 from specbeam.errors import SpecbeamError
 
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.spm", "*.tiktoken", "merges.txt", "vocab.txt", "README.md"]
@@ -25,7 +25,6 @@ ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<pick>\w[\w.+-]*(/\w[\w.+-
 """A hub id, with the name of a GGUF file or its quantization after a colon: ``org/name:Q4_K_M``."""
 PREFIX = "models--"
 """Begins the name of a model's folder in the cache. Data sets have another one."""
-PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 class Kept(NamedTuple):
@@ -43,8 +42,8 @@ class Kept(NamedTuple):
 def fetch(repository: str, revision: str | None = None, pick: str | None = None, *, download: bool = True) -> Path:
     """The folder of a repository's snapshot, or one of its GGUF files. It is downloaded first if the cache lacks it.
 
-    Of the weights only the files that the index names are downloaded. Without an index that is model.safetensors, or
-    for an adapter adapter_model.safetensors. A repository without them may have one GGUF file.
+    Of the weights only model.safetensors is downloaded, or for an adapter adapter_model.safetensors. Without that file
+    the files that the index names are. A repository without them may have one GGUF file.
     ``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN`` and the rest of huggingface_hub's environment hold.
 
     Args:
@@ -92,15 +91,16 @@ def _fetch(repository: str, revision: str | None, pick: str | None, download: bo
     folder = Path(
         snapshot_download(repository, revision=revision, allow_patterns=DESCRIPTIONS, local_files_only=from_cache)
     )
-    if (folder / ADAPTER).is_file():
-        weights = {ADAPTER_WEIGHTS}
-    else:
-        weights = {file.relative_to(folder).as_posix() for file in weight_map(folder).values()} or {WEIGHTS}
     # The name of a snapshot is its commit: a branch may have moved meanwhile.
-    patterns = [glob.escape(name) for name in weights]
-    snapshot_download(repository, revision=folder.name, allow_patterns=patterns, local_files_only=from_cache)
-    if any((folder / name).is_file() for name in weights):
+    whole = ADAPTER_WEIGHTS if (folder / ADAPTER).is_file() else WEIGHTS
+    snapshot_download(repository, revision=folder.name, allow_patterns=[whole], local_files_only=from_cache)
+    if (folder / whole).is_file():
         return folder
+    if shards := {file.relative_to(folder).as_posix() for file in weight_map(folder).values()}:
+        patterns = [glob.escape(name) for name in shards]
+        snapshot_download(repository, revision=folder.name, allow_patterns=patterns, local_files_only=from_cache)
+        if any((folder / name).is_file() for name in shards):
+            return folder
     if any((folder / name).is_file() for name in CTRANSLATE2_VOCABULARIES):
         snapshot_download(repository, revision=folder.name, allow_patterns=[MODEL], local_files_only=from_cache)
         if (folder / MODEL).is_file():

@@ -19,6 +19,20 @@ def parameter_shapes(config: Config) -> dict[str, Shape]:
     return dict(_parameters(config))
 
 
+def stacked_rows(name: str, config: Config) -> tuple[int, ...]:
+    """The rows of each matrix or bias that is stacked to a parameter of several, such as query, key and value."""
+    if name.startswith("encoder.") and config.encoder is not None:
+        return stacked_rows(name.removeprefix("encoder."), config.encoder)
+    return next(rows for module, rows in _stacks(config).items() if f".{module}." in name)
+
+
+def _stacks(config: Config) -> dict[str, tuple[int, ...]]:
+    """The rows of each stacked matrix, by the name of the module in a block."""
+    head_dim, inner = config.head_dim, config.intermediate_size
+    query, key = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    return {"attention.qkv": (query, key, key), "cross_attention.key_value": (key, key), "mlp.gate_up": (inner, inner)}
+
+
 def _parameters(config: Config) -> Iterator[tuple[str, Shape]]:
     hidden = config.hidden_size
     if config.bands is None:
@@ -41,9 +55,9 @@ def _parameters(config: Config) -> Iterator[tuple[str, Shape]]:
 
 def _block(config: Config) -> Iterator[tuple[str, Shape]]:
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    stacked = {module: sum(rows) for module, rows in _stacks(config).items()}
     yield from _norm("attention_norm", hidden, config)
-    rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
-    yield from _weights("attention.qkv", rows, hidden, config.qkv_bias)
+    yield from _weights("attention.qkv", stacked["attention.qkv"], hidden, config.qkv_bias)
     yield from _weights("attention.output", hidden, config.num_heads * head_dim, config.output_bias)
     if config.qk_norm:
         yield from _norm("attention.q_norm", head_dim, config)
@@ -51,15 +65,15 @@ def _block(config: Config) -> Iterator[tuple[str, Shape]]:
     if config.post_norms:
         yield from _norm("post_attention_norm", hidden, config)
     if config.encoder is not None:
-        width, both = config.num_heads * head_dim, 2 * config.num_kv_heads * head_dim
+        width, key_value = config.num_heads * head_dim, "cross_attention.key_value"
         yield from _norm("cross_attention_norm", hidden, config)
         yield from _weights("cross_attention.query", width, hidden, config.qkv_bias)
-        yield from _weights("cross_attention.key_value", both, config.encoder.hidden_size, config.qkv_bias)
+        yield from _weights(key_value, stacked[key_value], config.encoder.hidden_size, config.qkv_bias)
         yield from _weights("cross_attention.output", hidden, width, config.output_bias)
     if config.mlp_norm:
         yield from _norm("mlp_norm", hidden, config)
-    up, rows = ("mlp.gate_up", 2 * inner) if config.gated_mlp else ("mlp.up", inner)
-    yield from _weights(up, rows, hidden, config.mlp_bias)
+    up = "mlp.gate_up" if config.gated_mlp else "mlp.up"
+    yield from _weights(up, stacked.get(up, inner), hidden, config.mlp_bias)
     yield from _weights("mlp.down", hidden, inner, config.mlp_bias)
     if config.post_norms:
         yield from _norm("post_mlp_norm", hidden, config)

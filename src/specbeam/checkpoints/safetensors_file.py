@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,12 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from specbeam.checkpoints.files import check_fetched
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.errors import SpecbeamError
 
 Floats = NDArray[np.float32]
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E5M2": "u1", "F8_E4M3": "u1"}
 """How NumPy reads the numbers of each floating type. It has none for the last three."""
+ROWS_AT_ONCE = 1024
+"""Rows of two tensors that are compared, so that only a few megabytes are held."""
 
 
 class StoredTensor(NamedTuple):
@@ -89,12 +93,22 @@ def _e4m3() -> Floats:
 E4M3 = _e4m3()
 
 
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors have the same shape and the same numbers."""
+    if one.shape != other.shape:
+        return False
+    rows = prod(one.shape[:1])
+    pieces = ((start, min(start + ROWS_AT_ONCE, rows)) for start in range(0, rows, ROWS_AT_ONCE))
+    return all(np.array_equal(one.rows(*piece), other.rows(*piece)) for piece in pieces)
+
+
 def tensors_of(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file, by their names.
 
     Raises:
         SpecbeamError: the file is damaged.
     """
+    check_fetched(file)
     try:
         with safe_open(file, "np") as opened:  # it checks the header
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a dictionary)

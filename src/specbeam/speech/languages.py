@@ -26,15 +26,23 @@ _ROWS = (row.strip().partition(" ") for row in _TABLE.split(","))
 CODES = {name: code for code, _, name in _ROWS}
 """By their names. Some languages have several."""
 CODE = re.compile("[a-z]{2,3}")
+TAG = re.compile("([a-z]{2,3})([-_][a-z0-9]{1,8})+")
+"""A language tag (BCP 47) begins with the code, before a script or a region: zh-cn, en-US, pt_BR."""
+DETECTED = ("", "auto")
+"""Clients send them to ask for the likeliest language."""
 
 
-def code_of(language: str) -> str:
-    """The code of a language that is given by its name or its code, in any case.
+def code_of(language: str) -> str | None:
+    """The code of a language that is given by its name, its code or its tag, in any case; None for the likeliest.
 
     Raises:
-        SpecbeamError: it is neither. Whether a model knows a code is not asked here.
+        SpecbeamError: it is none of them. Whether a model knows a code is not asked here.
     """
     given = language.strip().lower()
+    if given in DETECTED:
+        return None
+    if tag := TAG.fullmatch(given):
+        given = tag[1]
     if CODE.fullmatch(code := CODES.get(given, given)):
         return code
     near = nearest_name(given, [*CODES])

@@ -6,6 +6,7 @@ the largest model. Both follow llama.cpp here.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,6 +15,8 @@ from specbeam.checkpoints.architecture import Architecture, Metadata, require_wh
 from specbeam.checkpoints.config import Config, Layer, Rope, size
 from specbeam.checkpoints.config_keys import standardized
 from specbeam.errors import SpecbeamError
+
+logger = logging.getLogger("specbeam")
 
 
 class Gemma(Architecture):
@@ -71,7 +74,6 @@ class Gemma(Architecture):
             config,
             embedding_scale=config.hidden_size**0.5,
             attention_scale=float(scaled_by) ** -0.5,
-            attention_softcap=given.attn_logit_softcapping,
             logits_softcap=given.final_logit_softcapping,
         )
 
@@ -112,6 +114,10 @@ class Gemma2(Gemma):
     global_layer_period = 2
     largest_depth = 46
 
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
+        config = super().refine_folder_config(config, given)
+        return replace(config, attention_softcap=given.attn_logit_softcapping)
+
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         return replace(
             super().refine_gguf_config(config, metadata),
@@ -127,7 +133,10 @@ class Gemma2(Gemma):
 
 
 class Gemma3(Gemma):
-    """The text model of Gemma 3 (Gemma Team 2025). Its sliding layers rotate with frequencies of their own."""
+    """The text model of Gemma 3 (Gemma Team 2025). Its sliding layers rotate with frequencies of their own.
+
+    Neither transformers nor llama.cpp applies the key ``attn_logit_softcapping`` to it.
+    """
 
     name = "gemma3_text"
     gguf_name = "gemma3"
@@ -152,6 +161,11 @@ class Gemma3(Gemma):
                 ropes[kind] = {"rope_type": "default"}
             ropes[kind].setdefault("rope_theta", getattr(given, key, theta))
         return standardized(given)
+
+    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
+        if given.attn_logit_softcapping is not None:
+            logger.warning("attn_logit_softcapping in config.json has no effect on Gemma 3, as in transformers")
+        return super().refine_folder_config(config, given)
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         cap = float(metadata.need("final_logit_softcapping", 0.0))
