@@ -18,7 +18,7 @@ from specbeam import plugins
 from specbeam.cli.arguments import load_strategy, own_drafter
 from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import FAILED, SpecbeamError, located
+from specbeam.errors import FAILED, SpecbeamError, located, shown_counts
 from specbeam.option_names import LOOKUPS
 from specbeam.options import ARGUMENTS, Options, check_names
 
@@ -47,7 +47,6 @@ BATCHES_PER_JOB = 4
 """The rows of a job are this many batches. With few batches, many passes run half empty for the job's last texts."""
 SECONDS_PER_LINE = 5.0
 """Without a terminal, a line says this often how many rows are finished."""
-MAX_COUNTS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class Task:
         make_work: makes the work of a worker. It takes a :data:`Tell`, or None where rows are counted job by job.
         counted: a column whose values are counted at the end, such as "finish_reason"; None: none is.
         tokens: the column with a row's number of tokens; None: they are not summed up.
+        check_counts: what to say of these counts; None if all is well.
     """
 
     reads: Sequence[str]
@@ -71,6 +71,7 @@ class Task:
     make_work: Callable[[Tell | None], Work]
     counted: str | None = None
     tokens: str | None = None
+    check_counts: Callable[[Counter[str]], str | None] = lambda _: None
 
 
 def add_files_to(parser: argparse.ArgumentParser, reads: str) -> None:
@@ -224,9 +225,9 @@ class Summary:
         if self.failed:
             yield f"specbeam: {self.failed} of {rows} rows failed, {self.first}"
         if self.counts:
-            shown = [f"{count:,} {value}" for value, count in self.counts.most_common(MAX_COUNTS_SHOWN)]
-            more = len(self.counts) - len(shown)
-            yield f"[{self.task.counted}: {', '.join(shown)}{f', and {more} others' if more else ''}]"
+            yield f"[{self.task.counted}: {shown_counts(self.counts)}]"
+        if found := self.task.check_counts(self.counts):
+            yield f"specbeam: {found}"
         before = f" ({earlier:,} of them earlier)" if earlier else ""
         speed = f"{(rows - earlier) / seconds:,.1f} rows/s"
         if self.task.tokens is not None:
