@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ import specbeam
 from specbeam.cli import batch
 from specbeam.cli.rows import BATCHES_PER_JOB
 from specbeam.jobs import formats
+from specbeam.jobs.finished_rows import FinishedRows
 from tests.conftest import random_model
 from tests.jobs.faults import crashes
 
@@ -53,9 +55,16 @@ def ten(run, tmp_path):
 
 @pytest.fixture
 def before_jobs(monkeypatch):
-    """Calls a function before each job."""
+    """Calls a function before the first of the answers that are kept together."""
     generate = batch.generate
-    return lambda act: monkeypatch.setattr(batch, "generate", lambda *given: (act(), generate(*given))[1])
+
+    def acting(act, *how):
+        for number, answer in enumerate(generate(*how)):
+            if number % (BATCHES_PER_JOB * how[4].batch_size) == 0:
+                act()
+            yield answer
+
+    return lambda act: monkeypatch.setattr(batch, "generate", partial(acting, act))
 
 
 @pytest.fixture
@@ -397,6 +406,32 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_
     assert (tmp_path / name).read_bytes() == before
 
 
+def test_a_long_row_does_not_hold_up_the_rows_after_it(run, tmp_path, monkeypatch):
+    """It has a short prompt and many new tokens. The others nearly fill the context."""
+    kept, add = [], FinishedRows.add
+    monkeypatch.setattr(FinishedRows, "add", lambda self, rows: add(self, kept.extend(rows) or rows))
+    write(tmp_path / "in.jsonl", numbered(["x", *["y" * 253] * 20]))
+    assert run("in.jsonl", "out.jsonl", "--batch-size", 2, "--max-new-tokens", 200, "--raw") == (0, "")
+    assert (kept[-1]["row"], kept[-1]["new_tokens"]) == (0, 200)
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [f"{number:03}" for number in range(21)]
+
+
+def test_an_error_of_no_row_is_that_of_the_rows_that_had_begun(run, tmp_path, monkeypatch):
+    write(tmp_path / "in.jsonl", numbered())
+    generate, breaks = batch.generate, iter([1])
+
+    def broken(*how):
+        *how, items = how
+        if next(breaks, None):
+            yield next(generate(*how, items))
+            raise RuntimeError("it broke")
+        yield from generate(*how, items)
+
+    monkeypatch.setattr(batch, "generate", broken)
+    status, err = run("in.jsonl", "out.jsonl", "--batch-size", 2, "--max-new-tokens", 2)
+    assert (status, err) == (1, "specbeam: 1 of 10 rows failed, first row 2: RuntimeError: it broke\n")
+
+
 def test_two_at_once_do_not_write_one_output(ten, before_jobs, tmp_path):
     refusals = []
     before_jobs(lambda: refusals.append(ten(model=NOT_FETCHED)))
@@ -420,7 +455,7 @@ def test_a_killed_process_leaves_no_lock_behind(ten, tmp_path):
 
 def echo(*_):
     """A work that needs no model: the answer to a prompt is the prompt."""
-    return lambda job: [{**dict.fromkeys(batch.COLUMN_TYPES), "row": row, "text": text} for row, text in job]
+    return lambda items: ({**dict.fromkeys(batch.COLUMN_TYPES), "row": row, "text": text} for row, text in items)
 
 
 @pytest.mark.parametrize(

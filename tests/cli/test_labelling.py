@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from itertools import chain
 
 import pytest
 
@@ -162,11 +163,10 @@ def test_labels_and_templates_belong_to_a_run(run, tmp_path, monkeypatch, change
     given += [] if "--choices" in arguments else ["--labels", "labels.txt"]
     monkeypatch.setattr("specbeam.cli.rows.BATCHES_PER_JOB", 1)
     make_work = batch.make_work
-    jobs = iter([1])
 
     def stopping(*how):
         work = make_work(*how)
-        return lambda job: work(job) if next(jobs, None) else interrupt()
+        return lambda items: chain([next(work(items))], interrupt())
 
     monkeypatch.setattr(batch, "make_work", stopping)
     status, _, (says,) = run(*given, *(arguments if "--choices" in arguments else []))
@@ -188,6 +188,7 @@ def test_labels_and_templates_belong_to_a_run(run, tmp_path, monkeypatch, change
 
 def interrupt():
     raise KeyboardInterrupt
+    yield
 
 
 def test_without_a_terminal_lines_say_how_far_it_is(run, tmp_path, monkeypatch):

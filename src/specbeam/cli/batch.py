@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,11 @@ from specbeam.cli.prompts import read_lines, read_text
 from specbeam.cli.rows import (
     OPTION_NAMES,
     Answer,
+    Answers,
     NumberedItem,
     Task,
-    Tell,
     add_files_to,
     add_running_to,
-    collected,
     column_of,
     failure,
     run_rows,
@@ -38,7 +37,6 @@ from specbeam.options import Options
 
 if TYPE_CHECKING:
     from specbeam.engine.request import Request
-    from specbeam.jobs import Work
     from specbeam.jobs.formats import Rows, Type
     from specbeam.results import Result
     from specbeam.scoring import Text
@@ -197,21 +195,20 @@ def make_work(
     options: Options,
     labels: list[str] | None,
     content_free: list[Any] | None,
-    tell: Tell | None,
-) -> Work:
-    """Load the models, in a worker. Returns the function that makes answers of jobs."""
+) -> Answers:
+    """Load the models. Returns the function that makes answers."""
     lm = load_model(given)
     if labels is not None:
         from specbeam.labels import prior
 
         how = {"system": given.system, "raw": given.raw, "max_contexts": given.batch_size}
         without = None if content_free is None else prior(lm, content_free, labels, **how)
-        return partial(collected, tell, partial(label, lm, labels, without, given))
-    return partial(collected, tell, partial(generate, lm, load_draft(given, lm), load_strategy(given), options, given))
+        return partial(label, lm, labels, without, given)
+    return partial(generate, lm, load_draft(given, lm), load_strategy(given), options, given)
 
 
 def generate(
-    lm: Any, draft: Any, strategy: Any, options: Options, given: argparse.Namespace, job: list[NumberedItem]
+    lm: Any, draft: Any, strategy: Any, options: Options, given: argparse.Namespace, items: Iterable[NumberedItem]
 ) -> Iterator[Answer]:
     """The answers to numbered prompts, in the order in which they finish."""
     from specbeam.engine import Engine
@@ -220,7 +217,7 @@ def generate(
     refused = []
 
     def submissions() -> Iterator[tuple[int, Request]]:
-        for number, prompt in job:
+        for number, prompt in items:
             try:
                 if isinstance(prompt, SpecbeamError):
                     raise prompt
@@ -236,6 +233,8 @@ def generate(
             yield answer(number, request.result(), given.tokens)
         except Exception as error:  # whatever it was, the other rows go on
             yield failure(COLUMN_TYPES, number, error)
+        yield from refused
+        refused.clear()
     yield from refused
 
 
@@ -255,7 +254,7 @@ def answer(number: int, result: Result, tokens: bool) -> Answer:
 
 
 def label(
-    lm: Any, labels: list[str], without: Any, given: argparse.Namespace, job: list[NumberedItem]
+    lm: Any, labels: list[str], without: Any, given: argparse.Namespace, items: Iterable[NumberedItem]
 ) -> Iterator[Answer]:
     """The labels of numbered prompts, in the order in which they are known.
 
@@ -275,4 +274,4 @@ def label(
         of_each = dict(zip(labels, shares, strict=True))
         return {"label": labels[best], "probability": shares[best], "probabilities": of_each}
 
-    yield from scored(lm, job, ask, choose, label_types(labels), given.batch_size)
+    yield from scored(lm, items, ask, choose, label_types(labels), given.batch_size)
