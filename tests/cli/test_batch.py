@@ -355,10 +355,15 @@ pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "n",
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "says"),
     [
-        ("in.jsonl", '{"prompt": "x"}', ["out.txt"], "out.txt has an unknown ending: name it .parquet, .jsonl or "),
+        (
+            "in.jsonl",
+            '{"prompt": "x"}',
+            ["out.txt"],
+            "out.txt has an unknown ending: name it .parquet, .jsonl, .csv, .tsv",
+        ),
         ("in.jsonl", '{"prompt": "x"}', ["no/out.jsonl"], "no/out.jsonl cannot be written: there is no folder no"),
         ("in.jsonl", '{"prompt": "x"}', ["in.jsonl"], "in.jsonl is there already: delete it, or name another"),
-        ("in.txt", "x", ["out.jsonl"], "in.txt has an unknown ending: name it .parquet, .jsonl, .csv"),
+        ("in.txt", "x", ["out.jsonl"], "in.txt has an unknown ending: name it .parquet, .jsonl, .csv, .tsv"),
         ("other.jsonl", "", ["out.jsonl"], "in.jsonl cannot be read: No such file or directory"),
         ("in.jsonl", "", ["out.jsonl"], "in.jsonl has no rows"),
         ("in.jsonl", '{"prompt": "x"}\n{"pro', ["out.jsonl"], "in.jsonl is damaged: line 2 is not JSON"),
@@ -496,6 +501,29 @@ def test_an_input_that_changes_is_refused_and_what_is_finished_stays(ten, before
     source.write_bytes(before)
     assert ten() == (0, "")
     assert_finished(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "into", "option", "within"),
+    [("in.csv", "out.csv", ";", ";;"), ("in.tsv", "out.tsv", None, "\t\t"), ("in.csv", "out.tsv", r"\t", "\t\t")],
+)
+def test_cells_are_separated_by_the_delimiter(run, tmp_path, source, into, option, within):
+    dialect = {"delimiter": within[0], "lineterminator": "\n"}
+    with (tmp_path / source).open("w", newline="") as file:
+        csv.writer(file, **dialect).writerows([["id", "prompt"], ["1", f"a, {within} b"]])
+    given = [] if option is None else ["--delimiter", option]
+    assert run(source, into, "--max-new-tokens", 2, *given) == (0, "")
+    with (tmp_path / into).open(newline="") as file:
+        (row,) = csv.DictReader(file, **dialect)
+    assert (list(row), row["prompt"]) == (["id", "prompt", *NEW], f"a, {within} b")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_folder_that_takes_no_file_is_named_with_the_reason(run, tmp_path):
+    write(tmp_path / "in.jsonl", numbered())
+    status, err = run("in.jsonl", "/proc/x.csv", model=NOT_FETCHED)
+    assert (status, err.startswith("specbeam: /proc/x.csv cannot be written: ")) == (2, True)
+    assert "another process" not in err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="named pipes")

@@ -179,7 +179,7 @@ def label_types(labels: Sequence[str]) -> dict[str, Type]:
 
 
 def prompt_of(column: str, cells: Mapping[str, Any]) -> Any:
-    return SpecbeamError("the row has no prompt") if cells[column] is None else cells[column]
+    return SpecbeamError(f"the row has no {column}") if cells[column] is None else cells[column]
 
 
 def content_free_prompts(template: Template) -> list[Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbeam import plugins
-from specbeam.cli.arguments import load_strategy, own_drafter
+from specbeam.cli.arguments import load_strategy, own_drafter, typed_text
 from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError, located, shown_counts
@@ -78,8 +78,18 @@ class Task:
 
 def add_files_to(parser: argparse.ArgumentParser, reads: str) -> None:
     """The arguments for IN and OUT."""
-    parser.add_argument("input", metavar="IN", help=f"a .parquet, .jsonl or .csv file with {reads}")
-    parser.add_argument("output", metavar="OUT", help="a .parquet, .jsonl or .csv file that does not exist yet")
+    parser.add_argument("input", metavar="IN", help=f"a .parquet, .jsonl, .csv or .tsv file with {reads}")
+    parser.add_argument("output", metavar="OUT", help="a .parquet, .jsonl, .csv or .tsv file that does not exist yet")
+    about = "what separates the cells of .csv and .tsv files (default a comma and a tab)"
+    parser.add_argument("--delimiter", type=delimiter, metavar="CHARACTER", help=about)
+
+
+def delimiter(text: str) -> str:
+    """The character that a typed text stands for, such as ; or \\t."""
+    character = typed_text(text)
+    if len(character) != 1 or character in '"\r\n':
+        raise argparse.ArgumentTypeError(rf"{text!r} is not allowed: give one character, such as ';' or '\t'")
+    return character
 
 
 def add_running_to(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +128,7 @@ def run_rows(given: argparse.Namespace, task_of: Callable[[Rows], Task]) -> int:
         given: the arguments of add_files_to and add_running_to, and others.
         task_of: what to do with the rows. It raises SpecbeamError for columns that IN does not have.
     """
+    from specbeam.jobs.formats import DELIMITERS, ending_of
     from specbeam.jobs.lock import locked
 
     for name in ("batch_size", "limit"):
@@ -126,6 +137,8 @@ def run_rows(given: argparse.Namespace, task_of: Callable[[Rows], Task]) -> int:
     cluster = cluster_of(given)
     source, output = Path(given.input), Path(given.output)
     check_output(source, output)
+    if given.delimiter is not None and not {ending_of(source), ending_of(output)} & {*DELIMITERS}:
+        raise SpecbeamError("--delimiter is for .csv and .tsv files: leave it out")
     with locked(output.with_name(f".{output.name}.lock"), output, "another OUT"):
         return _run_alone(given, task_of, cluster, source, output)
 
@@ -141,7 +154,7 @@ def _run_alone(
     from specbeam.jobs.finished_rows import FinishedRows
     from specbeam.jobs.formats import chunks, open_rows, writer
 
-    with open_rows(source, given.limit) as rows:
+    with open_rows(source, given.limit, given.delimiter) as rows:
         task = task_of(rows)
 
         def items() -> Iterator[NumberedItem]:
@@ -150,7 +163,7 @@ def _run_alone(
         for _ in items():  # a cell that cannot be used is reported before a model is loaded
             pass
         added = added_columns(source, rows.columns, [*task.columns])
-        write = writer(output, rows, {new: task.columns[name] for name, new in added.items()})
+        write = writer(output, rows, {new: task.columns[name] for name, new in added.items()}, given.delimiter)
         for notice in notices(source, rows.columns, task.reads, added):
             print(f"specbeam: {notice}", file=sys.stderr)
         end = Summary(task)
@@ -363,7 +376,7 @@ def check_output(source: Path, output: Path) -> None:
     from specbeam.jobs.formats import FORMATS, pyarrow
 
     if output.suffix.lower() not in FORMATS:
-        raise SpecbeamError(f"{output} has an unknown ending: name it .parquet, .jsonl or .csv")
+        raise SpecbeamError(f"{output} has an unknown ending: name it {', '.join(FORMATS)}")
     if output.suffix.lower() == ".parquet" or source.suffix.lower() == ".parquet":
         pyarrow()
     finished_rows = Path(f"{output}.partial.jsonl")
