@@ -81,8 +81,7 @@ DEFAULT_RENDERING = Rendering()
 def as_list(given: Any) -> Any:
     """A list of Python's own values, whatever holds them: a tuple, a generator, an array, or a column of a table.
 
-    Columns are those of pandas, polars, pyarrow and datasets. A text, or another value that is no list, is returned as
-    it is.
+    A column may be of pandas, polars, pyarrow or datasets. What is no list, such as a text, is returned as it is.
 
     Raises:
         SpecbeamError: it is a table.

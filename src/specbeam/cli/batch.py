@@ -157,7 +157,7 @@ def task_of(
         template.check(rows)
         reads, item = template.columns, template.fill
     facts = [reads, None if template is None else template.text, repr(options), labels]
-    content_free = content_free_prompts(template) if given.calibrate else None
+    content_free = content_free_prompts(template) if template is not None and given.calibrate else None
     work = partial(make_work, given, options, labels, content_free)
     if labels is not None:
         from specbeam.labels import collapse

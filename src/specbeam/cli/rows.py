@@ -209,7 +209,7 @@ def work_here(
     keep: Callable[[list[Answer]], object],
     tell: Callable[[], object],
 ) -> None:
-    """Make answers in this process, and keep so many at a time, and what is made when it ends, for whatever reason."""
+    """Make answers in this process, and keep ``size`` at a time, and the rest when it ends, for whatever reason."""
     made: list[Answer] = []
     try:
         for answer in answers_here(task, todo):
