@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 from specbeam.engine import Engine, Request
@@ -33,7 +33,7 @@ def generate(  # type: ignore[overload-overlap]
 @overload
 def generate(
     lm: LanguageModel,
-    prompt: Iterable[Prompt],
+    prompt: Sequence[Prompt] | Iterator[Prompt],
     options: Options | Mapping[str, Any] | None = None,
     *,
     system: str | None = None,
