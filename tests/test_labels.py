@@ -1,6 +1,7 @@
 """Probabilities of labels, against transformers evaluating each label alone."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.labels import probabilities
+from specbeam.labels import CONTENT_FREE, collapse, probabilities
 from specbeam.prompts import encode_answers, space_before
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model, reference_model
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, head_of, random_model, reference_model
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,62 @@ def test_the_space_before_a_label(prompt, answer, space):
 def test_what_leaves_no_choice_is_refused(lm, prompt, labels, says):
     with pytest.raises(SpecbeamError, match=says):
         probabilities(lm, [prompt], labels, raw=True)
+
+
+def test_calibrated_probabilities_are_divided_by_those_without_content(lm, theirs):
+    labels, template = ["good", "good enough", "bad"], "Review: {}\nSentiment: "
+    content_free = [template.format(text) for text in CONTENT_FREE]
+    (found,) = probabilities(lm, [template.format("hi")], labels, content_free=content_free, raw=True)
+    own, *without = (expected(theirs, lm, before, "", labels) for before in (template.format("hi"), *content_free))
+    wanted = {label: own[label] / sum(each[label] for each in without) for label in labels}
+    assert found == pytest.approx({label: share / sum(wanted.values()) for label, share in wanted.items()}, rel=1e-4)
+
+
+def test_calibration_undoes_a_bias_towards_a_label(save, recwarn):
+    """The last normalization's bias adds the same numbers to the logits of every row, so that it cancels."""
+    model, labels, prompts = random_model("gpt2"), ["a", "b", "c"], [f"{number} " for number in range(60)]
+    fair = specbeam.load(save(model), dtype="float32")
+    favoured = head_of(model)[fair.tokenizer.convert_tokens_to_ids("b")]
+    model.transformer.ln_f.bias.data += torch.tensor(favoured / (favoured @ favoured) * 12)
+    biased = specbeam.load(save(model), dtype="float32")
+    wanted = probabilities(fair, prompts, labels, content_free=[" "])
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"nearly all of 60 rows have one label \(60 b\): .* try content_free="):
+        collapsed = probabilities(biased, prompts, labels)
+    assert min(share["b"] for share in collapsed) > 0.9
+    for found, expected in zip(probabilities(biased, prompts, labels, content_free=[" "]), wanted, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+    assert len(recwarn) == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ({"a": 45, "b": 5}, "nearly all of 50 rows have one label (45 a, 5 b): the prompt may favour it"),
+        ({"a": 44, "b": 6}, None),
+        ({"a": 49}, None),
+        ({}, None),
+    ],
+)
+def test_nine_in_ten_of_fifty_rows_are_a_collapse(counts, says):
+    found = collapse(Counter(counts), "--calibrate")
+    assert found == says if says is None else found.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prompts": "one text"}, "prompts is a list, not str"),
+        ({"labels": "ab"}, "labels is a list, not str"),
+        ({"content_free": "N/A"}, "content_free is a list, not str"),
+        ({"content_free": []}, "content_free: there are no prompts: give at least one"),
+        ({"content_free": ["x", ""]}, "content_free: prompt 1: the prompt is empty"),
+        ({"prompts": ["x", ""]}, "prompt 1: the prompt is empty"),
+    ],
+)
+def test_lists_are_asked_for(lm, given, says):
+    with pytest.raises(SpecbeamError, match=says):
+        probabilities(lm, **({"prompts": ["x"], "labels": ["a", "b"]} | given))
 
 
 @pytest.mark.models

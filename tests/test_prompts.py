@@ -100,6 +100,85 @@ def test_arrays_make_a_batch(lm):
     assert [r.stats.prompt_tokens for r in results] == [2, 1]
 
 
+class PolarsSeries:
+    """What a column of polars has: it is not installed."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+    def __len__(self):
+        return len(self.values)
+
+    def to_list(self):
+        return [*self.values]
+
+
+def column_of_datasets(texts):
+    return pytest.importorskip("datasets").Dataset.from_dict({"text": texts})["text"]
+
+
+def pandas_series(texts):
+    return pytest.importorskip("pandas").Series(texts, index=range(5, 5 + len(texts)))
+
+
+def chunked_array(texts):
+    return pytest.importorskip("pyarrow").chunked_array([texts])
+
+
+COLUMNS = {
+    "tuple": tuple,
+    "generator": lambda texts: (text for text in texts),
+    "numpy": np.array,
+    "objects of numpy": lambda texts: np.array(texts, dtype=object),
+    "pandas": pandas_series,
+    "polars": PolarsSeries,
+    "datasets": column_of_datasets,
+    "pyarrow": chunked_array,
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS.values(), ids=COLUMNS)
+def test_a_column_of_texts_is_a_list_of_prompts(lm, column):
+    texts, labels = ["one", "two"], ["good", "bad"]
+    results = specbeam.generate(lm, column(texts), max_new_tokens=3)
+    assert [r.token_ids for r in results] == [r.token_ids for r in specbeam.generate(lm, texts, max_new_tokens=3)]
+    found = specbeam.labels.probabilities(lm, column(texts), column(labels))
+    assert found == specbeam.labels.probabilities(lm, texts, labels)
+    assert specbeam.suffix_automaton(lm, column(texts)).next == specbeam.suffix_automaton(lm, texts).next
+    for takes_one in (specbeam.stream, specbeam.nbest):
+        with pytest.raises(SpecbeamError, match="takes one prompt"):
+            takes_one(lm, column(texts))
+
+
+@pytest.mark.parametrize("column", COLUMNS.values(), ids=COLUMNS)
+def test_a_column_of_token_ids_is_a_prompt_and_a_text_to_score(lm, column):
+    expected = specbeam.generate(lm, [5, 6, 7], max_new_tokens=3).token_ids
+    assert specbeam.generate(lm, column([5, 6, 7]), max_new_tokens=3).token_ids == expected
+    assert [piece.result for piece in specbeam.stream(lm, column([5, 6, 7]), max_new_tokens=1)][-1].token_ids
+    ((_, score, _),) = specbeam.scoring.score(lm, [(column([5, 6]), column([7, 8]))])
+    assert score == next(specbeam.scoring.score(lm, [([5, 6], [7, 8])]))[1]
+    results = specbeam.generate(lm, [column([5, 6, 7]), column([8])], max_new_tokens=3)
+    assert [r.stats.prompt_tokens for r in results] == [3, 1]
+
+
+def test_rows_of_token_ids_are_prompts(lm):
+    for rows in (np.array([[5, 6], [7, 8]]), torch.tensor([[5, 6], [7, 8]])):
+        assert [r.stats.prompt_tokens for r in specbeam.generate(lm, rows, max_new_tokens=1)] == [2, 2]
+
+
+def test_a_whole_table_is_refused_and_a_missing_text_named(lm):
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    for table in (pandas.DataFrame({"text": ["a"]}), pyarrow.table({"text": ["a"]})):
+        for takes in (specbeam.generate, lambda lm, table: specbeam.labels.probabilities(lm, table, ["a", "b"])):
+            with pytest.raises(SpecbeamError, match=r"is a table: give one of its columns, such as table\['text'\]"):
+                takes(lm, table)
+    with pytest.raises(SpecbeamError, match=r"prompt 1: a prompt is text, .*not float"):
+        specbeam.generate(lm, pandas.Series(["a", None, "c"]))
+
+
 @pytest.mark.parametrize(
     ("prompt", "keywords", "says"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses: something failed, the input was wrong, or Ctrl-C."""
 MAX_SHOWN_CHARACTERS = 200
 """Messages show this much of a wrong value."""
+MAX_SHOWN_COUNTS = 20
 
 
 class SpecbeamError(ValueError):
@@ -61,3 +63,10 @@ def shown(value: object) -> str:
     except ValueError:
         return f"(a number of more than {sys.get_int_max_str_digits()} digits)"
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
+
+
+def shown_counts(counts: Counter[str]) -> str:
+    """How often each value occurs, the most frequent first."""
+    shown = [f"{count:,} {value}" for value, count in counts.most_common(MAX_SHOWN_COUNTS)]
+    more = len(counts) - len(shown)
+    return f"{', '.join(shown)}{f', and {more} others' if more else ''}"

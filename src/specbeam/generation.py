@@ -12,7 +12,7 @@ from specbeam.errors import SpecbeamError, located
 from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel
 from specbeam.options import Options, given_options
-from specbeam.prompts import Prompt, encode, is_batch, room
+from specbeam.prompts import Prompt, as_list, encode, is_batch, room
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as FoundSequence
 
@@ -33,7 +33,7 @@ def generate(  # type: ignore[overload-overlap]
 @overload
 def generate(
     lm: LanguageModel,
-    prompt: Sequence[Prompt],
+    prompt: Sequence[Prompt] | Iterator[Prompt],
     options: Options | Mapping[str, Any] | None = None,
     *,
     system: str | None = None,
@@ -59,7 +59,8 @@ def generate(
     Args:
         lm: a model that :func:`specbeam.load` returned.
         prompt: text, a list of chat messages (dictionaries with "role" and "content"), a list of token ids, or a list
-            of any of these.
+            of any of these. A list may also be a generator, a NumPy array, or a column of pandas, polars, pyarrow or
+            datasets.
         system: a system message to put before text or messages.
         raw: do not apply the model's chat template.
         draft: proposes draft tokens, to speed up generation: a loaded model or its source, "ngram", "suffix", or an
@@ -82,20 +83,22 @@ def generate(
     engine = Engine(lm)
     chosen = Options.of(options, **keywords)
     how: dict[str, Any] = {"system": system, "raw": raw, "draft": draft, "strategy": strategy}
+    prompt = as_list(prompt)
     if not is_batch(prompt):
         request = engine.submit(prompt, chosen, **how)
         engine.run()
         return request.result()
+    prompts = [*map(as_list, prompt)]
     longest, length = 0, 0
-    for number, one in enumerate(prompt):
+    for number, one in enumerate(prompts):
         with located(f"prompt {number}"):
             tokens = len(encode(lm, one, system=system, raw=raw, most=room(lm)))
         longest, length = (number, tokens) if tokens > length else (longest, length)
     with located(f"prompt {longest}"):  # the others need less room
-        engine.check(prompt[longest], chosen, **how)
-    submissions = _submissions(engine, prompt, chosen, **how)
+        engine.check(prompts[longest], chosen, **how)
+    submissions = _submissions(engine, prompts, chosen, **how)
     results = {number: request.result() for number, request in engine.as_completed(submissions)}
-    return [results[number] for number in range(len(prompt))]
+    return [results[number] for number in range(len(prompts))]
 
 
 def _submissions(
@@ -127,6 +130,7 @@ def stream(
 
     Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
     """
+    prompt = as_list(prompt)
     if is_batch(prompt):
         raise SpecbeamError("stream takes one prompt: use Engine to stream several at once")
     engine = Engine(lm)
@@ -157,6 +161,7 @@ def nbest(
 
     Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
     """
+    prompt = as_list(prompt)
     if is_batch(prompt):
         raise SpecbeamError("nbest takes one prompt: call it once for each")
     given = {"num_beams": 4, **given_options(options), **keywords}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Protocol
@@ -77,11 +78,28 @@ class Rendering:
 DEFAULT_RENDERING = Rendering()
 
 
+def as_list(given: Any) -> Any:
+    """A list of Python's own values, whatever holds them: a tuple, a generator, an array, or a column of a table.
+
+    A column may be of pandas, polars, pyarrow or datasets. What is no list, such as a text, is returned as it is.
+
+    Raises:
+        SpecbeamError: it is a table.
+    """
+    if isinstance(given, list | str | bytes | bytearray | Mapping | AbstractSet):
+        return given
+    if hasattr(given, "columns") or hasattr(given, "column_names"):
+        raise SpecbeamError(f"{type(given).__name__} is a table: give one of its columns, such as table['text']")
+    for name in ("tolist", "to_pylist"):  # iteration would yield NumPy's and pyarrow's values
+        if hasattr(given, name):
+            return getattr(given, name)()
+    return [*given] if isinstance(given, Iterable) else given
+
+
 def is_batch(prompt: Any) -> bool:
-    """Whether this is a list of prompts, not one prompt."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
-        return False
-    return isinstance(prompt[0], str | Sequence) or getattr(prompt[0], "ndim", 0) == 1
+    """Whether what :func:`as_list` returned is a list of prompts, not one prompt."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    return isinstance(first, Iterable) and not isinstance(first, Mapping)
 
 
 def encode(
@@ -248,9 +266,8 @@ def _encode_text(
 
 def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[Any]:
     """A prompt as token ids or as messages, after all checks that need no tokenizer. See :func:`encode`."""
-    if hasattr(prompt, "tolist"):  # a NumPy array or a tensor
-        prompt = prompt.tolist()
-    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+    prompt = as_list(prompt)
+    if not isinstance(prompt, str | list):
         raise SpecbeamError(f"a prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
     if not len(prompt):
         raise SpecbeamError("the prompt is empty: give at least one character, message or token id")

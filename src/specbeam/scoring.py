@@ -19,7 +19,7 @@ from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest,
 from specbeam.engine import Engine, Request, Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
-from specbeam.prompts import encode
+from specbeam.prompts import as_list, encode
 from specbeam.tree import Tree
 
 Text = tuple[list[int], list[int]]
@@ -50,6 +50,7 @@ def score(
         SpecbeamError: a text has no context, too many tokens, or a token that is not in the model's vocabulary. Also
             logits that are not finite.
     """
+    texts = [(as_list(context), as_list(continuation)) for context, continuation in texts]
     # In the order of their tokens, each context shares most with the one before. The longest one is the first, so that
     # a lack of memory shows early.
     groups = deque(sorted(_shared(texts, max_batch_tokens), key=lambda numbers: texts[numbers[0]][0]))

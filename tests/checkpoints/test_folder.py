@@ -1,9 +1,11 @@
 """Hugging Face folders: single and sharded, and what is wrong with wrong ones."""
 
+import errno
 import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -487,3 +489,16 @@ def test_a_tokenizer_of_another_model_is_refused(save):
 def test_an_embedding_larger_than_the_tokenizer_is_padding(save, backend):
     lm = specbeam.load(save(random_model("llama", vocab_size=320)), backend=backend, device="cpu")
     assert (lm.backend.vocab_size, len(lm.tokenizer)) == (320, 259)
+
+
+def test_weights_that_may_not_be_read_are_not_called_damaged(folder, monkeypatch):
+    opened = Path.open
+
+    def refuse(self, *how, **named):
+        if self.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return opened(self, *how, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(SpecbeamError, match=r"model\.safetensors cannot be read: Permission denied"):
+        specbeam.load(folder)

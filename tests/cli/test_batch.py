@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ import specbeam
 from specbeam.cli import batch
 from specbeam.cli.rows import BATCHES_PER_JOB
 from specbeam.jobs import formats
+from specbeam.jobs.finished_rows import FinishedRows
 from tests.conftest import random_model
 from tests.jobs.faults import crashes
 
@@ -53,9 +55,16 @@ def ten(run, tmp_path):
 
 @pytest.fixture
 def before_jobs(monkeypatch):
-    """Calls a function before each job."""
+    """Calls a function before the first of the answers that are kept together."""
     generate = batch.generate
-    return lambda act: monkeypatch.setattr(batch, "generate", lambda *given: (act(), generate(*given))[1])
+
+    def acting(act, *how):
+        for number, answer in enumerate(generate(*how)):
+            if number % (BATCHES_PER_JOB * how[4].batch_size) == 0:
+                act()
+            yield answer
+
+    return lambda act: monkeypatch.setattr(batch, "generate", partial(acting, act))
 
 
 @pytest.fixture
@@ -346,10 +355,15 @@ pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "n",
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "says"),
     [
-        ("in.jsonl", '{"prompt": "x"}', ["out.txt"], "out.txt has an unknown ending: name it .parquet, .jsonl or "),
+        (
+            "in.jsonl",
+            '{"prompt": "x"}',
+            ["out.txt"],
+            "out.txt has an unknown ending: name it .parquet, .jsonl, .csv, .tsv",
+        ),
         ("in.jsonl", '{"prompt": "x"}', ["no/out.jsonl"], "no/out.jsonl cannot be written: there is no folder no"),
         ("in.jsonl", '{"prompt": "x"}', ["in.jsonl"], "in.jsonl is there already: delete it, or name another"),
-        ("in.txt", "x", ["out.jsonl"], "in.txt has an unknown ending: name it .parquet, .jsonl, .csv"),
+        ("in.txt", "x", ["out.jsonl"], "in.txt has an unknown ending: name it .parquet, .jsonl, .csv, .tsv"),
         ("other.jsonl", "", ["out.jsonl"], "in.jsonl cannot be read: No such file or directory"),
         ("in.jsonl", "", ["out.jsonl"], "in.jsonl has no rows"),
         ("in.jsonl", '{"prompt": "x"}\n{"pro', ["out.jsonl"], "in.jsonl is damaged: line 2 is not JSON"),
@@ -397,6 +411,32 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_
     assert (tmp_path / name).read_bytes() == before
 
 
+def test_a_long_row_does_not_hold_up_the_rows_after_it(run, tmp_path, monkeypatch):
+    """It has a short prompt and many new tokens. The others nearly fill the context."""
+    kept, add = [], FinishedRows.add
+    monkeypatch.setattr(FinishedRows, "add", lambda self, rows: add(self, kept.extend(rows) or rows))
+    write(tmp_path / "in.jsonl", numbered(["x", *["y" * 253] * 20]))
+    assert run("in.jsonl", "out.jsonl", "--batch-size", 2, "--max-new-tokens", 200, "--raw") == (0, "")
+    assert (kept[-1]["row"], kept[-1]["new_tokens"]) == (0, 200)
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [f"{number:03}" for number in range(21)]
+
+
+def test_an_error_of_no_row_is_that_of_the_rows_that_had_begun(run, tmp_path, monkeypatch):
+    write(tmp_path / "in.jsonl", numbered())
+    generate, breaks = batch.generate, iter([1])
+
+    def broken(*how):
+        *how, items = how
+        if next(breaks, None):
+            yield next(generate(*how, items))
+            raise RuntimeError("it broke")
+        yield from generate(*how, items)
+
+    monkeypatch.setattr(batch, "generate", broken)
+    status, err = run("in.jsonl", "out.jsonl", "--batch-size", 2, "--max-new-tokens", 2)
+    assert (status, err) == (1, "specbeam: 1 of 10 rows failed, first row 2: RuntimeError: it broke\n")
+
+
 def test_two_at_once_do_not_write_one_output(ten, before_jobs, tmp_path):
     refusals = []
     before_jobs(lambda: refusals.append(ten(model=NOT_FETCHED)))
@@ -420,7 +460,7 @@ def test_a_killed_process_leaves_no_lock_behind(ten, tmp_path):
 
 def echo(*_):
     """A work that needs no model: the answer to a prompt is the prompt."""
-    return lambda job: [{**dict.fromkeys(batch.COLUMN_TYPES), "row": row, "text": text} for row, text in job]
+    return lambda items: ({**dict.fromkeys(batch.COLUMN_TYPES), "row": row, "text": text} for row, text in items)
 
 
 @pytest.mark.parametrize(
@@ -461,6 +501,29 @@ def test_an_input_that_changes_is_refused_and_what_is_finished_stays(ten, before
     source.write_bytes(before)
     assert ten() == (0, "")
     assert_finished(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "into", "option", "within"),
+    [("in.csv", "out.csv", ";", ";;"), ("in.tsv", "out.tsv", None, "\t\t"), ("in.csv", "out.tsv", r"\t", "\t\t")],
+)
+def test_cells_are_separated_by_the_delimiter(run, tmp_path, source, into, option, within):
+    dialect = {"delimiter": within[0], "lineterminator": "\n"}
+    with (tmp_path / source).open("w", newline="") as file:
+        csv.writer(file, **dialect).writerows([["id", "prompt"], ["1", f"a, {within} b"]])
+    given = [] if option is None else ["--delimiter", option]
+    assert run(source, into, "--max-new-tokens", 2, *given) == (0, "")
+    with (tmp_path / into).open(newline="") as file:
+        (row,) = csv.DictReader(file, **dialect)
+    assert (list(row), row["prompt"]) == (["id", "prompt", *NEW], f"a, {within} b")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_folder_that_takes_no_file_is_named_with_the_reason(run, tmp_path):
+    write(tmp_path / "in.jsonl", numbered())
+    status, err = run("in.jsonl", "/proc/x.csv", model=NOT_FETCHED)
+    assert (status, err.startswith("specbeam: /proc/x.csv cannot be written: ")) == (2, True)
+    assert "another process" not in err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="named pipes")

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from itertools import chain
 
 import pytest
 
@@ -72,6 +73,34 @@ def test_each_row_gets_its_label_and_the_probability_of_each(run, expected, tmp_
     assert ends[1].startswith("[3 rows, 0 failed, ")
 
 
+def test_labels_are_calibrated_by_the_template_without_a_rows_content(run, model, tmp_path):
+    prompts = [f"Use {{braces}}.\n\nReview {n}: {review}\nSentiment:" for n, review in enumerate(REVIEWS)]
+    without = [f"Use {{braces}}.\n\nReview {text}: {text}\nSentiment:" for text in ("N/A", "", "[MASK]")]
+    given = ["batch", "in.csv", "out.jsonl", "--template", "t.txt", "--choices", ",".join(LABELS), "--raw"]
+    assert run(*given, "--calibrate", "--batch-size", 1)[0] == 0
+    wanted = probabilities(model, prompts, LABELS, content_free=without, raw=True)
+    assert wanted != probabilities(model, prompts, LABELS, raw=True)
+    for row, expected in zip(rows_of(tmp_path / "out.jsonl"), wanted, strict=True):
+        assert row["probabilities"] == pytest.approx(expected)
+        assert row["label"] == max(expected, key=expected.get)
+    (tmp_path / "t.txt").write_text("{review}")  # without content, nothing is left of it
+    assert run(*given[:2], "alone.jsonl", *given[3:], "--calibrate")[0] == 0
+    wanted = probabilities(model, REVIEWS, LABELS, content_free=["N/A", "[MASK]"], raw=True)
+    for row, expected in zip(rows_of(tmp_path / "alone.jsonl"), wanted, strict=True):
+        assert row["probabilities"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("option", "hint"), [([], "try --calibrate"), (["--calibrate"], "read some of these rows")])
+def test_labels_that_collapse_are_warned_of(run, tmp_path, option, hint):
+    (tmp_path / "many.jsonl").write_text('{"review": "x", "id": 1}\n' * 50)
+    given = ["many.jsonl", "out.jsonl", "--template", "t.txt", "--choices", "good,bad", "--batch-size", 50]
+    status, (counts, _), (line,) = run("batch", *given, *option)
+    label = counts.removeprefix("[label: 50 ").removesuffix("]")
+    assert (status, label in ("good", "bad")) == (0, True)
+    assert line.startswith(f"specbeam: nearly all of 50 rows have one label (50 {label}): ")
+    assert line.endswith(hint)
+
+
 def test_a_column_of_prompts_and_typed_choices(run, model, tmp_path):
     rows = [{"prompt": "x"}, {"prompt": None}, {"prompt": [{"role": "user", "content": "y"}]}, {"prompt": [120]}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -134,11 +163,10 @@ def test_labels_and_templates_belong_to_a_run(run, tmp_path, monkeypatch, change
     given += [] if "--choices" in arguments else ["--labels", "labels.txt"]
     monkeypatch.setattr("specbeam.cli.rows.BATCHES_PER_JOB", 1)
     make_work = batch.make_work
-    jobs = iter([1])
 
     def stopping(*how):
         work = make_work(*how)
-        return lambda job: work(job) if next(jobs, None) else interrupt()
+        return lambda items: chain([next(work(items))], interrupt())
 
     monkeypatch.setattr(batch, "make_work", stopping)
     status, _, (says,) = run(*given, *(arguments if "--choices" in arguments else []))
@@ -160,6 +188,7 @@ def test_labels_and_templates_belong_to_a_run(run, tmp_path, monkeypatch, change
 
 def interrupt():
     raise KeyboardInterrupt
+    yield
 
 
 def test_without_a_terminal_lines_say_how_far_it_is(run, tmp_path, monkeypatch):
@@ -181,6 +210,8 @@ def test_without_a_terminal_lines_say_how_far_it_is(run, tmp_path, monkeypatch):
         (["--labels", "in.csv", "--draft", "ngram"], "--draft is for generated texts, and --labels chooses labels"),
         (["--choices", "a,b", "--tokens"], "--tokens is for generated texts"),
         (["--choices", "a,b", "--max-new-tokens", "3"], "--max-new-tokens is for generated texts"),
+        (["--template", "t.txt", "--calibrate"], "--calibrate goes with --choices or --labels, and with --template"),
+        (["--choices", "a,b", "--calibrate"], "--calibrate goes with --choices or --labels, and with --template"),
         (["--template", "none.txt"], "none.txt cannot be read"),
         (["--template", "t.txt", "--column", "review"], "--column names the prompts, and --template makes them of"),
         (

@@ -306,3 +306,9 @@ def test_whisper_base_writes_what_the_long_form_of_transformers_writes(base, bea
         assert segment.tokens == theirs["tokens"].tolist()[: len(segment.tokens)]
         assert segment.start == pytest.approx(float(theirs["start"]), abs=0.005)
         assert segment.end == pytest.approx(min(float(theirs["end"]), transcript.duration), abs=0.0101)
+
+
+@pytest.mark.parametrize("files", [("nowhere.mp3",), np.array(["nowhere.mp3"]), (name for name in ["nowhere.mp3"])])
+def test_files_may_be_in_any_list(whisper, files):
+    with pytest.raises(SpecbeamError, match=r"nowhere\.mp3: it cannot be read: No such file"):
+        transcribe(whisper, files)

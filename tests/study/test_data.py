@@ -27,8 +27,8 @@ COLUMNS = Columns(prompt="question", reference="answer", category="kind")
 def write(path, rows):
     if path.suffix == ".parquet":
         pandas.DataFrame(rows).to_parquet(path)
-    elif path.suffix == ".csv":
-        pandas.DataFrame(rows).to_csv(path, index=False)
+    elif path.suffix in (".csv", ".tsv"):
+        pandas.DataFrame(rows).to_csv(path, index=False, sep="," if path.suffix == ".csv" else "\t")
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     else:
@@ -41,7 +41,7 @@ def read(source, prompts=(), seed=0, **data):
     return read_rows(Data(source=source and str(source), **data), [*prompts], seed)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "csv", "tsv", "parquet"])
 def test_tables_are_read_alike(tmp_path, ending):
     rows = read(write(tmp_path / f"table.{ending}", TABLE), columns=COLUMNS, template="Q: {prompt} ({kind})")
     assert [row.turns for row in rows] == [[f"Q: {row['question']} ({row['kind']})"] for row in TABLE]
@@ -111,10 +111,11 @@ NO_CATEGORY = r"^data.categories=x: \S+ has no such category: there are a, b$"
         ),
         (named(prompt="sad.en"), [{"said": {"en": "a"}}], "row 1 has no such column: .*there are said$"),
         (named(prompt="said.en"), [{"said": "a"}], "row 1 has no such column: .*there are said$"),
-        (named(prompt="said.en"), [{"said": {"en": "a"}}, {"said": None}], "row 2 has no text"),
-        ({}, [{"prompt": "a"}, {"prompt": " "}], "row 2 has no text"),
+        (named(prompt="said.en"), [{"said": {"en": "a"}}, {"said": None}], "row 2 has no text in the column 'said.en'"),
+        ({}, [{"prompt": "a"}, {"prompt": " "}], "row 2 has no text in the column 'prompt'"),
         ({}, [{"prompt": "a"}, {"prompt": None}], "row 2 has no text"),
-        ({}, [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": 2}], "row 2 has 2 where a text belongs"),
+        ({}, [{"prompt": "a", "answer": ["b", ""]}], "row 1 has no text in the column 'answer'"),
+        ({}, [{"prompt": "a", "answer": 2}], "row 1 has 2 in the column 'answer', where a text belongs"),
         (named(reference="answer"), [{"prompt": "a", "answer": None}], "row 1 has nothing in the column"),
         ({}, [{"said": "a"}], "data.columns.prompt is missing: it is one of said"),
         ({}, [], "has no rows"),
@@ -122,7 +123,7 @@ NO_CATEGORY = r"^data.categories=x: \S+ has no such category: there are a, b$"
         ({"categories": ["x"], "columns": COLUMNS}, TABLE, NO_CATEGORY),
         ({"template": "{promt}"}, TABLE, "data.template does not fit"),
         ({"format": "spec_bench"}, TABLE, "has no turns"),
-        ({"format": "human_eval"}, TABLE, "prompt has no text"),
+        ({"format": "human_eval"}, TABLE, "row 1 has no text in the column 'prompt'"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, data, content, message):

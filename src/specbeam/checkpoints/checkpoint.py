@@ -183,7 +183,7 @@ class Checkpoint(ABC):
             whole = [(file, [Extent(0, file.stat().st_size, whole=True)]) for file in files]
             return fingerprint([*self.extents, *whole])
         except OSError as error:
-            raise SpecbeamError(f"{error.filename} cannot be read: {error.strerror}") from error
+            raise SpecbeamError(f"{error.filename or self.path} cannot be read: {error.strerror}") from error
 
     @property
     @abstractmethod

@@ -63,7 +63,8 @@ class Variable(NamedTuple):
             stored = np.fromfile(self.file, self.kind, (stop - start) * columns, offset=begin)
             stored = stored.reshape(stop - start, *self.shape[1:])
         except (OSError, ValueError) as error:
-            raise SpecbeamError(f"{self.file} has changed since it was opened: load the model again") from error
+            problem = f"{self.file} has changed since it was opened ({error})"
+            raise SpecbeamError(f"{problem}: load the model again") from error
         if self.dtype == "BF16":  # the first half of a float32
             return (stored.astype(np.uint32) << 16).view(np.float32)
         values = stored.astype(np.float32)

@@ -107,7 +107,7 @@ class GGUFCheckpoint(Checkpoint):
         except SpecbeamError:
             raise
         except Exception as error:  # anything may follow from wrong bytes
-            raise SpecbeamError(f"{path} is damaged: its header cannot be read. Fetch it again") from error
+            raise SpecbeamError(f"{path} is damaged: its header cannot be read ({error}). Fetch it again") from error
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.weights_by_type = Counter()
         size = path.stat().st_size

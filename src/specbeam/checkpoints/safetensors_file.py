@@ -63,7 +63,8 @@ class StoredTensor(NamedTuple):
         try:
             yield
         except (OSError, ValueError) as error:
-            raise SpecbeamError(f"{self.file} has changed since it was opened: load the model again") from error
+            problem = f"{self.file} has changed since it was opened ({error})"
+            raise SpecbeamError(f"{problem}: load the model again") from error
 
     def _check_dtype(self) -> None:
         if self.dtype not in FLOATS:
@@ -106,16 +107,18 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file, by their names.
 
     Raises:
-        SpecbeamError: the file is damaged.
+        SpecbeamError: the file is damaged, or cannot be read.
     """
     check_fetched(file)
     try:
-        with safe_open(file, "np") as opened:  # it checks the header
+        with file.open("rb"), safe_open(file, "np") as opened:  # Python says why a file cannot be opened
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a dictionary)
             facts = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
         length, header = _header(file)
         begins = {name: 8 + length + header[name]["data_offsets"][0] for name in facts}
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise SpecbeamError(f"{file} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
         raise SpecbeamError(f"{file} is damaged or not a safetensors file ({error}): fetch it again") from error
     return {name: StoredTensor(file, name, *facts[name], begins[name]) for name in facts}
 

@@ -20,6 +20,16 @@ COMMANDS = [
     *("score", "study", "verify", "ladder", "tokens", "models"),
 ]
 """In the order of ``--help``. Each is a module beside this one."""
+OTHER_WORDS = {
+    "run": "chat --model MODEL",
+    "pull": "models pull MODEL",
+    "list": "models list",
+    "ls": "models list",
+    "ps": "models list",
+    "show": "models show MODEL",
+    "rm": "models rm MODEL",
+}
+"""Commands of ollama, and what they are here."""
 PATHS = ("FILE", "DIR", "IN", "OUT", "SOURCE")
 """The metavars of arguments that may be paths."""
 
@@ -67,6 +77,8 @@ class Parser(argparse.ArgumentParser):
         allowed = f"give {', '.join(names[:-1])} or {names[-1]}"
         if isinstance(action, argparse._SubParsersAction):
             near = nearest_name(str(value), names)
+            if action.dest == "command" and value in OTHER_WORDS:
+                near = f"{self.prog} {OTHER_WORDS[value]}"
             self.error(f"unknown {action.dest} {value!r}: {f'did you mean {near!r}?' if near else allowed}")
         raise argparse.ArgumentError(action, f"{value!r} is not allowed: {allowed}")
 
@@ -95,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output is gone, or the disk is full. Without this, Python complains again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):
-            print(f"specbeam: cannot write the output: {error.strerror or error}", file=sys.stderr)
+            what = "cannot write the output" if error.filename is None else error.filename
+            print(f"specbeam: {what}: {error.strerror or error}", file=sys.stderr)
         return FAILED
 
 

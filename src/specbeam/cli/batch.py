@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,11 @@ from specbeam.cli.prompts import read_lines, read_text
 from specbeam.cli.rows import (
     OPTION_NAMES,
     Answer,
+    Answers,
     NumberedItem,
     Task,
-    Tell,
     add_files_to,
     add_running_to,
-    collected,
     column_of,
     failure,
     run_rows,
@@ -38,7 +37,6 @@ from specbeam.options import Options
 
 if TYPE_CHECKING:
     from specbeam.engine.request import Request
-    from specbeam.jobs import Work
     from specbeam.jobs.formats import Rows, Type
     from specbeam.results import Result
     from specbeam.scoring import Text
@@ -88,6 +86,8 @@ def add_to(commands: Any) -> None:
     about = "choose one of these labels for each row, with the exact probability of each"
     parser.add_argument("--choices", type=choices, metavar="A,B,...", help=about)
     parser.add_argument("--labels", metavar="FILE", help="the same, with one label on each line of a file")
+    about = "divide the probabilities of labels by those that the template gives without a row's content"
+    parser.add_argument("--calibrate", action="store_true", help=about)
     parser.add_argument("--tokens", action="store_true", help="add a column token_ids")
     add_generation_to(parser, MAX_NEW_TOKENS, labels=False)
     add_strategy_to(parser)
@@ -108,6 +108,8 @@ def run(given: argparse.Namespace) -> int:
         if given.column is not None:
             raise SpecbeamError("--column names the prompts, and --template makes them of columns: leave one out")
         template = Template(given.template, read_text(given.template))
+    if given.calibrate and (labels is None or template is None):
+        raise SpecbeamError("--calibrate goes with --choices or --labels, and with --template, which it fills")
     check_sources(given)
     return run_rows(given, partial(task_of, given, options, labels, template))
 
@@ -155,9 +157,13 @@ def task_of(
         template.check(rows)
         reads, item = template.columns, template.fill
     facts = [reads, None if template is None else template.text, repr(options), labels]
-    work = partial(make_work, given, options, labels)
+    content_free = content_free_prompts(template) if template is not None and given.calibrate else None
+    work = partial(make_work, given, options, labels, content_free)
     if labels is not None:
-        return Task(reads, item, label_types(labels), facts, work, counted="label")
+        from specbeam.labels import collapse
+
+        check_counts = partial(collapse, remedy="" if given.calibrate else "--calibrate")
+        return Task(reads, item, label_types(labels), facts, work, counted="label", check_counts=check_counts)
     left_out = {"token_ids": not given.tokens, "sequences": options.num_return_sequences == 1}
     left_out["is_complete"] = options.constraint is None
     columns = {name: kind for name, kind in COLUMN_TYPES.items() if not left_out.get(name)}
@@ -173,19 +179,36 @@ def label_types(labels: Sequence[str]) -> dict[str, Type]:
 
 
 def prompt_of(column: str, cells: Mapping[str, Any]) -> Any:
-    return SpecbeamError("the row has no prompt") if cells[column] is None else cells[column]
+    return SpecbeamError(f"the row has no {column}") if cells[column] is None else cells[column]
 
 
-def make_work(given: argparse.Namespace, options: Options, labels: list[str] | None, tell: Tell | None) -> Work:
-    """Load the models, in a worker. Returns the function that makes answers of jobs."""
+def content_free_prompts(template: Template) -> list[Any]:
+    """The prompts of rows without content."""
+    from specbeam.labels import CONTENT_FREE
+
+    filled = [template.fill(dict.fromkeys(template.columns, text)) for text in CONTENT_FREE]
+    return [prompt for prompt in filled if prompt]  # a template of nothing but a column may be empty
+
+
+def make_work(
+    given: argparse.Namespace,
+    options: Options,
+    labels: list[str] | None,
+    content_free: list[Any] | None,
+) -> Answers:
+    """Load the models. Returns the function that makes answers."""
     lm = load_model(given)
     if labels is not None:
-        return partial(collected, tell, partial(label, lm, labels, given))
-    return partial(collected, tell, partial(generate, lm, load_draft(given, lm), load_strategy(given), options, given))
+        from specbeam.labels import prior
+
+        how = {"system": given.system, "raw": given.raw, "max_contexts": given.batch_size}
+        without = None if content_free is None else prior(lm, content_free, labels, **how)
+        return partial(label, lm, labels, without, given)
+    return partial(generate, lm, load_draft(given, lm), load_strategy(given), options, given)
 
 
 def generate(
-    lm: Any, draft: Any, strategy: Any, options: Options, given: argparse.Namespace, job: list[NumberedItem]
+    lm: Any, draft: Any, strategy: Any, options: Options, given: argparse.Namespace, items: Iterable[NumberedItem]
 ) -> Iterator[Answer]:
     """The answers to numbered prompts, in the order in which they finish."""
     from specbeam.engine import Engine
@@ -194,7 +217,7 @@ def generate(
     refused = []
 
     def submissions() -> Iterator[tuple[int, Request]]:
-        for number, prompt in job:
+        for number, prompt in items:
             try:
                 if isinstance(prompt, SpecbeamError):
                     raise prompt
@@ -210,6 +233,8 @@ def generate(
             yield answer(number, request.result(), given.tokens)
         except Exception as error:  # whatever it was, the other rows go on
             yield failure(COLUMN_TYPES, number, error)
+        yield from refused
+        refused.clear()
     yield from refused
 
 
@@ -228,18 +253,25 @@ def answer(number: int, result: Result, tokens: bool) -> Answer:
     }
 
 
-def label(lm: Any, labels: list[str], given: argparse.Namespace, job: list[NumberedItem]) -> Iterator[Answer]:
-    """The labels of numbered prompts, in the order in which they are known."""
-    from specbeam.labels import Question, question
+def label(
+    lm: Any, labels: list[str], without: Any, given: argparse.Namespace, items: Iterable[NumberedItem]
+) -> Iterator[Answer]:
+    """The labels of numbered prompts, in the order in which they are known.
+
+    Args:
+        without: the probabilities of the labels without content, to calibrate with; None: they are not calibrated.
+    """
+    from specbeam.labels import Question, calibrated, question
 
     def ask(prompt: Any) -> tuple[Question, list[Text]]:
         asked = question(lm, prompt, labels, system=given.system, raw=given.raw)
         return asked, asked.texts
 
     def choose(asked: Question, log_probs: list[float]) -> Answer:
-        shares = asked.probabilities(log_probs).tolist()
+        found = asked.probabilities(log_probs)
+        shares = (found if without is None else calibrated(found, without)).tolist()
         best = max(range(len(labels)), key=shares.__getitem__)  # the first one, where several are equal
         of_each = dict(zip(labels, shares, strict=True))
         return {"label": labels[best], "probability": shares[best], "probabilities": of_each}
 
-    yield from scored(lm, job, ask, choose, label_types(labels), given.batch_size)
+    yield from scored(lm, items, ask, choose, label_types(labels), given.batch_size)

@@ -57,7 +57,7 @@ def run(given: argparse.Namespace) -> int:
         raise SpecbeamError(f"--runs {given.runs} is not allowed: give at least 1")
     prompt = next(read_rows(given.prompt, None)).prompt
 
-    require("the ladder", "torch")
+    require("specbeam ladder", "torch")
     import torch
     from tqdm import tqdm
 

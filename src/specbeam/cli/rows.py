@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbeam import plugins
-from specbeam.cli.arguments import load_strategy, own_drafter
+from specbeam.cli.arguments import load_strategy, own_drafter, typed_text
 from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import FAILED, SpecbeamError, located
+from specbeam.errors import FAILED, SpecbeamError, located, shown_counts
 from specbeam.option_names import LOOKUPS
 from specbeam.options import ARGUMENTS, Options, check_names
 
@@ -33,8 +34,8 @@ NumberedItem = tuple[int, Any]
 """The number of a row, and what its answer is made of."""
 Answer = dict[str, Any]
 """The values of a task's columns for one row, and the row's number as "row"."""
-Tell = Callable[[], object]
-"""Called once for each row that is finished, before the others of its job are."""
+Answers = Callable[[Iterable[NumberedItem]], Iterator[Answer]]
+"""Makes the answers to items, in the order in which they are known. Items are taken as there is room for them."""
 
 OPTION_NAMES = [field.name for field in fields(Options)]
 SETTINGS_WITHOUT_EFFECT = (
@@ -44,10 +45,10 @@ SETTINGS_WITHOUT_EFFECT = (
 )
 """Settings on which no answer depends, or which a task's facts have in another form. The fingerprint has all others."""
 BATCHES_PER_JOB = 4
-"""The rows of a job are this many batches. With few batches, many passes run half empty for the job's last texts."""
+"""A worker of a cluster gets this many batches at a time, and this many are kept together. With few batches, many
+passes run half empty for the job's last texts."""
 SECONDS_PER_LINE = 5.0
 """Without a terminal, a line says this often how many rows are finished."""
-MAX_COUNTS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,36 @@ class Task:
         item: makes of these cells of a row what the work takes.
         columns: the types of the columns that are added, by name, "error" among them.
         facts: all that answers depend on beside the command's other settings, IN and the models.
-        make_work: makes the work of a worker. It takes a :data:`Tell`, or None where rows are counted job by job.
+        make_answers: loads the models, in the process that makes the answers.
         counted: a column whose values are counted at the end, such as "finish_reason"; None: none is.
         tokens: the column with a row's number of tokens; None: they are not summed up.
+        check_counts: what to say of these counts; None if all is well.
     """
 
     reads: Sequence[str]
     item: Callable[[Mapping[str, Any]], Any]
     columns: Mapping[str, Type]
     facts: Sequence[Any]
-    make_work: Callable[[Tell | None], Work]
+    make_answers: Callable[[], Answers]
     counted: str | None = None
     tokens: str | None = None
+    check_counts: Callable[[Counter[str]], str | None] = lambda _: None
 
 
 def add_files_to(parser: argparse.ArgumentParser, reads: str) -> None:
     """The arguments for IN and OUT."""
-    parser.add_argument("input", metavar="IN", help=f"a .parquet, .jsonl or .csv file with {reads}")
-    parser.add_argument("output", metavar="OUT", help="a .parquet, .jsonl or .csv file that does not exist yet")
+    parser.add_argument("input", metavar="IN", help=f"a .parquet, .jsonl, .csv or .tsv file with {reads}")
+    parser.add_argument("output", metavar="OUT", help="a .parquet, .jsonl, .csv or .tsv file that does not exist yet")
+    about = "what separates the cells of .csv and .tsv files (default a comma and a tab)"
+    parser.add_argument("--delimiter", type=delimiter, metavar="CHARACTER", help=about)
+
+
+def delimiter(text: str) -> str:
+    """The character that a typed text stands for, such as ; or \\t."""
+    character = typed_text(text)
+    if len(character) != 1 or character in '"\r\n':
+        raise argparse.ArgumentTypeError(rf"{text!r} is not allowed: give one character, such as ';' or '\t'")
+    return character
 
 
 def add_running_to(parser: argparse.ArgumentParser) -> None:
@@ -93,21 +106,19 @@ def add_running_to(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=float, metavar="N", help="GPUs per worker; a number below 1 shares one (default 0)")
 
 
-def launcher_of(given: argparse.Namespace) -> Callable[..., None]:
-    """The launcher that the options of add_running_to ask for.
+def cluster_of(given: argparse.Namespace) -> dict[str, Any] | None:
+    """The cluster that the options of add_running_to ask for; None: the rows' answers are made here.
 
     Raises:
         SpecbeamError: options of a cluster without a cluster.
     """
-    from specbeam.jobs.launchers import run_here, run_on_ray
-
     cluster = {name: getattr(given, name) for name in ("address", "workers", "cpus", "gpus")}
     cluster = {name: value for name, value in cluster.items() if value is not None}
     if given.launcher == "ray":
-        return partial(run_on_ray, **cluster, warn=lambda line: print_lines(f"specbeam: {line}", file=sys.stderr))
+        return cluster
     for name in cluster:
         raise SpecbeamError(f"--{name} goes with --launcher ray")
-    return run_here
+    return None
 
 
 def run_rows(given: argparse.Namespace, task_of: Callable[[Rows], Task]) -> int:
@@ -117,22 +128,25 @@ def run_rows(given: argparse.Namespace, task_of: Callable[[Rows], Task]) -> int:
         given: the arguments of add_files_to and add_running_to, and others.
         task_of: what to do with the rows. It raises SpecbeamError for columns that IN does not have.
     """
+    from specbeam.jobs.formats import DELIMITERS, ending_of
     from specbeam.jobs.lock import locked
 
     for name in ("batch_size", "limit"):
         if (number := getattr(given, name)) is not None and number < 1:
             raise SpecbeamError(f"--{name.replace('_', '-')} {number} is not allowed: give at least 1")
-    launch = launcher_of(given)
+    cluster = cluster_of(given)
     source, output = Path(given.input), Path(given.output)
     check_output(source, output)
+    if given.delimiter is not None and not {ending_of(source), ending_of(output)} & {*DELIMITERS}:
+        raise SpecbeamError("--delimiter is for .csv and .tsv files: leave it out")
     with locked(output.with_name(f".{output.name}.lock"), output, "another OUT"):
-        return _run_alone(given, task_of, launch, source, output)
+        return _run_alone(given, task_of, cluster, source, output)
 
 
 def _run_alone(
     given: argparse.Namespace,
     task_of: Callable[[Rows], Task],
-    launch: Callable[..., None],
+    cluster: dict[str, Any] | None,
     source: Path,
     output: Path,
 ) -> int:
@@ -140,7 +154,7 @@ def _run_alone(
     from specbeam.jobs.finished_rows import FinishedRows
     from specbeam.jobs.formats import chunks, open_rows, writer
 
-    with open_rows(source, given.limit) as rows:
+    with open_rows(source, given.limit, given.delimiter) as rows:
         task = task_of(rows)
 
         def items() -> Iterator[NumberedItem]:
@@ -149,7 +163,7 @@ def _run_alone(
         for _ in items():  # a cell that cannot be used is reported before a model is loaded
             pass
         added = added_columns(source, rows.columns, [*task.columns])
-        write = writer(output, rows, {new: task.columns[name] for name, new in added.items()})
+        write = writer(output, rows, {new: task.columns[name] for name, new in added.items()}, given.delimiter)
         for notice in notices(source, rows.columns, task.reads, added):
             print(f"specbeam: {notice}", file=sys.stderr)
         end = Summary(task)
@@ -160,11 +174,9 @@ def _run_alone(
             if output.exists() and finished.count < len(rows):
                 raise SpecbeamError(f"{output} is there already: delete it, or name another")
 
-            def keep(job: list[NumberedItem], result: Any) -> None:
-                if isinstance(result, Exception):
-                    result = [failure(task.columns, number, result) for number, _ in job]
-                finished.add(result)
-                end.made(result)
+            def keep(answers: list[Answer]) -> None:
+                finished.add(answers)
+                end.made(answers)
                 progress.kept()
 
             def cells() -> Iterator[Answer]:
@@ -173,9 +185,12 @@ def _run_alone(
                     yield {new: answer.get(name) for name, new in added.items()}
 
             todo = (item for item in items() if item[0] not in finished)
-            tell = None if given.launcher == "ray" else progress.told  # no call comes back from a cluster
+            size = BATCHES_PER_JOB * given.batch_size
             try:
-                launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), partial(task.make_work, tell), keep)
+                if cluster is None:
+                    work_here(task, todo, size, keep, progress.told)
+                else:
+                    work_on_ray(task, chunks(todo, size), keep, cluster)
                 with finished.reporting_kept_rows():
                     write(cells())
             except KeyboardInterrupt:
@@ -185,6 +200,72 @@ def _run_alone(
         finished.path.unlink(missing_ok=True)
     print(*end.lines(len(rows), progress.earlier, output), sep="\n", file=sys.stderr)
     return FAILED if end.failed else 0
+
+
+def work_here(
+    task: Task,
+    todo: Iterator[NumberedItem],
+    size: int,
+    keep: Callable[[list[Answer]], object],
+    tell: Callable[[], object],
+) -> None:
+    """Make answers in this process, and keep ``size`` at a time, and the rest when it ends, for whatever reason."""
+    made: list[Answer] = []
+    try:
+        for answer in answers_here(task, todo):
+            made.append(answer)
+            tell()
+            if len(made) == size:
+                whole, made = made, []
+                keep(whole)
+    finally:
+        if made:
+            keep(made)
+
+
+def answers_here(task: Task, todo: Iterator[NumberedItem]) -> Iterator[Answer]:
+    """Make answers in this process. A row begins when another one ends, so that a long one holds up no others."""
+    make = None
+    for first in todo:
+        make = make or task.make_answers()
+        begun: set[int] = set()
+        try:
+            for answer in make(noted(chain([first], todo), begun)):
+                begun.remove(answer["row"])
+                yield answer
+        except SpecbeamError:  # IN cannot be read: an error of a row is its answer
+            raise
+        except Exception as error:  # whatever it was, the rows that have not begun go on
+            for number in begun:
+                yield failure(task.columns, number, error)
+
+
+def noted(items: Iterable[NumberedItem], begun: set[int]) -> Iterator[NumberedItem]:
+    """Items as they are taken. Their numbers are put into a set."""
+    for item in items:
+        begun.add(item[0])
+        yield item
+
+
+def work_on_ray(
+    task: Task, jobs: Iterator[list[NumberedItem]], keep: Callable[[list[Answer]], object], cluster: Mapping[str, Any]
+) -> None:
+    """Make answers on a Ray cluster, job by job."""
+    from specbeam.jobs.launchers import run_on_ray
+
+    def take(job: list[NumberedItem], result: Any) -> None:
+        if isinstance(result, Exception):
+            result = [failure(task.columns, number, result) for number, _ in job]
+        keep(result)
+
+    warn = partial(print_lines, file=sys.stderr)
+    run_on_ray(jobs, partial(work_of, task.make_answers), take, **cluster, warn=lambda line: warn(f"specbeam: {line}"))
+
+
+def work_of(make_answers: Callable[[], Answers]) -> Work:
+    """The work of a worker on a cluster."""
+    answers = make_answers()
+    return lambda job: [*answers(job)]
 
 
 @dataclass
@@ -224,9 +305,9 @@ class Summary:
         if self.failed:
             yield f"specbeam: {self.failed} of {rows} rows failed, {self.first}"
         if self.counts:
-            shown = [f"{count:,} {value}" for value, count in self.counts.most_common(MAX_COUNTS_SHOWN)]
-            more = len(self.counts) - len(shown)
-            yield f"[{self.task.counted}: {', '.join(shown)}{f', and {more} others' if more else ''}]"
+            yield f"[{self.task.counted}: {shown_counts(self.counts)}]"
+        if found := self.task.check_counts(self.counts):
+            yield f"specbeam: {found}"
         before = f" ({earlier:,} of them earlier)" if earlier else ""
         speed = f"{(rows - earlier) / seconds:,.1f} rows/s"
         if self.task.tokens is not None:
@@ -246,7 +327,7 @@ class Progress:
 
         self._finished, self._total, self.earlier = finished, total, finished.count
         self._bar = tqdm(total=total, initial=finished.count, unit="row", disable=None)
-        self._running = 0  # finished rows of the job that is not kept yet
+        self._running = 0  # finished rows that are not kept yet
         self._said_at = time.monotonic()
         self._first: tuple[int, float] | None = None  # finished rows, and the time, once the models are loaded
 
@@ -257,7 +338,7 @@ class Progress:
         self._bar.close()
 
     def told(self) -> None:
-        """A row is finished. It is not kept before the others of its job are."""
+        """A row is finished. It is kept together with others."""
         self._running += 1
         self._show()
 
@@ -295,7 +376,7 @@ def check_output(source: Path, output: Path) -> None:
     from specbeam.jobs.formats import FORMATS, pyarrow
 
     if output.suffix.lower() not in FORMATS:
-        raise SpecbeamError(f"{output} has an unknown ending: name it .parquet, .jsonl or .csv")
+        raise SpecbeamError(f"{output} has an unknown ending: name it {', '.join(FORMATS)}")
     if output.suffix.lower() == ".parquet" or source.suffix.lower() == ".parquet":
         pyarrow()
     finished_rows = Path(f"{output}.partial.jsonl")
@@ -371,18 +452,6 @@ def _contents(given: argparse.Namespace) -> list[str]:
     return found
 
 
-def collected(
-    tell: Tell | None, answers: Callable[[list[NumberedItem]], Iterator[Answer]], job: list[NumberedItem]
-) -> list[Answer]:
-    """The work of a worker: the answers to a job. Each is reported as soon as it is there."""
-    made = []
-    for answer in answers(job):
-        made.append(answer)
-        if tell is not None:
-            tell()
-    return made
-
-
 def failure(columns: Iterable[str], number: int, error: Exception) -> Answer:
     """The answer to a row that failed."""
     return {"row": number, **dict.fromkeys(columns), "error": one_line(error)}
@@ -390,13 +459,13 @@ def failure(columns: Iterable[str], number: int, error: Exception) -> Answer:
 
 def scored(
     lm: Any,
-    job: list[NumberedItem],
+    items: Iterable[NumberedItem],
     ask: Callable[[Any], tuple[Asked, list[Text]]],
     tell: Callable[[Asked, list[float]], Answer],
     columns: Iterable[str],
     max_contexts: int,
 ) -> Iterator[Answer]:
-    """The answers to a job that follow from log-probabilities of texts, as soon as these are known.
+    """The answers that follow from log-probabilities of texts, as soon as these are known.
 
     Args:
         ask: makes of a row's item the texts to score, and what ``tell`` needs beside their log-probabilities. An item
@@ -404,20 +473,23 @@ def scored(
         tell: makes the values of a row's columns, "error" left out.
         max_contexts: as for :func:`specbeam.scoring.score`.
     """
-    asked: dict[int, Asked] = {}
-    texts: dict[int, list[Text]] = {}
-    for number, item in job:
-        try:
-            if isinstance(item, SpecbeamError):
-                raise item
-            asked[number], texts[number] = ask(item)
-        except SpecbeamError as error:
-            yield failure(columns, number, error)
-    for number, found in _log_probs(lm, texts, max_contexts):
-        if isinstance(found, Exception):
-            yield failure(columns, number, found)
-        else:
-            yield {"row": number, **tell(asked[number], found), "error": None}
+    from specbeam.jobs.formats import chunks
+
+    for job in chunks(items, BATCHES_PER_JOB * max_contexts):
+        asked: dict[int, Asked] = {}
+        texts: dict[int, list[Text]] = {}
+        for number, item in job:
+            try:
+                if isinstance(item, SpecbeamError):
+                    raise item
+                asked[number], texts[number] = ask(item)
+            except SpecbeamError as error:
+                yield failure(columns, number, error)
+        for number, found in _log_probs(lm, texts, max_contexts):
+            if isinstance(found, Exception):
+                yield failure(columns, number, found)
+            else:
+                yield {"row": number, **tell(asked[number], found), "error": None}
 
 
 def _log_probs(

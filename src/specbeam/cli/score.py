@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import add_model_to, check_source, load_model
 from specbeam.cli.rows import (
     Answer,
+    Answers,
     NumberedItem,
     Task,
-    Tell,
     add_files_to,
     add_running_to,
     check_column,
-    collected,
     column_of,
     run_rows,
     scored,
@@ -26,7 +25,6 @@ from specbeam.cli.rows import (
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:
-    from specbeam.jobs import Work
     from specbeam.jobs.formats import Rows, Type
     from specbeam.scoring import Text
 
@@ -105,12 +103,12 @@ def candidates_of(cell: Any) -> list[Any]:
     return [part.get("text") if isinstance(part, dict) else part for part in parts]
 
 
-def make_work(given: argparse.Namespace, ranks: bool, tell: Tell | None) -> Work:
-    """Load the model, in a worker. Returns the function that makes answers of jobs."""
-    return partial(collected, tell, partial(measure, load_model(given), given, ranks))
+def make_work(given: argparse.Namespace, ranks: bool) -> Answers:
+    """Load the model. Returns the function that makes answers."""
+    return partial(measure, load_model(given), given, ranks)
 
 
-def measure(lm: Any, given: argparse.Namespace, ranks: bool, job: list[NumberedItem]) -> Iterator[Answer]:
+def measure(lm: Any, given: argparse.Namespace, ranks: bool, items: Iterable[NumberedItem]) -> Iterator[Answer]:
     """The measures of numbered texts, in the order in which they are known."""
     from specbeam.prompts import encode_answers
     from specbeam.scoring import check_length
@@ -134,7 +132,7 @@ def measure(lm: Any, given: argparse.Namespace, ranks: bool, job: list[NumberedI
             return {"best": measured[0]["text"], "ranked": measured}
         return {name: measured[0][name] for name in MEASURES}
 
-    yield from scored(lm, job, ask, values, RANKED_TYPES if ranks else COLUMN_TYPES, given.batch_size)
+    yield from scored(lm, items, ask, values, RANKED_TYPES if ranks else COLUMN_TYPES, given.batch_size)
 
 
 def perplexity(log_prob: float, tokens: int) -> float:

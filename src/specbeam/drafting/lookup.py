@@ -21,7 +21,7 @@ from specbeam.decoding.drafter import Proposal
 from specbeam.decoding.matches import MAX_MATCH_TOKENS, occurrences
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, TokenIds
-from specbeam.prompts import encode
+from specbeam.prompts import as_list, encode
 from specbeam.tree import Nodes, Tree
 
 MAX_MATCHES = 32
@@ -266,7 +266,7 @@ def suffix_automaton(lm: LanguageModel, texts: Iterable[str | Sequence[int]]) ->
     automaton = SuffixAutomaton(lm.token_ids)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise SpecbeamError(f"suffix_automaton takes a list of texts, not {type(texts).__name__}")
-    for text in texts:
+    for text in as_list(texts):
         automaton.extend(encode(lm, text, raw=True))
         automaton.extend([SEPARATOR])
     if len(automaton.next) == 1:

@@ -1,4 +1,4 @@
-"""Files of rows: .parquet, .jsonl and .csv files are read and written, a few rows at a time."""
+"""Files of rows: .parquet, .jsonl, .csv and .tsv files are read and written, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -47,16 +47,28 @@ CONVERSION_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, NotImp
 """Raised for damaged bytes, and by pyarrow for a cell without a value in Python."""
 
 
-def open_rows(path: Path, limit: int | None = None) -> Rows:
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+"""What separates the cells of a line, by the file's ending."""
+
+
+def open_rows(path: Path, limit: int | None = None, delimiter: str | None = None) -> Rows:
     """The rows of a file, or the first ``limit`` of them: then the others are not read.
+
+    Args:
+        delimiter: what separates the cells of a .csv or .tsv file; None: a comma or a tab.
 
     Raises:
         SpecbeamError: the file cannot be read, has another ending, is damaged, or has no rows.
     """
-    if (ending := Path(path.name.removesuffix(".gz")).suffix.lower()) not in FORMATS:
+    if (ending := ending_of(path)) not in FORMATS:
         raise SpecbeamError(f"{path} has an unknown ending: name it {', '.join(FORMATS)}, after its format")
     make, _ = FORMATS[ending]
-    return make(path, limit)
+    return make(path, limit, delimiter or DELIMITERS.get(ending, ""))
+
+
+def ending_of(path: Path) -> str:
+    """The ending of a file's name that tells its format: of a compressed file the one before .gz."""
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
 class Rows(ABC):
@@ -67,6 +79,7 @@ class Rows(ABC):
     Attributes:
         path: the file.
         limit: only the first ``limit`` rows count; None: all.
+        delimiter: what separates the cells of a line, if the format has one.
         columns: the names of all columns, in the order in which they first appear.
         digest: the SHA-256 of the file's bytes, as hexadecimal digits.
 
@@ -74,8 +87,8 @@ class Rows(ABC):
         SpecbeamError: the file cannot be read, is damaged, has no rows, or was changed since it was opened.
     """
 
-    def __init__(self, path: Path, limit: int | None = None) -> None:
-        self.path, self.limit = path, limit
+    def __init__(self, path: Path, limit: int | None = None, delimiter: str = "") -> None:
+        self.path, self.limit, self.delimiter = path, limit, delimiter
         with self._reporting_damage():
             self._file = seekable(path)
         try:
@@ -317,11 +330,11 @@ ROW_DECODER = json.JSONDecoder(object_pairs_hook=distinct_members, parse_float=f
 
 
 class CsvRows(TextRows):
-    """The rows of a .csv file. All cells are texts, as they stand there."""
+    """The rows of a .csv or .tsv file. All cells are texts, as they stand there."""
 
     def _rows(self) -> Iterator[Row]:
         csv.field_size_limit(2**31 - 1)  # prompts are long
-        reader = csv.reader(self._lines(), strict=True)
+        reader = csv.reader(self._lines(), strict=True, delimiter=self.delimiter)
         try:
             names = next(reader, [])
             check_distinct(names)
@@ -405,21 +418,22 @@ def table_of(rows: list[Row], types: Mapping[str, Any]) -> Any:
     return pa.table(columns)
 
 
-def writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
+def writer(path: Path, rows: Rows, types: Mapping[str, Type], delimiter: str | None = None) -> Write:
     """A function that writes a whole file of rows with added columns, given their cells, row by row.
 
     Args:
-        path: a .parquet, .jsonl or .csv file. The columns of a Parquet file keep their types in another one.
+        path: a file with an ending of :data:`FORMATS`. The columns of a Parquet file keep their types in another one.
         types: of the added columns, by name (see :data:`Type`).
+        delimiter: as for :func:`open_rows`.
 
     Raises:
         SpecbeamError: the rows do not fit into a file of that format.
     """
-    _, make = FORMATS[path.suffix.lower()]
-    return make(path, rows, types)
+    _, make = FORMATS[ending := path.suffix.lower()]
+    return make(path, rows, types, delimiter or DELIMITERS.get(ending, ""))
 
 
-def parquet_writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
+def parquet_writer(path: Path, rows: Rows, types: Mapping[str, Type], _delimiter: str) -> Write:
     pa = pyarrow()
     added = {name: arrow_type(pa, kind) for name, kind in types.items()}
     try:
@@ -454,7 +468,7 @@ def arrow_type(pa: Any, kind: Type) -> Any:
     return pa.type_for_alias(kind)
 
 
-def jsonl_writer(path: Path, rows: Rows, _types: Mapping[str, Type]) -> Write:
+def jsonl_writer(path: Path, rows: Rows, _types: Mapping[str, Type], _delimiter: str) -> Write:
     for _ in rows.lines():  # a cell that JSON does not have is reported before there is anything to write
         pass
 
@@ -467,7 +481,7 @@ def jsonl_writer(path: Path, rows: Rows, _types: Mapping[str, Type]) -> Write:
     return write
 
 
-def csv_writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
+def csv_writer(path: Path, rows: Rows, types: Mapping[str, Type], delimiter: str) -> Write:
     """Texts are cells as they are. Other values are JSON, and a cell without a value is empty."""
 
     def given() -> Iterator[list[Any]]:
@@ -478,24 +492,24 @@ def csv_writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
     head = [*rows.columns, *types]
     try:
         for cells in chain([head], given()):
-            csv_line(cells)
+            csv_line(cells, delimiter)
     except UnicodeEncodeError as error:
         message = f"{rows.path} has half a surrogate pair, which is no character"
         raise SpecbeamError(f"{message}: name OUT .jsonl, or correct it") from error
 
     def write(cells: Iterable[Row]) -> None:
         with replacing(path) as file:
-            file.write(csv_line(head))
+            file.write(csv_line(head, delimiter))
             for before, new in zip(given(), cells, strict=True):
-                file.write(csv_line([*before, *(new[name] for name in types)]))
+                file.write(csv_line([*before, *(new[name] for name in types)], delimiter))
 
     return write
 
 
-def csv_line(cells: Iterable[Any]) -> bytes:
+def csv_line(cells: Iterable[Any], delimiter: str) -> bytes:
     line = io.StringIO()
     # This end of a line lets Python 3.11, too, quote a lone carriage return, which readers take for the end of a row.
-    csv.writer(line, lineterminator="\r\n").writerow(map(csv_cell, cells))
+    csv.writer(line, delimiter=delimiter, lineterminator="\r\n").writerow(map(csv_cell, cells))
     return line.getvalue()[:-2].encode() + b"\n"
 
 
@@ -522,9 +536,10 @@ def json_text(value: Any) -> str:
     raise TypeError(f"JSON has no {type(value).__name__}")
 
 
-FORMATS: dict[str, tuple[type[Rows], Callable[[Path, Rows, Mapping[str, Type]], Write]]] = {
+FORMATS: dict[str, tuple[type[Rows], Callable[[Path, Rows, Mapping[str, Type], str], Write]]] = {
     ".parquet": (ParquetRows, parquet_writer),
     ".jsonl": (JsonlRows, jsonl_writer),
     ".csv": (CsvRows, csv_writer),
+    ".tsv": (CsvRows, csv_writer),
 }
 """What reads and what writes a file, by its ending in lower case."""

@@ -27,6 +27,7 @@ def locked(path: Path, written: Path, else_give: str) -> Iterator[None]:
     lock, interrupts = FileLock(path), HeldInterrupts()
     with interrupts:
         try:
+            path.touch()  # filelock takes a folder in which no file can be made, such as /proc, for a lock that is held
             lock.acquire(timeout=0)
         except Timeout as error:
             raise SpecbeamError(f"another process writes {written}: wait for it, or give {else_give}") from error

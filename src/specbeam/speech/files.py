@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, overload
 
+import numpy as np
+
 from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.generation_defaults import GenerationDefaults
 from specbeam.model import LanguageModel
 from specbeam.options import Options
+from specbeam.prompts import as_list
 from specbeam.speech.audio import Samples, load
 from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
@@ -83,8 +86,9 @@ def transcribe(
             honoured, a prompt that is too long, a draft with another vocabulary or other features.
     """
     settings = Settings.of({**options, "language": language, "task": task, "num_beams": num_beams})
-    several = isinstance(audio, Sequence) and not isinstance(audio, str | bytes)
-    files = [_File(one, number) for number, one in enumerate(audio if several else [audio])]
+    is_one = hasattr(audio, "read") or (isinstance(audio, np.ndarray) and audio.dtype.kind not in "OUT")
+    several = isinstance(listed := audio if is_one else as_list(audio), list)
+    files = [_File(one, number) for number, one in enumerate(listed if several else [audio])]
     for _ in _run(Transcriber.of(Vocabulary.of(lm), settings), files, _checked(lm, draft)):
         pass
     transcripts = [file.transcript for file in files]

@@ -90,7 +90,7 @@ class Columns:
 @dataclass(frozen=True)
 class Data:
     """Attributes:
-    source: a file (.jsonl, .json, .csv, .parquet, .txt; .gz as well), or the id of a data set on the hub.
+    source: a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; .gz as well), or the id of a data set on the hub.
     format: auto, table, text, spec_bench or human_eval.
     split, subset: parts of a data set on the hub.
     columns: the names of a table's columns.

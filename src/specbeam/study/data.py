@@ -15,11 +15,11 @@ from typing import Any
 
 from specbeam.checkpoints.hub import no_answer
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.formats import TextRows, open_rows
+from specbeam.jobs.formats import TextRows, ending_of, open_rows
 from specbeam.option_names import nearest_name
 from specbeam.study.config import Columns, Data
 
-TABLES = (".jsonl", ".json", ".csv", ".parquet")
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 USUAL_COLUMNS = {
     "prompt": ("prompt", "text", "question", "input", "instruction"),
     "reference": ("reference", "references", "answer", "target"),
@@ -95,7 +95,7 @@ def _rows_of(data: Data) -> Iterator[Row]:
 
 def _format_of(path: Path) -> str:
     """The format of a file."""
-    if not _suffix(path) or _suffix(path) == ".txt":
+    if ending_of(path) in ("", ".txt"):
         return "text"
     first = next(_records(path), None)
     if isinstance(first, Mapping):
@@ -106,12 +106,8 @@ def _format_of(path: Path) -> str:
     return "table"
 
 
-def _suffix(path: Path) -> str:
-    return Path(path.name.removesuffix(".gz")).suffix.lower()
-
-
 def _records(path: Path) -> Iterator[Any]:
-    suffix = _suffix(path)
+    suffix = ending_of(path)
     if suffix not in TABLES:
         raise SpecbeamError(f"data.source={path} is not a {', '.join(TABLES)} or .txt file: convert it")
     if suffix == ".json":
@@ -166,7 +162,7 @@ def _of_hub(data: Data) -> Iterator[Any]:
 def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
     name = f"{data.source} row {i + 1}"
     columns = _columns(data.columns, record, name)
-    prompt = _text(_cell(record, columns.prompt), name)
+    prompt = _text(_cell(record, columns.prompt), name, columns.prompt)
     references = _cell(record, columns.reference) if columns.reference else []
     if not isinstance(references, list):
         references = [] if references is None else [references]
@@ -176,7 +172,7 @@ def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
         str(_cell(record, columns.id)) if columns.id else str(i + 1),
         [_templated(data, {**record, "prompt": prompt}, name)],
         str(_cell(record, columns.category)) if columns.category else None,
-        [_text(reference, name) for reference in references],
+        [_text(reference, name, columns.reference) for reference in references],
     )
 
 
@@ -235,7 +231,7 @@ def _of_spec_bench(data: Data, record: Mapping[str, Any], i: int) -> Row:
     turns, references = record.get("turns"), record.get("reference") or []
     if not isinstance(turns, list) or not turns:
         raise SpecbeamError(f"{name} has no turns: it is not Spec-Bench's format")
-    asked = [_text(turn, name) for turn in turns[: data.turns]]
+    asked = [_text(turn, name, "turns") for turn in turns[: data.turns]]
     # MT-Bench has one reference per turn, the other sets have one per question.
     last = references[len(asked) - 1 : len(asked)] if len(turns) > 1 else references
     references = [str(reference) for reference in last]
@@ -244,17 +240,18 @@ def _of_spec_bench(data: Data, record: Mapping[str, Any], i: int) -> Row:
 
 def _of_human_eval(data: Data, record: Mapping[str, Any], i: int) -> Row:
     name = f"{data.source} row {i + 1}"
-    problem = {key: _text(record.get(key), f"{name}, {key}") for key in ("prompt", "test", "entry_point")}
+    problem = {key: _text(record.get(key), name, key) for key in ("prompt", "test", "entry_point")}
     asked = f"Complete this Python function. Answer with the whole function.\n\n```python\n{problem['prompt']}```"
     text = _templated(data, {**record, "prompt": asked if data.template is None else problem["prompt"]}, name)
     return Row(str(record.get("task_id", i + 1)), [text], None, [], problem)
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: Any, name: str, column: str | None = None) -> str:
+    where = "" if column is None else f" in the column {column!r}"
     if value is not None and not isinstance(value, str):
-        raise SpecbeamError(f"{name} has {str(value)[:40]} where a text belongs: write it as a text")
+        raise SpecbeamError(f"{name} has {str(value)[:40]}{where}, where a text belongs: write it as a text")
     if value is None or not value.strip():
-        raise SpecbeamError(f"{name} has no text: fill it, or leave the row out")
+        raise SpecbeamError(f"{name} has no text{where}: fill it, or leave the row out")
     try:
         value.encode()
     except UnicodeEncodeError as error:
