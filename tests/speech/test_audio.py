@@ -103,6 +103,21 @@ def test_the_memory_of_a_file_is_given_back(tmp_path):
     audio.release(tones(1))  # of no file
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+def test_a_disk_that_takes_a_part_of_the_samples_is_full(wav, monkeypatch):
+    import resource
+
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # usual in images
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        decoding = audio.begin(wav)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with decoding, pytest.raises(SpecbeamError, match="its samples cannot be written: File too large"):
+        decoding.samples()
+
+
 def test_arrays_are_checked_and_given_back():
     for samples in (np.zeros(5, np.int16), np.array([-1, 1], np.float32), np.zeros(0, np.float32)):
         assert audio.load(samples) is samples
