@@ -215,7 +215,7 @@ class Windows:
                     continue
                 self.said += text.tokens
                 parts, step = split(text.tokens, self.transcriber.vocabulary.timestamps, frames)
-                spoken = [Spoken(start + part.start, start + part.end, part.tokens) for part in parts]
+                spoken = [Spoken(*clip.trimmed(start + part.start, start + part.end), part.tokens) for part in parts]
                 if (finder := self._words) is not None:
                     found = yield from finder.find(sound, spoken, clip, start, frames)
                     ends = ends_with_silence(text.tokens, self.transcriber.vocabulary.timestamps)
@@ -233,6 +233,8 @@ class Windows:
                 for part in spoken:
                     written = self.transcriber.vocabulary.decode(part.tokens)
                     begin, end = clip.seconds(part.start), clip.seconds(part.end, is_end=True)
+                    if part.words:
+                        begin, end = part.words[0].start, part.words[-1].end
                     here, place = slice(place, place + len(part.tokens)), place + len(part.tokens)
                     if begin >= end or not written.strip():  # it has no length, or begins where the sound has ended
                         continue
