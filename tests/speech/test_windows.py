@@ -341,11 +341,8 @@ def test_times_in_the_file_are_in_order_and_in_stretches(seed):
         ({"best_of": 0}, "best_of=0 is not allowed"),
         ({"seed": -1}, "seed=-1 is not allowed"),
         ({"clip_timestamps": "1,x"}, "clip_timestamps='1,x' is not allowed: give seconds"),
-        ({"initial_prompt": "x" * 40}, "initial_prompt: 41 tokens are too many, since a prompt holds at most 31"),
-        (
-            {"hotwords": "x" * 20, "initial_prompt": "x" * 20},
-            "hotwords and initial_prompt: 42 tokens are .* at most 31",
-        ),
+        ({"hotwords": "x" * 40}, "hotwords: 41 tokens are too many, since a prompt holds at most 31: give fewer"),
+        ({"hotwords": "x" * 30, "initial_prompt": "y"}, "hotwords: 31 tokens .* at most 30 beside initial_prompt"),
         ({"hotwords": "say <|de|>"}, "hotwords has the special token '<|de|>': give plain text"),
         ({"initial_prompt": [10**6]}, "the token id 1000000 is not in the vocabulary"),
         ({"max_new_tokens": 33}, "max_new_tokens=33 is not allowed: a window has at most 32 new tokens"),

@@ -56,6 +56,8 @@ class Clip:
         the piece before its own, which may be a minute earlier in the file. So a piece counts if the segment covers
         more than its edge, or half of it. If none does, the one counts of which it covers most.
         """
+        if len(self.pieces) == 1:
+            return first, end
         covered = [min(end, after) - max(first, start) for start, after in pairwise(self._starts)]
         sizes = [after - start for start, after in pairwise(self._starts)]
         spoken = [n for n, size in enumerate(sizes) if covered[n] > min(self._edge, size / 2)]

@@ -80,7 +80,7 @@ def transcribe(
 
     Raises:
         SpecbeamError: no Whisper model, a file that cannot be read, an option that is not known or that cannot be
-            honoured, a prompt that is too long, a draft with another vocabulary or other features.
+            honoured, too many hotwords, a draft with another vocabulary or other features.
     """
     settings = Settings.of({**options, "language": language, "task": task, "num_beams": num_beams})
     several = isinstance(audio, Sequence) and not isinstance(audio, str | bytes)
