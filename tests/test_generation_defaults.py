@@ -2,7 +2,9 @@
 
 import copy
 import json
+import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from specbeam.generation_defaults import (
     APPLIED_WITH_BEAMS,
     FIELDS,
     NOT_APPLIED,
+    NOT_UNDER_A_CONSTRAINT,
     GenerationDefaults,
     defaults_of_config,
 )
@@ -247,6 +250,47 @@ def test_options_of_the_caller_win(load):
     ]
     assert least == [NEW, NEW, 1, 4]  # the end token comes after them
     assert specbeam.generate(lm, PROMPT, max_new_tokens=1, bad_words_ids=[]).token_ids == plain_text("llama")[:1]
+
+
+LABELS = [" stop", " go", "stop", "go", " "]
+
+
+def forbidding(a):
+    """Settings that take labels away. ``a`` gives the token of a letter."""
+    return {
+        "min_length": 30,
+        "min_new_tokens": 8,
+        "no_repeat_ngram_size": 1,
+        "encoder_no_repeat_ngram_size": 1,
+        "bad_words_ids": [[a("s")], [a("g"), a("o")]],
+        "forced_bos_token_id": a("o"),
+        "forced_eos_token_id": EOS,
+        "suppress_tokens": [a("o")],
+        "begin_suppress_tokens": [a(" "), EOS],  # as Whisper's checkpoints have it
+    }
+
+
+def test_a_constraint_wins_over_what_only_the_checkpoint_forbids(lm):
+    """Of five commands, two came: the others begin with a space."""
+    a = lambda letter: lm.tokenizer.encode(letter, add_special_tokens=False)[0]  # noqa: E731
+    prompt, how = [a("g"), 5, a("o"), a(" ")], {"num_beams": 5, "num_return_sequences": 5, "max_new_tokens": 5}
+    settings = forbidding(a)
+    assert settings.keys() == {*NOT_UNDER_A_CONSTRAINT}
+    constraint = specbeam.Choice(LABELS)
+    plain = specbeam.generate(lm, prompt, constraint=constraint, **how).sequences
+    assert sorted(one.text for one in plain) == sorted(LABELS)
+    for some in (*({name: value} for name, value in settings.items()), settings):
+        own = replace(lm, generation_defaults=GenerationDefaults(some))
+        assert specbeam.generate(own, prompt, constraint=constraint, **how).sequences == plain
+        assert specbeam.generate(own, prompt, constraint=specbeam.Regex("(so){2}"), max_new_tokens=6).text == "soso"
+    biased = {"sequence_bias": [[[a(" ")], -math.inf], [[a("g")], 30.0]]}
+    found = specbeam.generate(
+        replace(lm, generation_defaults=GenerationDefaults(biased)), prompt, constraint=constraint, **how
+    )
+    assert sorted(one.text for one in found.sequences) == sorted(LABELS)
+    assert found.text == "go"  # other biases hold
+    asked = specbeam.generate(own, prompt, constraint=constraint, bad_words_ids=[[a(" ")]], **how).sequences
+    assert sorted(one.text for one in asked) == ["go", "stop"]  # what the caller forbids stays forbidden
 
 
 def test_over_http_min_tokens_0_is_given_and_null_is_not():

@@ -18,6 +18,8 @@ from specbeam.errors import SpecbeamError
 def start(file: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
     """Run a file as a program. It finds the packages that this process finds, and no Ctrl-C of a terminal.
 
+    Its standard output is buffered, whatever the environment says: a write to a raw file may be partial.
+
     Args:
         file: of a module of this package. It is run by its path, so that the package that it is in is not imported.
         how: arguments of :class:`subprocess.Popen`.
@@ -25,10 +27,11 @@ def start(file: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
     Raises:
         SpecbeamError: the system starts no process.
     """
+    path = os.pathsep.join(sys.path)
     try:
         return subprocess.Popen(
             [sys.executable, "-P", file, *arguments],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
             **how,
         )

@@ -34,6 +34,18 @@ APPLIED = (
 APPLIED_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 APPLIED_WITH_BEAMS = ("length_penalty", "early_stopping", "renormalize_logits")
 """Without beams, the last of them has no effect on a text: probabilities keep their order and their ratios."""
+NOT_UNDER_A_CONSTRAINT = (
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+"""They forbid or force tokens. A constraint says itself which tokens may follow, and the caller has asked for it."""
 LEFT_TO_THE_CALLER = (
     "do_sample",
     "num_beams",
@@ -146,6 +158,12 @@ class GenerationDefaults(dict[str, Any]):
         names = (*APPLIED, *APPLIED_WHEN_SAMPLING, *APPLIED_WITH_BEAMS, *LEFT_TO_THE_CALLER, *NOT_APPLIED)
         ends = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
         return {name: self[name] for name in names if name in self and name not in ends}
+
+    @property
+    def under_constraint(self) -> GenerationDefaults:
+        """The settings that hold under a constraint: they change scores, and take no token from it."""
+        kept = {name: value for name, value in self.items() if name not in NOT_UNDER_A_CONSTRAINT}
+        return GenerationDefaults(kept, self.file, self.when_sampling)
 
     @property
     def not_applied(self) -> str:

@@ -1,4 +1,4 @@
-"""What ends commands early: Ctrl-C, passes that fail, and readers that go away."""
+"""What ends commands early: Ctrl-C, passes that fail, readers that go away, and a full disk."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -105,6 +106,28 @@ def test_a_reader_that_goes_away_is_no_crash(specbeam_command, folder, closed_te
     closed_terminal(after=writes)
     status, _, err = specbeam_command(*command, "hi", "--max-new-tokens", "200", "--model", folder)
     assert (status, err) == (1, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+@pytest.mark.parametrize("words", [["generate", "--help"], ["compare", "hi", "--json"]])
+def test_a_full_disk_is_said(folder, tmp_path, words):
+    """The disk takes a part of the last write. io.TextIOWrapper does not see that where it writes to a raw file."""
+    import resource
+
+    more = ["--max-new-tokens", "4", "--model", folder]
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100, 100))
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", "from specbeam.cli import main; import sys; sys.exit(main())", *words, *more],
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "SPECBEAM_HOME": str(tmp_path)},
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=limit,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "specbeam: cannot write the output: File too large"
+    assert (tmp_path / "out").stat().st_size == 100
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes")

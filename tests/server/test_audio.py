@@ -10,11 +10,12 @@ import openai
 import pytest
 
 import specbeam
+from specbeam import cli
 from specbeam.server.limits import Limits
 from specbeam.server.models import Models
 from specbeam.speech import vad, vocabulary
 from tests.server.conftest import serving
-from tests.speech.conftest import END, TIMES, noise, random_whisper, whisper_tokenizer
+from tests.speech.conftest import END, TIMES, noise, random_whisper, text_tokens, whisper_tokenizer
 from tests.speech.sounds import tones
 
 pytest.importorskip("av")
@@ -82,6 +83,7 @@ def test_texts_are_those_that_transcribe_returns(ask, whisper, samples):
         assert ask(response_format=form).count(" --> ") == len(expected.segments)
     english = specbeam.transcribe(whisper, samples, **HOW | {"language": None, "task": "translate"})
     assert ask("translations").text == english.text
+    assert ask("translations", response_format="verbose_json").language == "en"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -163,7 +165,26 @@ def test_the_first_draft_of_its_kind_is_the_default(save, whisper, chat_lm, draf
 def test_silence_has_no_text(ask):
     silent = file(np.zeros(16_000, np.int16))
     assert ask(sound=silent, vad_filter=True).text == ""
-    assert ask(sound=silent, vad_filter=True, response_format="verbose_json").segments == []
+    verbose = ask(sound=silent, vad_filter=True, response_format="verbose_json")
+    assert (verbose.segments, verbose.language) == ([], "en")
+    verbose = ask(sound=silent, vad_filter=True, response_format="verbose_json", language=openai.omit)
+    assert (verbose.segments, verbose.language) == ([], "und")
+
+
+def test_the_start_names_no_sampling_for_whisper(whisper, monkeypatch, capsys):
+    monkeypatch.setattr("specbeam.server.serving.Server.run", lambda *_, **__: None)
+    assert cli.main(["serve", "--model", str(whisper.source), "--port", "0"]) == 0
+    assert "a request may say otherwise" not in capsys.readouterr().err
+
+
+def test_the_end_of_a_long_prompt_counts(ask, whisper, samples):
+    """As OpenAI documents. Whisper reads half of its context before its own text."""
+    long, end = "abc " * 99 + "x" * 31, "x" * 30
+    expected = specbeam.transcribe(whisper, samples, **HOW, initial_prompt=[*text_tokens(long)][-31:]).text
+    assert ask(prompt=long).text == expected
+    assert expected == specbeam.transcribe(whisper, samples, **HOW, initial_prompt=long).text
+    assert expected != ask().text
+    assert ask(prompt=end).text != expected
 
 
 @pytest.mark.parametrize(
@@ -174,7 +195,7 @@ def test_silence_has_no_text(ask):
         ({"sound": file(tones(11)[:, 0])}, "file", "the file: it has more than 10 seconds of sound"),
         ({"language": "xx"}, "language", "language='xx' is not known"),
         ({"language": "Englisch"}, "language", "language='Englisch' is not known: did you mean 'english'?"),
-        ({"prompt": "word " * 99}, "prompt", "prompt"),
+        ({"hotwords": "word " * 99}, "hotwords", "hotwords: 495 tokens are too many"),
         ({"temperature": 2}, "temperature", "temperature: "),
         ({"num_beams": 5}, "num_beams", "num_beams is more than this server's limit of 4"),
         ({"include": ["usage"]}, "include", "include[0]: "),

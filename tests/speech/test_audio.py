@@ -9,6 +9,7 @@ import tempfile
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,15 +104,87 @@ def test_the_memory_of_a_file_is_given_back(tmp_path):
     audio.release(tones(1))  # of no file
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+def test_a_disk_that_takes_a_part_of_the_samples_is_full(wav, monkeypatch):
+    import resource
+
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # usual in images
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        decoding = audio.begin(wav)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with decoding, pytest.raises(SpecbeamError, match="its samples cannot be written: File too large"):
+        decoding.samples()
+
+
 def test_arrays_are_checked_and_given_back():
     for samples in (np.zeros(5, np.int16), np.array([-1, 1], np.float32), np.zeros(0, np.float32)):
         assert audio.load(samples) is samples
     assert "2 x 3: give one dimension" in refusal(np.zeros((2, 3), np.float32))
-    assert "float64: give float32 from -1 to 1, or int16" in refusal(np.zeros(3))
-    assert "from -1.5 to 1" in refusal(np.array([-1.5, 1], np.float32))
-    assert "nan" in refusal(np.array([0, np.nan], np.float32))
+    assert "int32: give floats from -1 to 1, or int16" in refusal(np.zeros(3, np.int32))
+    assert "from -2.5 to 1" in refusal(np.array([-2.5, 1], np.float32))
+    for value in (np.nan, np.inf, -np.inf):
+        assert f"the one at 2.00 s is {value:g}: give numbers" in refusal(np.r_[np.zeros(32_000), value, np.nan])
     assert "more than 1 seconds" in refusal(np.zeros(16_001, np.int16), max_seconds=1)
     assert "give a path, an open file, or an array" in refusal([0.0, 0.1])
+
+
+def test_arrays_of_other_libraries_are_taken():
+    """float64, one channel as torchaudio and soundfile have it, and what resampling leaves above 1."""
+    samples = np.array([-1.0005, 0.25, 1.0005])
+    for given in (samples, samples[None], samples[:, None], samples.astype(np.float16), samples[None].astype(">f8")):
+        found = audio.load(given)
+        assert (found.dtype, found.shape) == (np.float32, (3,))
+        assert np.array_equal(found, given.ravel().astype(np.float32))
+
+
+def encoded(tmp_path, name, codec, pipe=False, samples=None):
+    """A file that FFmpeg writes, or what it writes to a pipe, where it cannot go back to the header."""
+    samples, out = tones(3) if samples is None else samples, io.BytesIO()
+    target = SimpleNamespace(write=out.write) if pipe else out
+    with av.open(target, "w", format=name) as container:
+        stream = container.add_stream(codec, rate=16_000, layout="mono")
+        resampler = av.AudioResampler(stream.format.name, "mono", 16_000, stream.frame_size or 1024)
+        frame = av.AudioFrame.from_ndarray(samples.T, "s16", "mono")
+        frame.sample_rate = 16_000
+        for part in (*resampler.resample(frame), *resampler.resample(None), None):
+            container.mux(stream.encode(part))
+    (path := tmp_path / f"x.{name}").write_bytes(out.getvalue())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"), [("wav", "pcm_s16le"), ("wav", "pcm_f32le"), ("caf", "pcm_s16be"), ("wav", "adpcm_ima_wav")]
+)
+def test_a_file_from_a_pipe_is_not_damaged(name, codec, tmp_path, caplog):
+    path = encoded(tmp_path, name, codec, pipe=True)
+    assert np.array_equal(audio.load(path), audio.load(encoded(tmp_path, name, codec)))
+    assert not caplog.records
+
+
+def test_samples_that_are_no_numbers_are_silent(tmp_path, caplog):
+    """FFmpeg makes them full-scale clicks."""
+    path = encoded(tmp_path, "wav", "pcm_f32le")
+    content, at = path.read_bytes(), path.read_bytes().find(b"data") + 8
+    samples = np.frombuffer(content[at:], "<f4").copy()
+    samples[32_000:32_003] = np.nan, np.inf, -np.inf
+    path.write_bytes(content[:at] + samples.tobytes())
+    expected = tones(3)[:, 0].copy()
+    expected[32_000:32_003] = 0
+    assert np.array_equal(audio.load(path), expected)
+    assert [one.getMessage() for one in caplog.records] == [
+        f"{path} is damaged at 2.0 s: 3 samples are no numbers, and are silent"
+    ]
+
+
+def test_a_cut_mp4_is_incomplete(tmp_path):
+    """Its index is at its end. FFmpeg calls it invalid."""
+    content = encoded(tmp_path, "mp4", "aac").read_bytes()
+    for size in (len(content) // 2, content.find(b"moov") + 300):  # before the index, and within it
+        (cut := tmp_path / "cut.m4a").write_bytes(content[:size])
+        assert refusal(cut) == f"{cut}: it is incomplete: its index, which is at the end, is missing. Fetch it again"
 
 
 def test_bad_files_get_one_line_with_their_name(tmp_path, wav):

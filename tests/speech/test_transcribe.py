@@ -72,7 +72,7 @@ def test_fallback_takes_no_second_pass_of_the_encoder(whisper, monkeypatch):
 def test_stretches_of_speech_are_read_for_themselves_and_in_order(whisper, monkeypatch):
     sound = noise(12)
     found = [(0, 8000), (16_000, 20_000), (40_000, 130_000), (150_000, 165_000)]
-    vad = SimpleNamespace(stretches=lambda samples, **given: [*found, *given.values()])
+    vad = SimpleNamespace(stretches=lambda samples, **given: [*found, *given.values()], SPEECH_PAD_MS=400)
     monkeypatch.setitem(sys.modules, "specbeam.speech.vad", vad)
     options = {"temperature": 0, "no_speech_threshold": None}
     transcript = transcribe(whisper, sound, "en", **options)
@@ -127,13 +127,14 @@ def test_alternatives_and_log_probs_change_no_text(whisper, options):
         plain = transcribe(whisper, sound, "en", **options)
         more = transcribe(whisper, sound, "en", **options, num_return_sequences=several, top_logprobs=3)
         for segment, bare in zip(more.segments, plain.segments, strict=True):
-            assert replace(segment, log_probs=None, top_logprobs=None, window=None) == bare
+            assert replace(segment, log_probs=None, top_logprobs=None, window=None) == replace(bare, window=None)
+            assert segment.window.alternatives[:1] == bare.window.alternatives
             assert len(segment.tokens) == len(segment.log_probs) == len(segment.top_logprobs)
             for token, log_prob, likeliest in zip(segment.tokens, segment.log_probs, segment.top_logprobs, strict=True):
                 assert len(likeliest) == 3
                 assert [*likeliest.values()] == sorted(likeliest.values(), reverse=True)
                 assert likeliest.get(token, log_prob) == log_prob <= max(likeliest.values())
-        assert bool(more.windows) == (several > 1)
+        assert [window.start for window in more.windows] == [window.start for window in plain.windows] != []
         for window in more.windows:
             own = [segment for segment in more.segments if segment.window is window]
             assert window.start <= own[0].start < own[-1].end <= window.end
@@ -178,7 +179,7 @@ def test_log_probs_and_alternatives_are_those_of_transformers(whisper, monkeypat
 def test_results_are_plain_data_with_what_was_asked_for(whisper):
     options = {"num_beams": 3, "no_speech_threshold": None, **PLAIN}
     plain = transcribe(whisper, noise(2.3, 2), "en", **options)
-    assert "windows" not in plain.to_dict()
+    assert [len(window["alternatives"]) for window in plain.to_dict()["windows"]] == [1] * len(plain.windows)
     assert {"words", "log_probs", "top_logprobs", "window"}.isdisjoint(plain.to_dict()["segments"][0])
     more = transcribe(
         whisper, noise(2.3, 2), "en", **options, num_return_sequences=3, top_logprobs=1, word_timestamps=True

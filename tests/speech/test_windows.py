@@ -1,6 +1,8 @@
 """The rules of openai-whisper for windows, fallback, silence and prompts, with a model that says what a test writes."""
 
 import json
+from collections import Counter
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -276,8 +278,37 @@ def test_clips_of_times_and_of_speech():
     with pytest.raises(SpecbeamError, match=r"a clip from 3 to 2 seconds: give start, end, start, end"):
         named_clips([3, 2], 300)
     stretches = [(0, 1600), (3210, 8000), (8010, 16_000), (30_000, 60_000), (61_000, 61_100)]
-    found = [clip.pieces for clip in spoken_clips(stretches, 375, 100)]
+    found = [clip.pieces for clip in spoken_clips(stretches, 375, 100, 40)]
     assert found == [[(0, 10), (20, 50), (50, 100)], [(187, 375)]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_times_in_the_file_are_in_order_and_in_stretches(seed):
+    """Random stretches of speech, segments and words, against sets of frames."""
+    rng = np.random.default_rng(seed)
+    edge, points = int(rng.integers(0, 90)), np.cumsum(rng.integers(1, 200, 2 * rng.integers(1, 5))).tolist()
+    pieces = [*zip(points[::2], points[1::2], strict=True)]
+    clip = Clip(pieces, edge)
+    heard = [(number, frame) for number, (start, end) in enumerate(pieces) for frame in range(start, end)]
+    cuts = np.unique(rng.integers(0, clip.frames + 1, 9)).tolist()
+    last = 0.0
+    for first, end in pairwise(cuts):
+        covered = Counter(number for number, _ in heard[first:end])
+        sizes = {number: stop - start for number, (start, stop) in enumerate(pieces)}
+        spoken = [n for n in covered if covered[n] > edge or covered[n] > sizes[n] / 2] or [
+            max(covered, key=covered.get)
+        ]
+        frames = [frame for number, frame in heard[first:end] if min(spoken) <= number <= max(spoken)]
+        segment = clip.trimmed(first, end)
+        times = clip.seconds(segment[0]), clip.seconds(segment[1], is_end=True)
+        assert times == (frames[0] / 100, (frames[-1] + 1) / 100)
+        assert last <= times[0] < times[1]
+        last = times[1]
+        marks = np.sort(rng.integers(max(0, first - 40), min(clip.frames, end + 40) + 1, 8)).tolist()
+        words = [clip.span(*word, segment) for word in zip(marks[::2], marks[1::2], strict=True)]
+        for start, stop in words:
+            assert any(low <= round(100 * start) <= round(100 * stop) <= high for low, high in pieces)
+        assert [*chain(*words)] == sorted(chain(*words))
 
 
 @pytest.mark.parametrize(
@@ -322,11 +353,8 @@ def test_a_language_is_a_code_a_name_a_tag_or_the_likeliest(given, code):
         ({"best_of": 0}, "best_of=0 is not allowed"),
         ({"seed": -1}, "seed=-1 is not allowed"),
         ({"clip_timestamps": "1,x"}, "clip_timestamps='1,x' is not allowed: give seconds"),
-        ({"initial_prompt": "x" * 40}, "initial_prompt: 41 tokens are too many, since a prompt holds at most 31"),
-        (
-            {"hotwords": "x" * 20, "initial_prompt": "x" * 20},
-            "hotwords and initial_prompt: 42 tokens are .* at most 31",
-        ),
+        ({"hotwords": "x" * 40}, "hotwords: 41 tokens are too many, since a prompt holds at most 31: give fewer"),
+        ({"hotwords": "x" * 30, "initial_prompt": "y"}, "hotwords: 31 tokens .* at most 30 beside initial_prompt"),
         ({"hotwords": "say <|de|>"}, "hotwords has the special token '<|de|>': give plain text"),
         ({"initial_prompt": [10**6]}, "the token id 1000000 is not in the vocabulary"),
         ({"max_new_tokens": 33}, "max_new_tokens=33 is not allowed: a window has at most 32 new tokens"),

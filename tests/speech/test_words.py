@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,11 +235,11 @@ def test_heads_are_those_of_the_checkpoint(whisper, monkeypatch):
         transcribe(whisper, noise(1), word_timestamps=True)
 
 
-def evenly(listen):
+def evenly(listen, positions_per_token=2.0):
     """The attention of a text whose tokens take two positions each, from the start of the window on."""
     _, rows, positions = listen.watch.scores.shape
     listen.probabilities = [0.5] * rows
-    listen.watch.scores[:] = -3 * np.abs(np.arange(positions) - 2.0 * (np.arange(rows) - 3)[:, None])
+    listen.watch.scores[:] = -3 * np.abs(np.arange(positions) - positions_per_token * (np.arange(rows) - 3)[:, None])
 
 
 @pytest.mark.parametrize(("rest", "second"), [([], 1.0), ([TIMES + 40, *text_tokens(" left")], 0.42)])
@@ -255,9 +256,28 @@ def test_windows_begin_where_the_last_word_ends(whisper, rest, second):
 
 
 def test_a_word_lies_in_one_piece_of_a_clip():
-    clip = Clip([(100, 200), (300, 400)])
-    assert clip.span(10, 20) == (1.1, 1.2)
-    assert clip.span(90, 104) == (1.9, 2.0)
-    assert clip.span(98, 120) == (3.0, 3.2)
-    assert clip.span(190, 230) == (3.9, 4.0)
-    assert clip.span(-3, 0) == (1.0, 1.0)
+    clip, both = Clip([(100, 200), (300, 400)]), (0, 200)
+    assert clip.span(10, 20, both) == (1.1, 1.2)
+    assert clip.span(90, 104, both) == (1.9, 2.0)
+    assert clip.span(98, 120, both) == (3.0, 3.2)
+    assert clip.span(190, 230, both) == (3.9, 4.0)
+    assert clip.span(-3, 0, both) == (1.0, 1.0)
+    assert clip.span(90, 104, (100, 200)) == (3.0, 3.04)  # that of its segment
+    assert clip.span(98, 120, (50, 100)) == (1.98, 2.0)
+    assert clip.span(80, 90, (100, 200)) == (1.8, 1.9)  # which it does not touch
+
+
+@pytest.mark.parametrize(("with_words", "second"), [(False, (7.0, 7.4)), (True, None)])
+def test_a_segment_is_not_in_a_stretch_where_it_is_not_spoken(whisper, with_words, second):
+    """Its timestamp is a little before the silence that was cut out: it was shown a minute too early."""
+    clip = Clip([(0, 50), (700, 750)], edge=10)
+    script = [(sequence([*said(" one", 0, 22), *said(" two", 22, 45)]), 0.1)]
+    listen = partial(evenly, positions_per_token=5.5)
+    options = {"temperature": 0, "listen": listen, "word_timestamps": with_words}
+    one, two = play(whisper, script, 8.0, [clip], **options)[0]
+    assert one.end <= 0.5
+    assert two.start >= 7.0
+    if with_words:
+        assert [(s.start, s.end) for s in (one, two)] == [(s.words[0].start, s.words[-1].end) for s in (one, two)]
+    else:
+        assert (two.start, two.end) == second

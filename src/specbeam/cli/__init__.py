@@ -8,10 +8,11 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any, NoReturn
 
-from specbeam.cli.printing import one_line
+from specbeam.cli.printing import buffered, one_line
 from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 from specbeam.option_names import nearest_name
 
@@ -51,6 +52,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stdout:
+            file.write(message)  # argparse ignores errors, also of a full disk
+        else:
+            super()._print_message(message, file)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
         given, rest = super().parse_known_args(args, namespace)
@@ -93,10 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without a character shows "?"
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        try:
-            return _run(arguments)
-        finally:  # after --help, too
-            sys.stdout.flush()
+        with redirect_stdout(buffered(sys.stdout)):
+            try:
+                return _run(arguments)
+            finally:  # after --help, too
+                sys.stdout.flush()
     except SpecbeamError as error:
         print(f"specbeam: {_with_flags(one_line(error), arguments)}", file=sys.stderr)
         return BAD_INPUT

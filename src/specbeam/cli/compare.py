@@ -149,7 +149,7 @@ def run(given: argparse.Namespace) -> int:
                     bar.update()
                     if not given.json:
                         print_lines(row(strategy, [results]))
-            except BrokenPipeError:  # nobody reads on
+            except OSError:  # nobody reads on, or the disk is full
                 raise
             except Exception as error:  # the other prompts go on after any error
                 print_lines(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)

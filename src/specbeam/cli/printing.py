@@ -34,6 +34,18 @@ def print_lines(*lines: str, end: str = "\n", file: TextIO | None = None) -> Non
             print(*lines, sep="\n", end=end, file=file, flush=True)
 
 
+def buffered(stream: TextIO) -> TextIO:
+    """A stream that writes all of a text or raises.
+
+    With PYTHONUNBUFFERED, standard output has no buffer. A raw file may take a part of a text, as on a full disk, and
+    io.TextIOWrapper does not look at how much it took.
+    """
+    if not isinstance(getattr(stream, "buffer", None), io.RawIOBase):
+        return stream
+    by_lines = 1
+    return open(stream.fileno(), "w", by_lines, encoding=stream.encoding, errors=stream.errors, closefd=False)
+
+
 @contextmanager
 def printing_to(file: str | None) -> Iterator[TextIO]:
     """Standard output, or a file in UTF-8. The file appears once all of it is written, and replaces one there.

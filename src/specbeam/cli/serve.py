@@ -260,7 +260,11 @@ def _serve(
         else:
             models = make_models()
             caches = models.cache_limits
-            about = [f"{model.name} {model.sampling}; a request may say otherwise" for model in models]
+            about = [
+                f"{model.name} {model.sampling}; a request may say otherwise"
+                for model in models
+                if model.lm.backend.features_shape is None  # transcription has defaults of its own
+            ]
             about += [f"{model.name}: {model.lm.precision}" for model in models]
             app = make_app(models, limits, access, logs_prompts=given.log_prompts)
         accept(bound)

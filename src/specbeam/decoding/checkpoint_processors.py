@@ -106,6 +106,8 @@ def processors_of_checkpoint(
     """
     read = _Reader(defaults, vocab_size)
     biases = read.sequence_bias()
+    if options.constraint is not None:  # as GenerationDefaults.under_constraint: a constraint loses no token
+        biases = {word: bias for word, bias in biases.items() if bias > -np.inf}
     bans: list[Bans] = []
     if ngrams := read.number("encoder_no_repeat_ngram_size", 0, "a whole number", whole=True):
         bans += [SourceNgrams(prompt_ids, int(ngrams))] if ngrams > 0 else []

@@ -89,7 +89,8 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         raise SpecbeamError(f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out")
     check_token_ids(options, backend.vocab_size)
     begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
-    options = options.with_defaults(lm.generation_defaults, len(begin))
+    defaults = lm.generation_defaults if options.constraint is None else lm.generation_defaults.under_constraint
+    options = options.with_defaults(defaults, len(begin))
     eos = lm.eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
     if foreign := [token for token in eos if token >= backend.vocab_size]:
         raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
@@ -101,7 +102,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
     constraint = options.constraint.compile(lm) if described else options.constraint  # a parser of the request's own
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
     of_checkpoint = processors_of_checkpoint(
-        lm.generation_defaults, options, eos, prompt_ids, len(begin), max_length, backend.vocab_size
+        defaults, options, eos, prompt_ids, len(begin), max_length, backend.vocab_size
     )
     tree = Tree(begin)
     process = Processors(

@@ -39,6 +39,8 @@ MAX_AT_ONCE = 8
 """Files that are transcribed at a time. Others wait."""
 MAX_FIELDS, MAX_FIELD_BYTES = 64, 1 << 16
 FRAMES_PER_SECOND = 100
+UNDETERMINED = "und"
+"""The code of ISO 639-2 for the language of silence. Clients of OpenAI expect a text."""
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of clients' mistakes, which are answered
 Few = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -318,7 +320,7 @@ class TranscriptionCall:
         ]
         return {
             "task": self._task,
-            "language": transcript.language,
+            "language": "en" if self._task == "translate" else transcript.language or UNDETERMINED,
             "duration": transcript.duration,
             "text": transcript.text,
             **({"segments": segments} if self._fields.has_segments else {}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import mmap
 import os
 import re
@@ -39,6 +40,8 @@ MAX_SECONDS = 24 * 3600.0
 MAX_BYTES = 4 << 30
 """The most that is read of a pipe or an open file."""
 COPIED_BYTES = 1 << 20
+MAX_PEAK = 2.0
+"""Resampling may leave floats a little above 1, which are taken as they are. Far above, they are on another scale."""
 SHORT_BY_SECONDS, SHORT_BY_SHARE = 1.0, 0.01
 """Sound that ends sooner than its file says by more than this is cut. Some formats know their length only roughly."""
 
@@ -47,9 +50,9 @@ def load(source: Source, *, name: str | None = None, max_seconds: float = MAX_SE
     """The samples of a file, or samples that are given.
 
     Args:
-        source: samples are checked and returned as they are. Files have any format that FFmpeg decodes: of a video the
-            sound is taken. An open file is read from where it is. A file that is cut gives what comes before the cut,
-            and a warning.
+        source: samples are checked, and come back as one dimension of int16 or float32. Files have any format that
+            FFmpeg decodes: of a video the sound is taken. An open file is read from where it is. A file that is cut
+            gives what comes before the cut, and a warning.
         name: what messages call it; None: its path or name.
         max_seconds: the longest sound that is taken.
 
@@ -170,18 +173,24 @@ def seconds_of(samples: Samples) -> float:
 
 
 def _checked(samples: NDArray[Any], max_seconds: float) -> Samples:
+    if samples.ndim == 2 and 1 in samples.shape:  # one channel, as torchaudio and soundfile have it
+        samples = samples.ravel()
     if samples.ndim != 1:
         shape = " x ".join(map(str, samples.shape)) or "no dimensions"
         raise SpecbeamError(f"they have the shape {shape}: give one dimension, of mono sound at 16 kHz")
-    if samples.dtype not in (np.int16, np.float32):
-        raise SpecbeamError(f"they are of type {samples.dtype}: give float32 from -1 to 1, or int16")
+    is_float = samples.dtype.kind == "f"
+    if not is_float and samples.dtype != np.int16:
+        raise SpecbeamError(f"they are of type {samples.dtype}: give floats from -1 to 1, or int16")
     if seconds_of(samples) > max_seconds:
         raise SpecbeamError(f"they are more than {max_seconds:g} seconds of sound")
-    if samples.dtype == np.float32 and len(samples):
+    if is_float and len(samples):
         lowest, highest = float(samples.min()), float(samples.max())  # NaN if one is
-        if not (lowest >= -1 and highest <= 1):
-            raise SpecbeamError(f"they reach from {lowest:g} to {highest:g}: give float32 from -1 to 1")
-    return samples
+        if not math.isfinite(highest - lowest):
+            place = int(np.flatnonzero(~np.isfinite(samples))[0])
+            raise SpecbeamError(f"the one at {place / SAMPLE_RATE:.2f} s is {samples[place]:g}: give numbers")
+        if max(-lowest, highest) > MAX_PEAK:
+            raise SpecbeamError(f"they reach from {lowest:g} to {highest:g}: give floats from -1 to 1, or int16")
+    return samples.astype(np.float32, copy=False) if is_float else samples
 
 
 @contextmanager
@@ -222,6 +231,8 @@ def _warn_of_damage(name: str, report: Report) -> None:
     place = "" if report["damaged_at"] is None else f" at {report['damaged_at']:.1f} s"
     if said is not None and has < said * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
         logger.warning("%s is cut or damaged%s: of %.1f seconds of sound, %.1f could be read", name, place, said, has)
+    elif report["not_numbers"]:
+        logger.warning("%s is damaged%s: %d samples are no numbers, and are silent", name, place, report["not_numbers"])
     elif report["damaged"] or report["missing"]:
         lacks = f"{report['missing']:.1f} seconds of silence stand for what is missing"
         read = lacks if round(report["missing"], 1) else f"{has:.1f} seconds of sound could be read"

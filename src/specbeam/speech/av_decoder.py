@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
+from array import array
 from collections.abc import Iterator
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -38,6 +40,14 @@ SILENT_SAMPLES = 4096
 OGG, OGG_FLAGS, OGG_LAST, OGG_HEADER_BYTES, OGG_PAGE_BYTES = b"OggS", 5, 4, 27, 65_307
 """The beginning of each page of an Ogg file, where its flags are, the last page's flag, and the largest sizes."""
 
+HEAD_BYTES = 1 << 16
+NO_LENGTH = 0x7FFF0000
+"""A WAV file that names at least this many bytes, or none, was written to a pipe: by FFmpeg or SoX, for example."""
+MP4_BOXES = (b"ftyp", b"mdat", b"wide", b"free", b"skip")
+"""What files of MP4 and QuickTime begin with, unless it is the index, ``moov``. Without that, nothing can be read."""
+INCOMPLETE = "it is incomplete: its index, which is at the end, is missing. Fetch it again"
+FLOAT_TYPES = {"flt": "f", "dbl": "d"}
+
 
 class Report(TypedDict):
     """What became of a file.
@@ -49,6 +59,7 @@ class Report(TypedDict):
         damaged: damaged packets, which may be left out.
         damaged_at: the second of the sound where the first damage is; None: there is none, or nobody knows.
         missing: seconds that could not be read, for which there is silence.
+        not_numbers: samples that are NaN or infinite in the file, for which there is silence.
     """
 
     error: str | None
@@ -57,6 +68,7 @@ class Report(TypedDict):
     damaged: int
     damaged_at: float | None
     missing: float
+    not_numbers: int
 
 
 def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
@@ -70,19 +82,22 @@ def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
     import av
     import av.subtitles.stream  # PyAV imports it when it opens a file, and then no file can be opened any more
 
-    report = Report(error=None, samples=0, seconds=None, damaged=0, damaged_at=None, missing=0.0)
+    report = Report(error=None, samples=0, seconds=None, damaged=0, damaged_at=None, missing=0.0, not_numbers=0)
     source: Any = io.FileIO(0)
     source.name = f"sound{suffix}"
     child_processes.limit_memory(child_processes.memory_of_this_process() + MEMORY_BYTES)
+    head = source.read(HEAD_BYTES)
+    source.seek(0)
     _open_nothing_more()
     child_processes.end_after(cpu_seconds)
     try:
         with av.open(source, metadata_errors="ignore") as container:
             if not container.streams.audio:
-                return report | {"error": "it has no sound"}
+                return report | {"error": INCOMPLETE if _is_cut_mp4(head, source) else "it has no sound"}
             stream = container.streams.audio[0]
             report["seconds"] = _named_seconds(container, stream)
-            for frame in _resampled(_decoded(container, stream, report)):
+            frames = _decoded(container, stream, report, names_no_end=_names_no_end(head))
+            for frame in _resampled(_of_numbers(frames, stream, report)):
                 report["samples"] += frame.samples
                 if report["samples"] > max_samples:
                     return report | {"error": f"it has more than {max_samples / SAMPLE_RATE:g} seconds of sound"}
@@ -93,7 +108,8 @@ def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
     except MemoryError:
         report["error"] = f"it needs more than {MEMORY_BYTES >> 20} MB of memory"
     except av.error.InvalidDataError:
-        report["error"] = "it is no file of sound, or its beginning is damaged"
+        otherwise = "it is no file of sound, or its beginning is damaged"
+        report["error"] = INCOMPLETE if _is_cut_mp4(head, source) else otherwise
     except (av.error.FFmpegError, ValueError) as error:
         report["error"] = f"it cannot be decoded: {getattr(error, 'strerror', None) or error}"
     except OSError as error:
@@ -108,6 +124,34 @@ def _named_seconds(container: Any, stream: Any) -> float | None:
     if container.duration is not None and len(container.streams) == 1:
         return float(container.duration / 1e6)
     return None
+
+
+def _names_no_end(head: bytes) -> bool:
+    """Whether a file of WAV or CAF was written to a pipe: it names no length, since its writer could not go back."""
+    if head.startswith(b"caff"):
+        return head[head.find(b"data") :][4:12] == b"\xff" * 8
+    place = 12
+    while head.startswith(b"RIFF") and (name := head[place : place + 4]):
+        size = int.from_bytes(head[place + 4 : place + 8], "little")
+        if name == b"data":
+            return size == 0 or size >= NO_LENGTH
+        place += 8 + size + size % 2
+    return False
+
+
+def _is_cut_mp4(head: bytes, source: io.FileIO) -> bool:
+    """Whether a file of MP4 lacks a part of its index. Boxes begin with their size and name (ISO/IEC 14496-12, 4.2)."""
+    if head[4:8] not in MP4_BOXES:
+        return False
+    place, end = 0, source.seek(0, os.SEEK_END)
+    while place < end:
+        source.seek(place)
+        box = source.read(16)
+        size = int.from_bytes(box[:4], "big")
+        place += max(8, int.from_bytes(box[8:], "big") if size == 1 else size or end)
+        if box[4:8] == b"moov":
+            return place > end
+    return True
 
 
 def _lacks_its_last_page(source: io.FileIO) -> bool:
@@ -126,11 +170,14 @@ def _lacks_its_last_page(source: io.FileIO) -> bool:
     return not (is_whole and header[OGG_FLAGS] & OGG_LAST)
 
 
-def _decoded(container: Any, stream: Any, report: Report) -> Iterator[AudioFrame]:
+def _decoded(container: Any, stream: Any, report: Report, names_no_end: bool) -> Iterator[AudioFrame]:
     """The frames of a stream. Packets that cannot be decoded are left out, and damaged ones are counted.
 
     Where frames are missing in the middle there is silence, so that the others keep their times. How long it is say the
     times in the file. Formats without times count on from the frame before: there the bytes that cannot be decoded do.
+
+    Args:
+        names_no_end: so FFmpeg takes the last packet for a cut one.
     """
     from av.error import FFmpegError
 
@@ -142,7 +189,7 @@ def _decoded(container: Any, stream: Any, report: Report) -> Iterator[AudioFrame
         try:
             if (packet := next(packets, None)) is None:
                 return
-            report["damaged"] += packet.is_corrupt  # cut, for example
+            report["damaged"] += packet.is_corrupt and not names_no_end  # cut, for example
             for frame in packet.decode():
                 start = end if frame.pts is None else float(frame.pts * frame.time_base)
                 gap = 0.0 if start is None or end is None else start - end
@@ -163,6 +210,33 @@ def _decoded(container: Any, stream: Any, report: Report) -> Iterator[AudioFrame
         except FFmpegError:  # after an error of reading there are no more packets
             report["damaged"] += 1
             lost += 0 if packet is None else packet.size
+
+
+def _of_numbers(frames: Iterator[AudioFrame], stream: Any, report: Report) -> Iterator[AudioFrame]:
+    """Frames with silence in place of samples that are NaN or infinite, which FFmpeg makes full-scale clicks of.
+
+    Only formats that store floating-point samples have such.
+    """
+    if not stream.codec_context.name.startswith(("pcm_f", "wavpack")):
+        yield from frames
+        return
+    seconds = 0.0
+    for frame in frames:
+        kind = FLOAT_TYPES.get(frame.format.name.removesuffix("p"), "")
+        for plane in frame.planes if kind else ():
+            values: array[float] = array(kind, bytes(plane))
+            channels = 1 if frame.format.is_planar else frame.layout.nb_channels
+            used = memoryview(values)[: frame.samples * channels]
+            if not math.isfinite(sum(used)):
+                wrong = [place for place, value in enumerate(used) if not math.isfinite(value)]
+                for place in wrong:
+                    values[place] = 0.0
+                plane.update(values.tobytes())
+                report["not_numbers"] += len(wrong)
+                if wrong and report["damaged_at"] is None:
+                    report["damaged_at"] = seconds + wrong[0] // channels / frame.sample_rate
+        seconds += frame.samples / frame.sample_rate
+        yield frame
 
 
 def _silence(like: AudioFrame, seconds: float) -> Iterator[AudioFrame]:

@@ -12,16 +12,23 @@ from specbeam.speech.features import FRAMES_PER_SECOND, HOP
 Piece = tuple[int, int]
 """The first frame of a piece of the file, and the one after its last."""
 
+INEXACT_FRAMES = 50
+"""How far off Whisper's timestamps may be, by openai-whisper's rules for words."""
+
 
 class Clip:
     """Pieces of a file that windows read one after another, as if there was nothing between them.
+
+    Args:
+        edge: the frames at the end of a piece that hold no segment of the next one, and the other way round.
 
     Attributes:
         frames: of all pieces together.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], edge: int = 0) -> None:
         self.pieces = [*pieces]
+        self._edge = edge
         self._starts = [*accumulate((end - first for first, end in pieces), initial=0)]
         self.frames = self._starts[-1]
 
@@ -42,9 +49,25 @@ class Clip:
         number = bisect_left(self._starts, frame) - 1 if is_end else bisect_right(self._starts, frame) - 1
         return self._seconds(min(max(number, 0), len(self.pieces) - 1), frame)
 
-    def span(self, first: float, end: float) -> tuple[float, float]:
-        """The times in the file of something short. It lies in one piece, that of its middle."""
-        middle = min(max((first + end) / 2, 0), self.frames)
+    def trimmed(self, first: float, end: float) -> tuple[float, float]:
+        """The frames of a segment, without those in a piece where it is not spoken.
+
+        Whisper's timestamps are not exact, and it sees no gap between two pieces: a segment may begin before the end of
+        the piece before its own, which may be a minute earlier in the file. So a piece counts if the segment covers
+        more than its edge, or half of it. If none does, the one counts of which it covers most.
+        """
+        if len(self.pieces) == 1:
+            return first, end
+        covered = [min(end, after) - max(first, start) for start, after in pairwise(self._starts)]
+        sizes = [after - start for start, after in pairwise(self._starts)]
+        spoken = [n for n, size in enumerate(sizes) if covered[n] > min(self._edge, size / 2)]
+        spoken = spoken or [covered.index(max(covered))]
+        return max(first, self._starts[spoken[0]]), min(end, self._starts[spoken[-1] + 1])
+
+    def span(self, first: float, end: float, segment: tuple[float, float]) -> tuple[float, float]:
+        """The times in the file of a word. It lies in one piece: that of its middle, or of its part in the segment."""
+        middle = max(min((first + end) / 2, segment[1] - 1), segment[0])
+        middle = min(max(middle, first, 0), end, self.frames)
         number = min(bisect_right(self._starts, middle), len(self.pieces)) - 1
         low, high = self._starts[number : number + 2]
         return self._seconds(number, min(max(first, low), high)), self._seconds(number, min(max(end, low), high))
@@ -75,12 +98,13 @@ def named_clips(times: Sequence[float], frames: int) -> list[Clip]:
     return [Clip([(start, min(end, frames))]) for start, end in clips if start < min(end, frames)]
 
 
-def spoken_clips(stretches: Iterable[tuple[int, int]], frames: int, window: int) -> list[Clip]:
+def spoken_clips(stretches: Iterable[tuple[int, int]], frames: int, window: int, pad: int) -> list[Clip]:
     """Stretches of speech as clips. Short ones are read together, as many as one window holds.
 
     Args:
         stretches: in samples.
         window: its frames.
+        pad: frames of silence at both ends of a stretch.
     """
     clips: list[list[Piece]] = []
     room = 0
@@ -95,4 +119,4 @@ def spoken_clips(stretches: Iterable[tuple[int, int]], frames: int, window: int)
             room = window
         clips[-1].append((first, stop))
         room -= stop - first
-    return [Clip(pieces) for pieces in clips]
+    return [Clip(pieces, pad + INEXACT_FRAMES) for pieces in clips]

@@ -19,7 +19,7 @@ from specbeam.prompts import as_list
 from specbeam.speech.audio import Samples, load
 from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
-from specbeam.speech.features import LogMel
+from specbeam.speech.features import FRAMES_PER_SECOND, LogMel
 from specbeam.speech.results import Segment, Transcript
 from specbeam.speech.settings import Settings
 from specbeam.speech.together import Steps, Task, run_together
@@ -83,7 +83,7 @@ def transcribe(
 
     Raises:
         SpecbeamError: no Whisper model, a file that cannot be read, an option that is not known or that cannot be
-            honoured, a prompt that is too long, a draft with another vocabulary or other features.
+            honoured, too many hotwords, a draft with another vocabulary or other features.
     """
     settings = Settings.of({**options, "language": language, "task": task, "num_beams": num_beams})
     is_one = hasattr(audio, "read") or (isinstance(audio, np.ndarray) and audio.dtype.kind not in "OUT")
@@ -223,8 +223,10 @@ def _chains(
     if not settings.vad_filter:
         found = whole_file(mel.frames)
         return [found] if found else []
-    from specbeam.speech.vad import stretches  # it is an extra
+    from specbeam.speech.vad import SPEECH_PAD_MS, stretches  # it is an extra
 
     own: dict[str, Any] = {} if check is None else {"check": check}
-    speech = stretches(samples, **own, **(settings.vad_parameters or {}))
-    return [[clip] for clip in spoken_clips(speech, mel.frames, transcriber.frames)]
+    parameters = settings.vad_parameters or {}
+    speech = stretches(samples, **own, **parameters)
+    pad = parameters.get("speech_pad_ms", SPEECH_PAD_MS) * FRAMES_PER_SECOND // 1000
+    return [[clip] for clip in spoken_clips(speech, mel.frames, transcriber.frames, pad)]

@@ -77,7 +77,7 @@ class Segment:
         words: with ``word_timestamps``, its words. Otherwise None.
         log_probs, top_logprobs: with ``top_logprobs``, of its tokens, as in :class:`specbeam.Sequence`. They are the
             model's own, before the rules for timestamps and suppressed tokens. Otherwise None.
-        window: with ``num_return_sequences``, the window that it comes from, with its other texts. Otherwise None.
+        window: the window that it comes from, with its other texts if ``num_return_sequences`` asks for them.
     """
 
     start: float
@@ -124,18 +124,17 @@ class Transcript:
 
     @property
     def windows(self) -> list[Window]:
-        """The windows that the segments come from, in their order, with ``num_return_sequences``. Otherwise none."""
+        """The windows that the segments come from, in their order."""
         found = {id(one.window): one.window for one in self.segments if one.window is not None}
         return [*found.values()]
 
     def to_dict(self) -> dict[str, Any]:
         """The transcript as plain data. Fields that nobody asked for are left out."""
-        windows = [asdict(window) for window in self.windows]
         return {
             "text": self.text,
             "language": self.language,
             "language_probability": self.language_probability,
             "duration": self.duration,
             "segments": [segment.to_dict() for segment in self.segments],
-            **({"windows": windows} if windows else {}),
+            "windows": [asdict(window) for window in self.windows],
         }

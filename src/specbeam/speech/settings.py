@@ -52,7 +52,8 @@ class Settings:
         condition_on_previous_text: the text of a window goes on from the text before it. Clips of ``vad_filter`` do not
             see each other's text.
         prompt_reset_on_temperature: a text that was drawn at a temperature above this is not gone on from.
-        initial_prompt: text before the first window, or its token ids.
+        initial_prompt: text before the first window, or its token ids. Of a long one the end counts, as in
+            openai-whisper: with ``hotwords``, one token less than half of the model's context.
         hotwords: text before every window.
         suppress_blank: no text begins with a space or the end.
         suppress_tokens: ids of tokens that never follow. -1 stands for symbols that nobody speaks.

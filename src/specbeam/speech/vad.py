@@ -21,6 +21,7 @@ WINDOW = 512
 BLOCK_WINDOWS = 256
 """Windows that are converted together. The memory of hours of sound stays flat."""
 SAMPLES_PER_MS = SAMPLE_RATE // 1000
+SPEECH_PAD_MS = 400
 Stretch = tuple[int, int]
 """The first sample of some speech, and the one after its last."""
 
@@ -32,7 +33,7 @@ def stretches(
     neg_threshold: float | None = None,
     min_speech_duration_ms: int = 0,
     min_silence_duration_ms: int = 2000,
-    speech_pad_ms: int = 400,
+    speech_pad_ms: int = SPEECH_PAD_MS,
     check: Callable[[], object] | None = None,
 ) -> list[Stretch]:
     """The stretches of speech, first to last.

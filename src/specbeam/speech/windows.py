@@ -47,8 +47,8 @@ class Transcriber:
         """Check the settings against the model.
 
         Raises:
-            SpecbeamError: an unknown language, a language or a task that an English-only model lacks, a prompt that is
-                too long, times of words with a backend that shows no attention.
+            SpecbeamError: an unknown language, a language or a task that an English-only model lacks, hotwords that
+                are too many, times of words with a backend that shows no attention.
         """
         _check_language(vocabulary, settings)
         hotwords = vocabulary.encode(settings.hotwords, "hotwords") if settings.hotwords else []
@@ -73,13 +73,14 @@ class Transcriber:
         return made
 
     def _check_lengths(self) -> None:
-        prompt, size = len(self.hotwords) + len(self.initial_prompt), self.vocabulary.lm.backend.vocab_size
+        size = self.vocabulary.lm.backend.vocab_size
         if foreign := [token for token in self.initial_prompt if not 0 <= token < size]:
             raise SpecbeamError(f"initial_prompt: the token id {foreign[0]} is not in the vocabulary of {size}")
-        if prompt > self.max_prompt:
-            named = [name for name in ("hotwords", "initial_prompt") if getattr(self, name)]
+        most = self.max_prompt - bool(self.initial_prompt)  # whose end counts
+        if (words := len(self.hotwords)) > most:
+            beside = " beside initial_prompt" if self.initial_prompt else ""
             raise SpecbeamError(
-                f"{' and '.join(named)}: {prompt} tokens are too many, since a prompt holds at most {self.max_prompt}"
+                f"hotwords: {words} tokens are too many, since a prompt holds at most {most}{beside}: give fewer"
             )
         most = self.context // 2
         if (new := self.settings.max_new_tokens) is not None and new > most:
@@ -215,7 +216,7 @@ class Windows:
                     continue
                 self.said += text.tokens
                 parts, step = split(text.tokens, self.transcriber.vocabulary.timestamps, frames)
-                spoken = [Spoken(start + part.start, start + part.end, part.tokens) for part in parts]
+                spoken = [Spoken(*clip.trimmed(start + part.start, start + part.end), part.tokens) for part in parts]
                 if (finder := self._words) is not None:
                     found = yield from finder.find(sound, spoken, clip, start, frames)
                     ends = ends_with_silence(text.tokens, self.transcriber.vocabulary.timestamps)
@@ -233,6 +234,8 @@ class Windows:
                 for part in spoken:
                     written = self.transcriber.vocabulary.decode(part.tokens)
                     begin, end = clip.seconds(part.start), clip.seconds(part.end, is_end=True)
+                    if part.words and self.transcriber.settings.vad_filter:  # as in faster-whisper
+                        begin, end = part.words[0].start, part.words[-1].end
                     here, place = slice(place, place + len(part.tokens)), place + len(part.tokens)
                     if begin >= end or not written.strip():  # it has no length, or begins where the sound has ended
                         continue
@@ -255,12 +258,10 @@ class Windows:
                 self._go_on(shown, text.temperature)
                 start += step
 
-    def _origin(self, clip: Clip, start: int, frames: int, text: Text) -> Window | None:
-        """The window of a text, if several texts were asked for."""
-        if (several := self.transcriber.settings.num_return_sequences) == 1:
-            return None
+    def _origin(self, clip: Clip, start: int, frames: int, text: Text) -> Window:
+        """The window of a text."""
         end = clip.seconds(start + frames, is_end=True)
-        return Window(clip.seconds(start), end, text.alternatives[:several])
+        return Window(clip.seconds(start), end, text.alternatives[: self.transcriber.settings.num_return_sequences])
 
     def _text(self, sound: Sound, clip: Clip, start: int) -> Generator[Attempt, Result, tuple[Text, tuple[str, ...]]]:
         """The text of a window, and why others were rejected: the first that is good enough, or the last one."""

@@ -143,7 +143,9 @@ class WordFinder:
             if words:
                 begin, end = fit(words, begin, end, last_end, median)
                 last_end, self.last_end = end, words[-1].end
-            listed = [Word(one.text, *clip.span(frame(one.start), frame(one.end)), one.probability) for one in words]
+            spoken_in = segment.start, segment.end
+            spans = [clip.span(frame(one.start), frame(one.end), spoken_in) for one in words]
+            listed = [Word(one.text, *span, one.probability) for one, span in zip(words, spans, strict=True)]
             found.append(Spoken(frame(begin), frame(end), segment.tokens, listed))
             heard.append(Heard(begin, end, words))
         if not timings:
