@@ -51,7 +51,9 @@ def argument_of_generate(name: str) -> Any:
         return None
     if name in generate.f_locals:
         return generate.f_locals[name]
-    innermost = inspect.unwrap(GenerationMixin.generate, stop=lambda f: not hasattr(f.__wrapped__, "__wrapped__"))
+    innermost = inspect.unwrap(
+        GenerationMixin.generate, stop=lambda f: not hasattr(vars(f)["__wrapped__"], "__wrapped__")
+    )
     decorator = generate.f_back
     if decorator is None or decorator.f_code is not innermost.__code__:
         return None

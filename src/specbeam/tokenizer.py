@@ -153,7 +153,10 @@ class Tokenizer:
         ids = [token_ids] if isinstance(token_ids, int) else [*token_ids]
         if ids and np.ndim(ids[0]):
             return [self.decode(one, skip_special_tokens) for one in ids]
-        return self._tokenizer.decode([index(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        return self._decode([index(i) for i in ids], skip_special_tokens)
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def __len__(self) -> int:
         """The size of the vocabulary with all added tokens."""
@@ -330,14 +333,14 @@ class Tokenizer:
         Raises:
             ValueError: there is none.
         """
-        templates = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template}
+        named = self.chat_template if isinstance(self.chat_template, dict) else {}
         if chat_template is not None:
-            named = templates if templates is self.chat_template else {}
             return named.get(chat_template, chat_template)
+        templates: Mapping[str, Any] = named or {"default": self.chat_template}
         name = "tool_use" if tools is not None and "tool_use" in templates else "default"
         if name not in templates:
             raise ValueError(f"it has the chat templates {sorted(templates)}, and none is named default")
-        if (template := templates[name]) is None:
+        if not isinstance(template := templates[name], str):
             raise ValueError("it has no chat template")
         return template
 
@@ -352,9 +355,12 @@ def _plain(value: Any) -> Any:
         value = value.item()
     if value is None or isinstance(value, bool):
         return value
-    for kind, plain in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
-        if isinstance(value, kind):
-            return plain(value)  # a member of an enum may be another object
+    if isinstance(value, str):
+        return str.__str__(value)  # also of a member of an enum
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, list):
         return [_plain(one) for one in value]
     if is_dataclass(value) and not isinstance(value, type):
