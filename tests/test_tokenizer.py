@@ -1,15 +1,22 @@
 """``specbeam.Tokenizer`` gives the ids, texts and prompts that transformers' class gives for the same tokenizer."""
 
 import random
+from dataclasses import dataclass
+from enum import StrEnum
 
+import numpy as np
 import pytest
+import tokenizers
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from specbeam import Tokenizer
 from specbeam.checkpoints import open_checkpoint
 from tests.checkpoints.test_gguf import tokenizer_of_file
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, in_thorough_mode, reference_model
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, in_thorough_mode, of_transformers, reference_model
 
 TEXTS = 2000 if in_thorough_mode() else 200
 PARTS = [
@@ -122,3 +129,135 @@ def test_what_the_vocabulary_lacks():
 def test_without_a_template_no_messages_are_read():
     with pytest.raises(ValueError, match="no chat template"):
         sentencepiece().apply_chat_template(CHAT)
+
+
+SHOWN = "{{ messages }}|{{ tools }}|{{ documents }}|{{ bos_token }}|{{ mode }}|{{ tools | tojson }}"
+TEMPLATES = {
+    "as it is": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{{ m }}{% endfor %}" + SHOWN,
+    "trimmed": "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "parts": "{% for m in messages %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endfor %}",
+    "calls": "{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}{% set given = call.function.arguments %}"
+    "{{ given if given is string else given | tojson }}{% endfor %}{{ 'none' if m.content is none }}{% endfor %}",
+    "named": {
+        "default": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "tool_use": "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    },
+}
+TEXT = st.sampled_from(["", "a", " Hi ü\n", "\n\n", "<bos>x", "{{ x }}", "none"])
+SCALARS = st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats(-2, 2) | TEXT
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2), max_leaves=4
+)
+
+
+class Mode(StrEnum):
+    fast = "f"
+
+
+@dataclass
+class Note:
+    text: str
+
+
+RICH = st.sampled_from([np.int64(3), np.bool_(False), np.float32(0.5), Mode.fast, Note("n"), np.zeros(2), object])
+ARGUMENTS = st.dictionaries(TEXT, JSON | RICH, max_size=2) | TEXT | st.none()
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"function": st.fixed_dictionaries({"name": TEXT, "arguments": ARGUMENTS})}, optional={"id": TEXT}
+    ),
+    max_size=2,
+)
+PARTS_OF_MESSAGE = st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "image"])}, optional={"text": TEXT, "image": RICH}),
+    max_size=2,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT | st.none() | PARTS_OF_MESSAGE},
+    optional={"tool_calls": CALLS | st.none(), "reasoning": TEXT | st.none(), "thinking": TEXT, "name": JSON},
+)
+CONVERSATION = st.lists(MESSAGE, min_size=1, max_size=3)
+HOW = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2) | st.none(),
+        "documents": st.lists(st.fixed_dictionaries({"title": TEXT, "text": TEXT}), max_size=2) | st.none(),
+        "chat_template": st.sampled_from([None, "tool_use", "{{ messages[0].content }}!"]),
+        "add_generation_prompt": st.booleans(),
+        "continue_final_message": st.sampled_from([True, False, "content", "reasoning_content", "thinking"]),
+        "tokenize": st.booleans(),
+        "return_dict": st.booleans(),
+        "tokenizer_kwargs": st.sampled_from([None, {"return_special_tokens_mask": True}]),
+        "padding": st.just(False),
+        "bos_token": TEXT,
+        "mode": JSON | RICH,
+    },
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@given(conversation=CONVERSATION | st.lists(CONVERSATION, min_size=1, max_size=2), how=HOW)
+def test_prompts_equal_those_of_transformers(template, conversation, how):
+    tokenizer = byte_tokenizer()
+    ours = Tokenizer(tokenizer.backend_tokenizer, {"bos_token": "<bos>", "eos_token": "<eos>"}, template)
+    try:
+        expected = of_transformers(ours).apply_chat_template(conversation, **how)
+    except Exception:
+        with pytest.raises(ValueError, match=r"."):
+            ours.apply_chat_template(conversation, **how)
+        return
+    got = ours.apply_chat_template(conversation, **how)
+    if isinstance(got, dict):
+        got, expected = dict(got), {name: expected[name] for name in expected if name != "token_type_ids"}
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("conversation", "how", "says"),
+    [
+        (CHAT, {"padding": True}, "padding=True"),
+        (CHAT, {"return_tensors": "pt"}, "return_tensors='pt'"),
+        (CHAT, {"max_length": 5, "truncation": True}, "truncation=True"),
+        (CHAT, {"return_assistant_tokens_mask": True}, "return_assistant_tokens_mask=True"),
+        (CHAT, {"sanitize_control_tokens": True}, "sanitize_control_tokens=True"),
+        (CHAT, {"tools": [odd_texts]}, "odd_texts .*: tools are JSON schemas"),
+        (CHAT, {"documents": ["a"]}, "'a': .* documents dictionaries"),
+        (CHAT, {"mode": (1, 2)}, r"the tuple \(1, 2\)"),
+        (CHAT, {"mode": {1: 2}}, "1 as a key"),
+        (CHAT, {"messages": CHAT}, "messages is no variable"),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "both true"),
+        ([], {}, r"conversation=\[\]"),
+        (CHAT[0], {}, "a list of messages"),
+        ("Hi", {}, "conversation='Hi'"),
+        ([CHAT, ["Hi"]], {}, "a dictionary, and not 'Hi'"),
+    ],
+)
+def test_what_differs_from_transformers_is_refused_by_name(conversation, how, says):
+    with pytest.raises(ValueError, match=says):
+        in_bytes().apply_chat_template(conversation, **how)
+
+
+@pytest.mark.parametrize("make", [in_bytes, sentencepiece])
+def test_token_ids_in_any_form_have_the_texts_of_transformers(make):
+    ours = make()
+    theirs = of_transformers(ours)
+    forms = [72, np.int64(72), True, [72, 258], (72, 73), np.array([72, 73]), [np.int32(72), 73], [], [[72], []]]
+    forms += [[np.array([72]), np.array([73, 74])], np.array([[72], [73]]), ours("Hi"), np.uint8([72])]
+    forms += [torch.tensor(72), torch.tensor([72, 73]), [torch.tensor(72)]]
+    for ids in forms:
+        for how in ({}, {"skip_special_tokens": True}, {"clean_up_tokenization_spaces": False}):
+            assert ours.decode(ids, **how) == theirs.decode(ids, **how)
+    for ids in ("72", ["72"], [72.0], None, [None]):
+        for one in (ours, theirs):
+            with pytest.raises((TypeError, ValueError, AttributeError)):
+                one.decode(ids)
+
+
+def test_spaces_are_cleaned_up_nowhere():
+    """transformers does not either with BPE tokenizers."""
+    ids = in_bytes()("a , b .").input_ids
+    assert in_bytes().decode(ids, clean_up_tokenization_spaces=True) == "a , b ."
+    words = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")), {})
+    with pytest.raises(ValueError, match="clean_up_tokenization_spaces=True is not supported"):
+        words.decode([0], clean_up_tokenization_spaces=True)

@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from threading import Lock
@@ -43,8 +43,8 @@ OWN_NAMES = (
     "tools",
 )
 """Variables of a template that no caller may set: they are arguments of transformers' and Jinja's functions."""
-END = "END_OF_THE_FINAL_MESSAGE "
-"""Marks the end of a message that is to be continued. A template that trims messages removes its space."""
+END = "CONTINUE_FINAL_MESSAGE_TAG "
+"""transformers' mark for the end of a message that is to be continued. A template that trims it removes the space."""
 PROBE = "zqprobezq"
 """A text that no template has of its own. No filter that is usual in templates changes more than its case."""
 MAX_PROBED = 1024
@@ -72,19 +72,23 @@ class Renderer:
         child = self._process
         return child is not None and child.poll() is None and not self._lock.locked()
 
-    def __call__(self, template: Any, messages: list[dict[str, Any]], /, **how: Any) -> str:
+    def __call__(self, template: Any, messages: Sequence[Mapping[str, Any]], adapts: bool = True, /, **how: Any) -> str:
         """The text that a template makes of messages. Threads take turns.
 
         Args:
             template: its source.
-            messages: their contents are texts. A template that reads lists of parts gets each text as one part.
-            how: ``add_generation_prompt`` or ``continue_final_message``, and further variables of the template.
+            messages: the template sees no fields that are None, as in transformers.
+            adapts: a template that reads lists of parts gets each content that is a text as one part, and arguments of
+                tool calls are written as JSON. Without it, the text is transformers' in any case.
+            how: ``add_generation_prompt`` or ``continue_final_message`` (true, or the name of the field that is
+                continued), and further variables of the template.
 
         Raises:
             ValueError: the template refuses the messages, leaves out their text, or exceeds a limit.
         """
-        task = {**how, "conversations": [messages], "chat_template": template}
-        line = _line([self._cpu_seconds, task])
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        task = {**how, "conversations": [given], "chat_template": template}
+        line = _line([self._cpu_seconds, adapts, task])
         with self._lock:
             child = self._running()
             assert child.stdin is not None
@@ -162,15 +166,19 @@ def _rendered(task: Mapping[str, Any]) -> str:
     Raises:
         ValueError: the last message is to be continued, and the template leaves it out or cuts its end.
     """
-    from specbeam.template_sandbox import render
+    from specbeam.template_sandbox import REASONING, render
 
     own = ("chat_template", "conversations", "continue_final_message")
     variables = {name: value for name, value in task.items() if name not in own}
     template, (messages,) = task["chat_template"], task["conversations"]
-    if not task.get("continue_final_message"):
+    continued = task.get("continue_final_message")
+    if not continued:
         return render(template, messages, variables)
+    field = continued if isinstance(continued, str) else "content"
+    if not any(name in template for name in (REASONING if field in REASONING else (field,))):
+        raise ValueError(f"it does not read the {field} that is to be continued")
     *earlier, last = messages
-    last, begun = _marked(last)
+    last, begun = _marked(last, field)
     text = render(template, [*earlier, last], variables)
     if begun.strip() not in text or END.strip() not in text:
         raise ValueError("it leaves out the message that is to be continued")
@@ -178,31 +186,38 @@ def _rendered(task: Mapping[str, Any]) -> str:
     return text if rest.startswith(" ") else text.rstrip()  # a template that trims messages trims this one
 
 
-def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A message with a mark at the end of its text, and that text."""
-    content = message.get("content")
+def _marked(message: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
+    """A message with a mark at the end of a field's text, and that text. All copies of its reasoning are marked."""
+    from specbeam.template_sandbox import REASONING, with_reasoning
+
+    message = with_reasoning(message)
+    content = message.get(field)
     if isinstance(content, str):
-        return message | {"content": content + END}, content
+        copies = [name for name in REASONING if message.get(name) == content] if field in REASONING else [field]
+        return message | dict.fromkeys(copies, content + END), content
     parts: list[dict[str, Any]] = content or []
     for i, part in reversed([*enumerate(parts)]):
         if "text" in part:
             marked = part | {"text": part["text"] + END}
-            return message | {"content": [*parts[:i], marked, *parts[i + 1 :]]}, part["text"]
-    raise ValueError("the message that is to be continued has no text")
+            return message | {field: [*parts[:i], marked, *parts[i + 1 :]]}, part["text"]
+    raise ValueError(f"the {field} of the message that is to be continued has no text")
 
 
 def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
-    """A task whose messages have their contents in the form that the template reads.
+    """A task whose messages have their contents and arguments in the form that the template reads.
 
     Raises:
         ValueError: the template leaves out the text of a message.
     """
+    from specbeam.template_sandbox import with_arguments
+
     template, (messages,) = task["chat_template"], task["conversations"]
     if not isinstance(template, str):
         return task
     of_conversation = ("chat_template", "conversations", "add_generation_prompt", "continue_final_message", "tools")
     variables = json.dumps({name: value for name, value in task.items() if name not in of_conversation})
-    return task | {"conversations": [[_readable(message, template, variables) for message in messages]]}
+    readable = [with_arguments(_readable(message, template, variables)) for message in messages]
+    return task | {"conversations": [readable]}
 
 
 def _readable(message: dict[str, Any], template: str, variables: str) -> dict[str, Any]:
@@ -261,9 +276,9 @@ def _serve() -> None:
         child_processes.limit_memory(memory + MEMORY_BYTES + MEMORY_PER_BYTE * len(line))
         text, refusal = "", None
         try:
-            cpu_seconds, task = _read(line)
+            cpu_seconds, adapts, task = _read(line)
             child_processes.end_after(cpu_seconds)
-            text = _rendered(_in_form_of_template(task))
+            text = _rendered(_in_form_of_template(task) if adapts else task)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except Exception as error:

@@ -2,6 +2,8 @@
 
 - ``model.generate`` keeps some of its arguments from a ``custom_generate`` function. :func:`argument_of_generate` reads
   them.
+- The argument for the KV cache has another name since transformers 5.24: :func:`cache_argument`.
+- Beam sampling has another rule since transformers 5.24: :func:`ranks_draws`.
 - Prompts that are no token ids alone are read as ``generate`` reads them, by :func:`prefill`.
 - Decoders with an encoder count their positions, and take none. :class:`DecoderPositions` replaces them for the time
   of a pass.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,12 +26,21 @@ MethodChange = tuple[Any, str, Callable[..., Tensor]]
 """A module, the name of a method, and another method."""
 
 
+def cache_argument(function: Callable[..., Any]) -> str:
+    """The argument by which a model's forward, or another function of transformers, takes the KV cache."""
+    return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
+
+
+CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation)
+"""The name of the KV cache in the arguments and in the outputs of ``generate``."""
+
+
 def argument_of_generate(name: str) -> Any:
     """An argument that the caller gave to ``model.generate``, for the function given to it as ``custom_generate``.
 
     ``generate`` takes each argument of its own signature for itself, and passes on only the arguments that it does not
     know. A draft model or a streamer would be lost without a word. So this reads the frame of ``generate``. A tokenizer
-    is lost even there, but not in the frame of its decorator, ``torch.no_grad``.
+    is lost even there, but not in the frame of its innermost decorator, ``torch.no_grad``.
 
     Returns:
         None if the calling function was not called by ``generate``.
@@ -40,10 +51,28 @@ def argument_of_generate(name: str) -> Any:
         return None
     if name in generate.f_locals:
         return generate.f_locals[name]
+    innermost = inspect.unwrap(
+        GenerationMixin.generate, stop=lambda f: not hasattr(vars(f)["__wrapped__"], "__wrapped__")
+    )
     decorator = generate.f_back
-    if decorator is None or decorator.f_code is not GenerationMixin.generate.__code__:
+    if decorator is None or decorator.f_code is not innermost.__code__:
         return None
     return decorator.f_locals["kwargs"].get(name)
+
+
+@cache
+def ranks_draws() -> bool:
+    """Whether beam sampling ranks the candidates that it draws by their scores, and not in the order of the draws.
+
+    The candidates that have ended are kept if they are among the first num_beams.
+    """
+    scores, none = torch.linspace(0, 1, 64, device="cpu")[None], torch.zeros(1, 1, 1, dtype=torch.long, device="cpu")
+    sizes = {"num_beams": 1, "vocab_size": 64, "batch_size": 1, "beams_to_keep": 64}
+    with torch.random.fork_rng(devices=[]):
+        ranked, *_ = GenerationMixin._get_top_k_continuations(
+            GenerationMixin, scores, none, none, cur_len=0, decoder_prompt_len=0, do_sample=True, **sizes
+        )
+    return torch.equal(ranked, scores.flip(1))  # by chance once in 64! cases
 
 
 def prefill(model: Any, input_ids: Tensor, generation_config: Any, arguments: dict[str, Any]) -> Any:

@@ -345,9 +345,8 @@ def apply_chat_template(tokenizer: Any, messages: list[Message], /, **how: Any) 
         SpecbeamError: the template refuses the messages, or exceeds a limit.
     """
     with refusing("the model's chat template refuses these messages"):
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         template = tokenizer.get_chat_template(tools=how.get("tools"))
-        return chat_templates.render(template, given, **tokenizer.special_tokens_map, **how)
+        return chat_templates.render(template, messages, **tokenizer.special_tokens_map, **how)
 
 
 def token_ids(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:

@@ -25,11 +25,12 @@ def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str
     Raises:
         Exception: whatever the template's mistakes lead to.
     """
-    conversation = [_with_arguments(_with_reasoning(message)) for message in messages]
+    conversation = [with_reasoning(message) for message in messages]
     return _compiled(template).render(messages=conversation, **{"tools": None, "documents": None} | {**variables})
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message
@@ -37,13 +38,14 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call. A template that writes them without ``tojson`` writes JSON, too."""
+    """The arguments of a tool call. A template that writes them without ``tojson`` writes JSON, and not Python."""
 
     def __str__(self) -> str:
         return _to_json(self)
 
 
-def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have such arguments."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

@@ -6,12 +6,21 @@ Its calls have the names and the results of transformers' tokenizers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from operator import index
 from typing import Any, SupportsIndex, overload
 
+import numpy as np
 import tokenizers
+from tokenizers import models
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The names of special tokens that all models may have."""
+UNSUPPORTED = (
+    *("padding", "truncation", "max_length", "return_tensors"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
+)
+"""Arguments of transformers' ``apply_chat_template`` that are refused here."""
 
 
 class Encoding(dict[str, Any]):
@@ -107,20 +116,46 @@ class Tokenizer:
         """The token ids of a text."""
         return self(text, add_special_tokens=add_special_tokens).input_ids
 
+    @overload
     def decode(
         self,
         token_ids: int | Iterable[SupportsIndex],
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool = False,
-    ) -> str:
-        """The text of token ids. Ids outside the vocabulary are skipped.
+        skip_special_tokens: bool = ...,
+        clean_up_tokenization_spaces: bool | None = ...,
+    ) -> str: ...
+    @overload
+    def decode(
+        self,
+        token_ids: Iterable[Iterable[SupportsIndex]],
+        skip_special_tokens: bool = ...,
+        clean_up_tokenization_spaces: bool | None = ...,
+    ) -> list[str]: ...
+    def decode(
+        self, token_ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None
+    ) -> Any:
+        """The text of token ids, or the list of texts of a batch. Ids outside the vocabulary are skipped.
 
         Args:
-            token_ids: one or several, also as an array.
+            token_ids: one or several, also as an array, or lists of several.
             skip_special_tokens: leave special tokens out of the text.
-            clean_up_tokenization_spaces: transformers' tokenizers have this argument. Here spaces stay as they are.
+            clean_up_tokenization_spaces: transformers' tokenizers have this argument. Spaces of BPE tokenizers stay as
+                they are; for others, True is refused.
+
+        Raises:
+            ValueError: ``clean_up_tokenization_spaces`` is true, and the tokenizer is no BPE tokenizer.
         """
-        ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
+        if clean_up_tokenization_spaces and not isinstance(self._tokenizer.model, models.BPE):
+            raise ValueError("clean_up_tokenization_spaces=True is not supported: leave it out")
+        if isinstance(token_ids, Mapping):
+            token_ids = token_ids["input_ids"]
+        if hasattr(token_ids, "tolist"):  # an array, a tensor or one of their numbers
+            token_ids = token_ids.tolist()
+        ids = [token_ids] if isinstance(token_ids, int) else [*token_ids]
+        if ids and np.ndim(ids[0]):
+            return [self.decode(one, skip_special_tokens) for one in ids]
+        return self._decode([index(i) for i in ids], skip_special_tokens)
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def __len__(self) -> int:
@@ -228,50 +263,114 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tokenize: bool = True,
-        return_dict: bool = True,
+        conversation: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        *,
+        return_dict: bool = True,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> Any:
         """The prompt that the chat template makes of messages, as token ids.
 
         Args:
+            conversation: the messages, or a list of several conversations, which become a prompt each.
+            tools: the JSON schemas of functions that the model may call.
+            documents: texts that the model may use, with their titles.
+            chat_template: another template, or the name of one of the tokenizer's.
+            add_generation_prompt: end where an answer begins.
+            continue_final_message: end with the content of the last message, or with another field of it.
             tokenize: False for the text.
             return_dict: False for a list of token ids, as transformers' tokenizers can be asked for.
-            add_generation_prompt: end where an answer begins.
-            continue_final_message: end with the content of the last message.
-            variables: of the template.
+            tokenizer_kwargs: for the call that turns the text into token ids.
+            variables: of the template. They come before special tokens of the same name.
 
         Raises:
             ValueError: there is no template, it refuses the messages, or it exceeds a limit
-                (:mod:`specbeam.chat_templates`).
+                (:mod:`specbeam.chat_templates`). Also for an argument of transformers' that is not supported.
         """
         from specbeam import chat_templates
 
+        for name in UNSUPPORTED:
+            if (value := variables.pop(name, None)) is not None and value is not False:
+                raise ValueError(f"apply_chat_template does not support {name}={value!r}: leave it out")
+        if reserved := [name for name in chat_templates.OWN_NAMES if name in variables]:
+            raise ValueError(f"{reserved[0]} is no variable of a chat template: leave it out")
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("continue_final_message and add_generation_prompt are both true: leave one out")
+        for one in [*(tools or ()), *(documents or ())]:
+            if not isinstance(one, Mapping):
+                raise ValueError(f"{one!r}: tools are JSON schemas, and documents dictionaries with title and text")
+        if isinstance(conversation, str | Mapping) or not len(conversation):
+            raise ValueError(f"conversation={conversation!r}: give a list of messages, at least one")
+        template = self.get_chat_template(chat_template, tools)
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        given = [dict(message) for message in messages]
-        template = self.get_chat_template(tools=variables.get("tools"))
-        text = chat_templates.render(template, given, **self.special_tokens_map, **variables, **how)
+        how |= {**self.special_tokens_map, **_plain({**variables, "tools": tools, "documents": documents})}
+        is_batch = isinstance(conversation[0], list | tuple)
+        texts = []
+        for given in conversation if is_batch else [conversation]:
+            messages = [_plain(message) for message in given]
+            for message, plain in zip(given, messages, strict=True):
+                if not isinstance(plain, dict):
+                    raise ValueError(f"a message is a dictionary, and not {message!r}")
+            texts.append(chat_templates.render(template, messages, False, **how))
+        text = texts if is_batch else texts[0]
         if not tokenize:
             return text
-        made = self(text, add_special_tokens=False)
+        made = self(text, add_special_tokens=False, **tokenizer_kwargs or {})
         return made if return_dict else made.input_ids
 
-    def get_chat_template(self, *, tools: Any = None) -> str:
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
         """The source of the chat template; of several the one that is named ``default``, or beside tools ``tool_use``.
+
+        Args:
+            chat_template: another template, or the name of one of the tokenizer's.
 
         Raises:
             ValueError: there is none.
         """
-        template = self.chat_template
-        if isinstance(template, dict):
-            name = "tool_use" if tools and "tool_use" in template else "default"
-            if name not in template:
-                raise ValueError(f"it has the chat templates {sorted(template)}, and none is named default")
-            template = template[name]
-        if template is None:
+        named = self.chat_template if isinstance(self.chat_template, dict) else {}
+        if chat_template is not None:
+            return named.get(chat_template, chat_template)
+        templates: Mapping[str, Any] = named or {"default": self.chat_template}
+        name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+        if name not in templates:
+            raise ValueError(f"it has the chat templates {sorted(templates)}, and none is named default")
+        if not isinstance(template := templates[name], str):
             raise ValueError("it has no chat template")
         return template
+
+
+def _plain(value: Any) -> Any:
+    """The data of a template as JSON has it. Other objects, such as images, are replaced by the names of their types.
+
+    Raises:
+        ValueError: JSON would change it.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # also of a member of an enum
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif callable(getattr(value, "model_dump", None)):  # pydantic
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        if other := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"a chat template gets {other[0]!r} as a key: give a text")
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        raise ValueError(f"a chat template gets the tuple {value!r}: give a list")
+    return f"<{type(value).__name__}>"

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from specbeam import hf
+from specbeam.compat import CACHE
 from tests.conftest import in_thorough_mode
 from tests.integrations.test_transformers_steps import Kept, check_scores
 
@@ -110,15 +111,15 @@ def draw_prompt(draw, family, model, options):
             del given["input_ids"]
     if form == "cache":
         static = transformers.StaticCache(config=model.config, max_cache_len=40)
-        given["past_key_values"] = draw.choice([transformers.DynamicCache(config=model.config), static])
+        given[CACHE] = draw.choice([transformers.DynamicCache(config=model.config), static])
     if form == "continued":
         past = transformers.DynamicCache(config=model.config)
-        begun = model.generate(ids, max_new_tokens=3, past_key_values=past)
+        begun = model.generate(ids, max_new_tokens=3, **{CACHE: past})
         count = draw.randint(0, 3)
         more = torch.tensor([draw.randrange(3, VOCAB) for _ in range(rows * count)], dtype=torch.long)
         whole = torch.cat([begun, more.view(rows, count)], dim=1)
         new = whole.shape[1] - past.get_seq_length()
-        given |= {"past_key_values": past, "attention_mask": torch.ones_like(whole)}
+        given |= {CACHE: past, "attention_mask": torch.ones_like(whole)}
         given["input_ids"] = whole if draw.random() < 0.5 else whole[:, -new:]
     return given
 
@@ -162,7 +163,7 @@ def compare(model, expected, got, rows):
     assert got.sequences.tolist() == expected.sequences.tolist()
     with_beams = hasattr(expected, "beam_indices")
     differing = {*expected.keys()} ^ {*got.keys()}
-    assert differing <= ({"past_key_values"} if with_beams else set())
+    assert differing <= ({CACHE} if with_beams else set())
     if with_beams:
         assert got.beam_indices.tolist() == expected.beam_indices.tolist()
         if expected.sequences_scores is not None:
@@ -173,8 +174,8 @@ def compare(model, expected, got, rows):
         assert len(got.logits) == len(theirs)
         for step in range(len(theirs)) if rows == 1 else [0]:  # later, some texts may have ended
             torch.testing.assert_close(got.logits[step], theirs[step], atol=1e-4, rtol=1e-4)
-    if (cached := getattr(expected, "past_key_values", None)) is not None and not with_beams:
-        compare_caches(cached, got.past_key_values, rows)
+    if (cached := getattr(expected, CACHE, None)) is not None and not with_beams:
+        compare_caches(cached, got[CACHE], rows)
 
 
 def compare_caches(expected, got, rows):
@@ -204,7 +205,7 @@ def test_a_call_returns_what_transformers_returns(family, seed):
         own, streamer = copy.deepcopy(given), Kept()
         torch.manual_seed(0)
         out = model.generate(**own, **options, streamer=streamer if streams else None, **more)
-        return out, own.get("past_key_values"), streamer.got
+        return out, own.get(CACHE), streamer.got
 
     expected, cached, streamed = generate()
     drafts = [None]

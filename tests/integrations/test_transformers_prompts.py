@@ -7,6 +7,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam import SpecbeamError
+from specbeam.compat import CACHE
 from tests.conftest import random_model
 from tests.integrations.conftest import EXTRA, assert_same, both
 
@@ -25,7 +26,7 @@ def test_a_prompt_may_take_several_passes(model):
     prompts = torch.arange(2 * 700).view(2, -1) % 17 + 3
     expected, got = both(model, prompts, max_new_tokens=4, eos_token_id=-1, return_dict_in_generate=True)
     assert got.sequences.tolist() == expected.sequences.tolist()
-    for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for ours, theirs in zip(got[CACHE].layers, expected[CACHE].layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
 
 
@@ -34,12 +35,12 @@ def test_a_prompt_may_take_several_passes(model):
 def test_a_conversation_goes_on_from_the_callers_cache(model, kind, is_whole):
     def turns(**how):
         cache = kind(config=model.config, **({"max_cache_len": 40} if kind is StaticCache else {}))
-        first = model.generate(IDS, max_new_tokens=4, past_key_values=cache, **how)
+        first = model.generate(IDS, max_new_tokens=4, **{CACHE: cache}, **how)
         cached = int(cache.get_seq_length())
         whole = torch.cat([first, torch.tensor([[17, 19]])], dim=1)
         given = whole if is_whole else whole[:, cached:]
         mask = torch.ones_like(whole)
-        second = model.generate(given, attention_mask=mask, max_new_tokens=5, past_key_values=cache, **how)
+        second = model.generate(given, attention_mask=mask, max_new_tokens=5, **{CACHE: cache}, **how)
         return cached, second.tolist(), int(cache.get_seq_length())
 
     assert turns(**EXTRA) == turns() == turns(**EXTRA, draft="ngram")
@@ -87,7 +88,7 @@ def test_with_beams_scores_of_texts_are_returned_with_output_scores_only_and_the
         options = {"num_beams": 2, "return_dict_in_generate": True, "output_scores": output_scores}
         expected, got = both(model, IDS, max_new_tokens=4, **options)
         assert (got.sequences_scores is None) == (expected.sequences_scores is None) == (not output_scores)
-        assert got.past_key_values is None
+        assert got.get(CACHE) is None
 
 
 def test_prompts_that_cannot_be_read_are_refused_by_name(models, model):
@@ -95,9 +96,9 @@ def test_prompts_that_cannot_be_read_are_refused_by_name(models, model):
     mask[0, 2] = 0
     with pytest.raises(SpecbeamError, match="hides tokens inside a prompt, with a sliding window"):
         models("mistral").generate(IDS, attention_mask=mask, max_new_tokens=3, **EXTRA)
-    full = model.generate(IDS, max_new_tokens=4, return_dict_in_generate=True).past_key_values
-    with pytest.raises(SpecbeamError, match="past_key_values with as many tokens as the prompt"):
-        model.generate(IDS, past_key_values=full, max_new_tokens=3, **EXTRA)
+    full = model.generate(IDS, max_new_tokens=4, return_dict_in_generate=True)[CACHE]
+    with pytest.raises(SpecbeamError, match=f"{CACHE} with as many tokens as the prompt"):
+        model.generate(IDS, **{CACHE: full}, max_new_tokens=3, **EXTRA)
     config = transformers.BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)
     bloom = transformers.BloomForCausalLM(config).eval()
     with pytest.raises(SpecbeamError, match=r"BloomForCausalLM cannot be evaluated .*: it takes no position_ids"):

@@ -142,8 +142,8 @@ class EncoderDecoderBackend(TransformersBackend):
         self.model(
             decoder_input_ids=torch.zeros((len(prompts), 1), dtype=torch.long, device=self.device),
             encoder_outputs=BaseModelOutput(states),
-            past_key_values=filled,
             use_cache=True,
+            **{self._cache_argument: filled},
         )
         layers = filled.cross_attention_cache.layers
 
@@ -177,8 +177,8 @@ class EncoderDecoderBackend(TransformersBackend):
                 decoder_attention_mask=self._masks(segments, views),
                 encoder_outputs=BaseModelOutput(torch.cat([source.states for source in sources], dim=1)),
                 attention_mask=self._source_mask(segments),
-                past_key_values=EncoderDecoderCache(PassCache(self._store, segments, views), crossed),
                 use_cache=True,
+                **{self._cache_argument: EncoderDecoderCache(PassCache(self._store, segments, views), crossed)},
             )
         return out.logits[0][keep]
 

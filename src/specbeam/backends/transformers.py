@@ -34,6 +34,7 @@ from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.config_keys import scaled_context
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import not_finite
+from specbeam.compat import cache_argument
 from specbeam.errors import SpecbeamError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -109,6 +110,7 @@ class TransformersBackend(TensorBackend):
     def __init__(self, model: Any) -> None:
         self.model = model
         self._parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument(model.forward)
         config = model.config.get_text_config()
         self._eager = config._attn_implementation == "eager"
         layer_types = set(getattr(config, "layer_types", None) or ())
@@ -221,7 +223,7 @@ class CausalBackend(TransformersBackend):
             return "it keeps a running state instead of keys and values of each token"
         if foreign := layer_types - {FULL, SLIDING}:
             return f"it has layers of kind {min(foreign)}"
-        if lacking := {"attention_mask", "position_ids", "past_key_values"} - set(self._parameters):
+        if lacking := {"attention_mask", "position_ids", self._cache_argument} - set(self._parameters):
             return f"it takes no {min(lacking)}"
         follows = model._supports_attention_backend or config.model_type in OWN_ATTENTION
         if getattr(config, "alibi", False) or not follows:
@@ -265,7 +267,7 @@ class CausalBackend(TransformersBackend):
             "input_ids": self._row([s.tokens for s in segments]),
             "position_ids": self._row([s.positions for s in segments]),
             "attention_mask": self._masks(segments, views),
-            "past_key_values": PassCache(self._store, segments, views),
+            self._cache_argument: PassCache(self._store, segments, views),
             "use_cache": True,
         }
         if segments[0].source is not None and segments[0].source.token_type is not None:  # then all have one

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any, SupportsIndex
 
 from specbeam.tokenizer import Tokenizer
 
@@ -17,12 +15,9 @@ TIMESTAMP = re.compile(r"<\|\d+\.\d+\|>")
 class WhisperTokenizer(Tokenizer):
     """As transformers' class of this name decodes."""
 
-    def decode(
-        self, token_ids: int | Iterable[SupportsIndex], skip_special_tokens: bool = False, *options: Any, **more: Any
-    ) -> str:
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """The text of token ids, without timestamps. ``skip_special_tokens`` also leaves out the text before it."""
-        ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
         if skip_special_tokens and ids[:1] == [self._id(PREVIOUS)]:
             start = self._id(START)
             ids = ids[ids.index(start) :] if start in ids else []
-        return TIMESTAMP.sub("", super().decode(ids, skip_special_tokens, *options, **more))
+        return TIMESTAMP.sub("", super()._decode(ids, skip_special_tokens))

@@ -42,7 +42,7 @@ class Continuations:
     scores: Scores
     log_probs: Scores
 
-    def take(self, which: slice) -> Continuations:
+    def take(self, which: slice | NDArray[np.int64]) -> Continuations:
         return Continuations(self.beams[which], self.tokens[which], self.scores[which], self.log_probs[which])
 
     def merged_with(self, more: Continuations, count: int) -> Continuations:

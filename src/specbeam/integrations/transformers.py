@@ -27,7 +27,7 @@ from transformers.generation import (
 
 from specbeam.backends.encoder_decoder import backend_of
 from specbeam.backends.transformers import check_weights, context_length_of
-from specbeam.compat import argument_of_generate
+from specbeam.compat import CACHE, argument_of_generate
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
 from specbeam.generation_defaults import GenerationDefaults
@@ -53,7 +53,7 @@ READ_ARGUMENTS = (
     "position_ids",
     "token_type_ids",
     "inputs_embeds",
-    "past_key_values",
+    CACHE,
     "encoder_outputs",
     "decoder_attention_mask",
 )
@@ -263,7 +263,7 @@ def generate(
     if details.logits:
         outputs["logits"] = _by_step([of.logits for of in steps], fill, device)
     if prompts.cache is not None:
-        outputs["past_key_values"] = prompts.cache
+        outputs[CACHE] = prompts.cache
     if beams > 1:
         if details.scores:
             outputs["sequences_scores"] = torch.tensor([text.score for text in texts], device=device)

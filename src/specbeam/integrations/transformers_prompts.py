@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specbeam.backends.encoder_decoder import EncoderDecoderBackend
 from specbeam.backends.transformers import CausalBackend, ReadPrompt
 from specbeam.cache.slots import slots_of
-from specbeam.compat import prefill
+from specbeam.compat import CACHE, prefill
 from specbeam.integrations.transformers_processors import unsupported
 from specbeam.tree import Nodes, Tree
 
@@ -77,10 +77,10 @@ class Prompts:
         self._source_ids = source_ids
         self._config = generation_config
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
-        given = self._arguments.get("past_key_values")
-        refuse(given is not None and not isinstance(given, Cache), f"past_key_values of type {type(given).__name__}")
+        given = self._arguments.get(CACHE)
+        refuse(given is not None and not isinstance(given, Cache), f"{CACHE} of type {type(given).__name__}")
         is_callers = getattr(given, "_is_user_defined", False)
-        refuse(has_beams and is_callers, "past_key_values with beams")
+        refuse(has_beams and is_callers, f"{CACHE} with beams")
         wanted = is_callers or (not has_beams and bool(generation_config.return_dict_in_generate))
         self.cache: Cache | None = given if wanted else None
         repeats = wanted and not is_callers and _is_dynamic(given)  # prefill each prompt once, and repeat its cache
@@ -90,7 +90,7 @@ class Prompts:
         else:
             self.rows = self._causal(input_ids)
         if repeats and copies > 1:
-            self._arguments["past_key_values"].batch_repeat_interleave(copies)
+            self._arguments[CACHE].batch_repeat_interleave(copies)
 
     def of_row(self, number: int, rows: int) -> Prompt:
         """The prompt of one of the batch's rows."""
@@ -117,7 +117,7 @@ class Prompts:
 
     def _causal(self, input_ids: Tensor) -> list[Prompt]:
         arguments, rows = self._arguments, len(input_ids)
-        embeds, cache = arguments.get("inputs_embeds"), arguments.get("past_key_values")
+        embeds, cache = arguments.get("inputs_embeds"), arguments.get(CACHE)
         past = 0 if cache is None else cache.get_seq_length()
         new = input_ids.shape[1] if embeds is None else embeds.shape[1]
         mask = arguments.get("attention_mask")
@@ -127,7 +127,7 @@ class Prompts:
             mask.ndim != 2 or len(mask) != rows or mask.shape[1] not in (new, past + new),
             "an attention mask of another shape than the prompts",
         )
-        refuse(past >= mask.shape[1], "past_key_values with as many tokens as the prompt: give a longer one")
+        refuse(past >= mask.shape[1], f"{CACHE} with as many tokens as the prompt: give a longer one")
         mask = mask.to(input_ids.device).bool()
         refuse(not mask[:, -1].all(), "an attention mask that hides the last token: pad prompts on the left")
         has_holes = bool((mask.long().diff() < 0).any())
@@ -153,10 +153,10 @@ class Prompts:
 
     def _read(self, input_ids: Tensor, mask: Tensor) -> list[ReadPrompt]:
         """The prompts of some rows, read by the model as transformers does it."""
-        cache = self._arguments.get("past_key_values")
+        cache = self._arguments.get(CACHE)
         if cache is None:
             cache = DynamicCache(config=self._backend.model.config.get_text_config(decoder=True))
-        output = self._prefill(input_ids, past_key_values=cache, use_cache=True)
+        output = self._prefill(input_ids, **{CACHE: cache}, use_cache=True)
         types = self._arguments.get("token_type_ids")
         sources = []
         for number, seen in enumerate(mask[self._every]):
@@ -172,8 +172,8 @@ class Prompts:
         decoder_mask, mask = arguments.get("decoder_attention_mask"), arguments.get("attention_mask")
         refuse(bool((input_ids != input_ids[0]).any()), "decoder_input_ids that differ between rows")
         refuse(decoder_mask is not None and not decoder_mask.all(), "a decoder_attention_mask with zeros")
-        cache = arguments.get("past_key_values")
-        refuse(cache is not None and cache.get_seq_length() > 0, "past_key_values with something in them")
+        cache = arguments.get(CACHE)
+        refuse(cache is not None and cache.get_seq_length() > 0, f"{CACHE} with something in them")
         states: Tensor = arguments["encoder_outputs"].last_hidden_state[self._every]
         read = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask[self._every].bool()
         refuse(read.shape != states.shape[:2], "an attention mask of another shape than encoder_outputs")

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from specbeam.backends.torch.selecting import changed
+from specbeam.compat import ranks_draws
 from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
@@ -240,7 +241,12 @@ class TransformersBeamSearch(BeamSearch):
         return survivors, scores
 
     def _best(self, selection: Selection, rows: NDArray[np.int64]) -> Continuations:
-        best = super()._best(selection, rows) if selection.noise is not None else self._topk(selection)
+        if selection.noise is None:
+            best = self._topk(selection)
+        else:
+            best = super()._best(selection, rows)
+            if ranks_draws():
+                best = best.take(topk(best.scores, len(best.scores)))
         if not best.scores.max() < np.inf:  # inf, and NaN: transformers' -1e9 forbids nothing there
             raise SpecbeamError(
                 f"logits_processor, sequence_bias or exponential_decay_length_penalty raised the score of a text to "
