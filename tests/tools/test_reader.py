@@ -161,6 +161,25 @@ def test_an_answer_may_be_cut_anywhere(name):
     assert len(reader.calls) == len(calls)
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_beginning_of_a_call_that_a_limit_cuts_is_no_content(name):
+    """Wherever the limit is, in one piece and in many, also for the other ways in which models write a call."""
+    ways = [*FORMATS[name].written("weather", PARIS), WRITTEN[name]([("weather", PARIS), ("time", {})], {})]
+    for before in ("", "\n", "Well.\n"):
+        for way in ways:
+            for end in range(len(way) + 1):
+                for length in (1, 3, 1000):
+                    text = before + way[:end]
+                    pieces = [text[at : at + length] for at in range(0, len(text), length)]
+                    reader = Reader(FORMATS[name], NAMES, 16)
+                    said = [one for piece in pieces for one in reader.push(piece)] + reader.push("", True, is_cut=True)
+                    assert reader.content.strip() == "".join(one.content for one in said).strip() == before.strip()
+    for text in ("", "Well. ", "So:\n", 'See {"name": "Ann', '{"name": "Ann', "{1", "2 ` 3", '{"name": 1'):
+        reader = Reader(FORMATS[name], NAMES, 16)
+        reader.push(text, True, is_cut=True)
+        assert reader.content == text
+
+
 @pytest.mark.parametrize(("name", "text", "content", "calls"), TEXTS)
 def test_an_answer_is_read_the_same_in_any_pieces(name, text, content, calls):
     check_reading(name, text, content, calls, (1, 2, 3, 5, 8, len(text)))
