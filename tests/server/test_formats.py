@@ -4,6 +4,7 @@ import json
 import re
 from typing import Literal
 
+import jsonschema
 import pydantic
 import pytest
 
@@ -42,6 +43,26 @@ def test_a_schema_holds_for_every_method(served, chat_lm, how):
         options = {"constraint": JsonSchema(SCHEMA), "max_new_tokens": 40, "num_beams": how.get("num_beams", 1)}
         result = specbeam.generate(chat_lm, MESSAGES, options, num_return_sequences=how.get("n", 1))
         assert [one["message"]["content"] for one in choices] == [one.text for one in result.sequences]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": None},
+        {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"], "additionalProperties": False},
+        {"enum": [{"a": None, "b": [None, {"c": None}]}]},
+    ],
+)
+def test_null_in_a_schema_is_a_value(served, schema):
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for form in ({"response_format": named}, {"structured_outputs": {"json": schema}}):
+        (choice,) = served.choices(CHAT, messages=MESSAGES, max_tokens=60, seed=1, **form)
+        jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+        assert choice["is_complete"]
+    flat = {"type": "json_schema", "name": "a", "schema": schema}
+    answer = served.post("/v1/responses", input="a", max_output_tokens=60, text={"format": flat}).json()
+    jsonschema.validate(json.loads(answer["output"][0]["content"][0]["text"]), schema)
+    assert answer["text"]["format"] == flat
 
 
 def test_openais_client_parses_an_answer(served):
