@@ -113,6 +113,18 @@ def test_any_object(served):
         assert choice["is_complete"] == (choice["finish_reason"] == "stop")
 
 
+@pytest.mark.parametrize("digits", ["1", "10", "01."])
+def test_any_json_ends(served, chat_lm, digits):
+    """Also of a model that goes on with a number as long as it may."""
+    ids = chat_lm.tokenizer(digits, add_special_tokens=False).input_ids
+    bias = {str(number): 100 - place for place, number in enumerate(ids)}
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+    for form in ({"response_format": named}, {"structured_outputs": {"json": {}}}):
+        (choice,) = served.choices("/v1/completions", prompt="a", max_tokens=60, temperature=0, logit_bias=bias, **form)
+        assert (choice["finish_reason"], choice["is_complete"]) == ("stop", True), choice["text"]
+        assert isinstance(json.loads(choice["text"]), int | float)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [

@@ -508,9 +508,11 @@ def test_schemas_reach_the_grammar_as_they_were_sent(tooled, monkeypatch):
         ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "ignore_eos contradicts tools"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "structured_outputs and tools"),
         (
-            {"model": "llama", "tools": TOOLS, "response_format": {"type": "json_object"}},
-            "response_format",
-            "response_format beside tools: the calls of llama are objects without a mark",
+            {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+                "properties": {"name": {"type": "string"}, "arguments": {}}
+            }}}},
+            "tools",
+            "an answer of the form that is asked for may look like a call of the tool weather: rename the tool or a",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": ARRAY}}]},
@@ -598,6 +600,27 @@ def test_a_form_of_the_answer_beside_tools(tooled, lms):
     assert json.loads(text["message"]["content"]) in ("x", 1)
     (called,) = tooled.choices(CHAT, **asked, max_tokens=300, logit_bias={str(marker): 100})
     checked(called["message"])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+def test_a_call_without_a_marker_beside_a_form_of_the_answer(tooled, lms, name):
+    """As models write it that do not use the marker of their template. It is enforced, and no content."""
+    marker = {str(lms[name].tokenizer.convert_tokens_to_ids(one)): -100 for one in TOKENS.get(name, {})}
+    (brace,) = map(str, lms[name].tokenizer("{", add_special_tokens=False).input_ids)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["x", 1]}}}
+    asked = {"model": name, "messages": ASKED, "tools": TOOLS, "response_format": schema, "temperature": 0}
+    asked |= {"max_tokens": 300, "logit_bias": marker | {brace: 100}}
+    (called,) = tooled.choices(CHAT, **asked)
+    assert checked(called["message"], NAMED)
+    with tooled.client().chat.completions.stream(**asked) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert not message.content
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [
+        json.loads(call["function"]["arguments"]) for call in called["message"]["tool_calls"]
+    ]
+    (text,) = tooled.choices(CHAT, **asked | {"logit_bias": marker | {brace: -100}})
+    assert json.loads(text["message"]["content"]) in ("x", 1)
+    assert text["finish_reason"] == "stop"
 
 
 class Weather(pydantic.BaseModel):

@@ -221,14 +221,21 @@ def test_a_call_that_is_cut_has_the_beginning_of_its_arguments():
 
 
 def test_an_answer_with_a_form_is_read_as_it_is():
-    """Calls come first, behind their marker."""
-    for text in (A, f'{{"a": "<tool_call>{A[1:-1]}"}}', f" x<tool_call>{A}"):
+    """Calls come first."""
+    for text in (f"[{A}]", f'{{"a": {A}}}', f'{{"a": "<tool_call>{A[1:-1]}"}}', f" x<tool_call>{A}"):
         reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
         said = [one for piece in text for one in reader.push(piece)] + reader.push("", is_last=True)
         assert ("".join(one.content for one in said), reader.calls) == (text, [])
     reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
     reader.push(f" <tool_call>{A}", is_last=True)
     assert [call.name for call in reader.calls] == ["weather"]
+    reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
+    reader.push(A, is_last=True)
+    assert ([call.name for call in reader.calls], reader.content) == (["weather"], "")
+    for text in ('{"a": [{"name": "wea', '{"name": "Ann'):
+        reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
+        reader.push(text, is_last=True, is_cut=True)
+        assert reader.content == text
 
 
 def test_no_more_calls_than_are_allowed():

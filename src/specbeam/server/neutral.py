@@ -14,7 +14,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def given(values: Any) -> Any:
-    """The values of an object without those that are null, which stands for a field that is not given."""
+    """The values of an object. Null stands for a field that is not given, and is left out."""
     return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
 
 

@@ -44,9 +44,8 @@ class Reading:
 
         new_text = NewText(decode, options.stop_strings, options.min_new_tokens or 0)
         self._text = TextStream(new_text, new_text.after(prompt_ids))
-        names = [function.name for function in use.functions]
         thinks = use.begins_in_thoughts(lm, prompt_ids)
-        self._reader = Reader(own, names, use.most, thinks=thinks, has_form=use.has_form)
+        self._reader = Reader(own, use.allowed, use.most, thinks=thinks, has_form=use.has_form)
         self._format = own
         self._ids: list[str] = []  # of the calls
         self.is_finished = False

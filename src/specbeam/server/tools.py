@@ -230,12 +230,6 @@ class ToolFields(Decoding):
             raise Refusal("structured_outputs and tools both give the form: leave one out", "structured_outputs")
         if self.ignore_eos:
             raise Refusal("ignore_eos contradicts tools, which say where a text ends", "ignore_eos")
-        if use.has_form and not use.tool_format.marker:
-            raise Refusal(
-                f"{self.format_field} beside tools: the calls of {model.name} are objects without a mark, so nothing "
-                f'tells them from an answer of that form. Leave one out, or set tool_choice to "required"',
-                self.format_field,
-            )
         return use
 
 

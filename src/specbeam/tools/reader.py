@@ -56,7 +56,7 @@ class Reader:
         names: of the tools. Nothing else is called.
         most: calls in an answer.
         thinks: the answer begins within the model's thoughts, which have no calls. None: it may begin with them.
-        has_form: an answer without calls has a form of its own. So calls come first, behind their marker.
+        has_form: an answer without calls has a form of its own. So calls come first.
 
     Attributes:
         content: the content so far.
@@ -85,7 +85,7 @@ class Reader:
         if marker:
             opened.append(re.escape(marker))
             begun.append(_begun([*map(re.escape, marker)]))
-        if tool_format.bare and not has_form:
+        if tool_format.bare:
             opened.append(rf"{FENCE}(?P<object>{bare(names, tool_format.key)})")
             name, key = (['"', word, '"', SPACE] for word in (r'(?P<begun>[^"\\]*)', r'[^"\\]*'))
             object_parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, *name, ",", SPACE, *key, ":"]
