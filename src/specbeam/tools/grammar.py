@@ -46,8 +46,8 @@ class ToolGrammar(Parsed):
         added: the ids of the tokens that a tokenizer finds in a text before all others, by their texts.
         shown: the ids of added tokens that an answer may show.
         thinks: the answer begins within thoughts, in which nothing is enforced. None: it may begin with thoughts.
-        content: what an answer without calls must be; None for any text. It has the spaces of calls, so that a model
-            chooses between the two by what they say.
+        content: what an answer without calls must be; None for any text. It has the spaces of calls, so the keys alone
+            tell the two apart.
 
     Raises:
         SpecbeamError: nothing tells calls from the content.
