@@ -206,7 +206,7 @@ class ToolFields(Decoding):
         choice = self.tool_choice
         if not self.tools and choice not in (None, "none", "auto"):
             raise Refusal("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
-        functions = [getattr(tool, "function", tool) for tool in self.offered]
+        functions = [tool.function if isinstance(tool, FunctionTool) else tool for tool in self.offered]
         if not functions:
             return None
         names = [function.name for function in functions]

@@ -21,6 +21,7 @@ KEYS = ("arguments", "parameters")
 SEPARATORS = (", ", ": ")
 """Between items and after keys, as chat templates write arguments."""
 JSON_PARTS = re.compile(r'"[^"]*"|[,:] |\{')
+"""The parts that llguidance's lexer reads: a text, a separator, or a bracket."""
 LEXER_FUEL, LEXER_FUEL_PER_CHARACTER = 200_000, 2_000
 """For a mask: llguidance's own limit, and more for each character of the tools' names."""
 
