@@ -64,7 +64,7 @@ class Rendering:
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Mapping[str, str | float] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, str | float | None] = field(default_factory=dict)
     tools: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -49,8 +49,12 @@ def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    functions = [call["function"] | {"arguments": Arguments(call["function"]["arguments"])} for call in calls]
-    return message | {"tool_calls": [call | {"function": own} for call, own in zip(calls, functions, strict=True)]}
+    return message | {"tool_calls": [call | {"function": _readable(call["function"])} for call in calls]}
+
+
+def _readable(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return function | {"arguments": Arguments(arguments)} if isinstance(arguments, dict) else function
 
 
 @lru_cache

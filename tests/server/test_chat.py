@@ -108,6 +108,20 @@ def test_the_name_of_a_participant_goes_to_the_chat_template(served, chat_lm, mo
     assert prompt_of(served, "/tokenize", messages=messages) == "user Ann: Hiuser: Ho"
 
 
+def test_a_message_goes_to_the_chat_template_in_the_order_of_its_keys(served, chat_lm, monkeypatch):
+    monkeypatch.setattr(
+        chat_lm.tokenizer, "chat_template", "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ a }}"
+    )
+    sent = [
+        {"content": "Hi", "name": "Ann", "role": "user"},
+        {"reasoning_content": "Hm", "role": "assistant", "content": "Ho"},
+        {"role": "user", "content": "?"},
+    ]
+    kwargs = {"a": None}
+    expected = of_transformers(chat_lm.tokenizer).apply_chat_template(sent, tokenize=False, **kwargs)
+    assert prompt_of(served, "/tokenize", messages=sent, chat_template_kwargs=kwargs) == expected
+
+
 def said_in(response):
     """An answer without its id and times. Of a stream, the first event: it has the prompt and the options."""
     if response.text.startswith("data:"):

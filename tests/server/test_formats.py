@@ -4,6 +4,7 @@ import json
 import re
 from typing import Literal
 
+import jsonschema
 import pydantic
 import pytest
 
@@ -42,6 +43,26 @@ def test_a_schema_holds_for_every_method(served, chat_lm, how):
         options = {"constraint": JsonSchema(SCHEMA), "max_new_tokens": 40, "num_beams": how.get("num_beams", 1)}
         result = specbeam.generate(chat_lm, MESSAGES, options, num_return_sequences=how.get("n", 1))
         assert [one["message"]["content"] for one in choices] == [one.text for one in result.sequences]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": None},
+        {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"], "additionalProperties": False},
+        {"enum": [{"a": None, "b": [None, {"c": None}]}]},
+    ],
+)
+def test_null_in_a_schema_is_a_value(served, schema):
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for form in ({"response_format": named}, {"structured_outputs": {"json": schema}}):
+        (choice,) = served.choices(CHAT, messages=MESSAGES, max_tokens=60, seed=1, **form)
+        jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+        assert choice["is_complete"]
+    flat = {"type": "json_schema", "name": "a", "schema": schema}
+    answer = served.post("/v1/responses", input="a", max_output_tokens=60, text={"format": flat}).json()
+    jsonschema.validate(json.loads(answer["output"][0]["content"][0]["text"]), schema)
+    assert answer["text"]["format"] == flat
 
 
 def test_openais_client_parses_an_answer(served):
@@ -90,6 +111,18 @@ def test_any_object(served):
         (choice,) = served.choices("/v1/completions", prompt="a", max_tokens=20, temperature=0, **form)
         assert choice["text"].startswith("{")
         assert choice["is_complete"] == (choice["finish_reason"] == "stop")
+
+
+@pytest.mark.parametrize("digits", ["1", "10", "01."])
+def test_any_json_ends(served, chat_lm, digits):
+    """Also of a model that goes on with a number as long as it may."""
+    ids = chat_lm.tokenizer(digits, add_special_tokens=False).input_ids
+    bias = {str(number): 100 - place for place, number in enumerate(ids)}
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+    for form in ({"response_format": named}, {"structured_outputs": {"json": {}}}):
+        (choice,) = served.choices("/v1/completions", prompt="a", max_tokens=60, temperature=0, logit_bias=bias, **form)
+        assert (choice["finish_reason"], choice["is_complete"]) == ("stop", True), choice["text"]
+        assert isinstance(json.loads(choice["text"]), int | float)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Tools over HTTP: calls that are enforced and read, in chat completions and responses, as clients ask for them."""
 
+import copy
 import functools
 import json
 import operator
+import random
 import string
 from typing import Literal
 
@@ -16,9 +18,12 @@ from openai.types.responses import Response
 from tokenizers import AddedToken
 
 import specbeam
+from specbeam import JsonSchema
 from specbeam.engine import setup
+from specbeam.server import formats
+from specbeam.server import tools as server_tools
 from specbeam.server.limits import Limits
-from specbeam.server.tools import ToolUse
+from specbeam.server.tools import FlatFunctionTool, ToolUse
 from tests.conftest import byte_tokenizer, of_transformers, random_model
 from tests.server.conftest import serving
 from tests.server.test_chat import CHAT
@@ -161,7 +166,7 @@ def test_auto_is_text_until_a_call_opens(tooled, lms, name):
     """The likeliest token after some text is made the one that opens calls."""
     marker = lms[name].tokenizer.convert_tokens_to_ids(next(iter(TOKENS[name])))
     asked = {"model": name, "messages": ASKED, "tools": TOOLS, "max_tokens": 500, "temperature": 0}
-    (free,) = tooled.choices(CHAT, **asked | {"max_tokens": 8}, logit_bias={str(marker): -100})
+    (free,) = tooled.choices(CHAT, **asked | {"max_tokens": 8, "min_tokens": 8}, logit_bias={str(marker): -100})
     assert "tool_calls" not in free["message"]
     assert free["finish_reason"] == "length"
     (called,) = tooled.choices(CHAT, **asked, logit_bias={str(marker): 100})
@@ -180,6 +185,43 @@ def test_a_call_that_is_cut(tooled):
         (part,), (call,) = cut["message"]["tool_calls"], whole["message"]["tool_calls"]
         assert call["function"]["arguments"].startswith(part["function"]["arguments"])
         assert len(part["function"]["arguments"]) < len(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_that_a_limit_cuts_has_no_beginning_of_a_call_and_can_be_given_back(tooled, lms, name):
+    """Whole and as a stream, in chat and in responses, at the first tokens and at some others."""
+    client, rng = tooled.client(), random.Random(3)
+    bias = {"extra_body": {"logit_bias": pushed(lms, name)}, "temperature": 0}
+    has_marker = name in TOKENS
+    for limit in (1, 2, 8, *rng.sample(range(9, 70), 2)):
+        choice = "auto" if has_marker and limit % 2 else "required"
+        asked = {"model": name, "tools": TOOLS, "max_tokens": limit, "tool_choice": choice, **bias}
+        answer = client.chat.completions.create(**asked, messages=ASKED)
+        message = answer.choices[0].message
+        assert message.content is None, limit
+        assert answer.choices[0].finish_reason in ("length", "tool_calls")
+        with client.chat.completions.stream(**asked, messages=ASKED) as stream:
+            assert [*stream]
+            said = stream.current_completion_snapshot.choices[0].message
+        assert not said.content, limit
+        assert [call.function.arguments for call in said.tool_calls or []] == [
+            call.function.arguments for call in message.tool_calls or []
+        ]
+        for one in (message, said):
+            calls = one.tool_calls or []
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "no JSON"} for call in calls]
+            turns = [*ASKED, one.model_dump(), *results, *ASKED]
+            assert client.chat.completions.create(**asked | {"max_tokens": 1}, messages=turns).choices
+
+        asked = {"model": name, "tools": FLAT, "max_output_tokens": limit, "tool_choice": choice, **bias}
+        made = client.responses.create(**asked, input="Weather?")
+        last = [*client.responses.create(**asked, input="Weather?", stream=True)][-1].response
+        assert made.output_text == last.output_text == ""
+        for output in (made.output, last.output):
+            calls = [item.call_id for item in output if item.type == "function_call"]
+            results = [{"type": "function_call_output", "call_id": call, "output": "no JSON"} for call in calls]
+            turns = [*ASKED, *[item.model_dump() for item in output], *results, *ASKED]
+            assert client.responses.create(**asked | {"max_output_tokens": 1}, input=turns).output
 
 
 def test_a_loop_of_calls_with_openais_client(tooled, lms):
@@ -265,29 +307,85 @@ MESSAGES = [
 ]
 
 
-def prompt_of(running, **fields):
-    made = running.post(CHAT, messages=MESSAGES, tools=TOOLS, max_tokens=1, return_token_ids=True, **fields).json()
-    return running.post("/detokenize", model=fields["model"], tokens=made["prompt_token_ids"]).json()["prompt"]
+def prompt_of(running, model, path=CHAT, **fields):
+    """The prompt of a request. Responses do not show theirs, so it is the one of chat if it has as many tokens."""
+    asked = {"model": model, "messages": MESSAGES, "tools": TOOLS} | fields
+    ids = running.post("/tokenize", **asked).json()["tokens"]
+    if path == CHAT:
+        assert running.post(path, **asked, max_tokens=1, return_token_ids=True).json()["prompt_token_ids"] == ids
+    return running.post("/detokenize", model=model, tokens=ids).json()["prompt"]
+
+
+SENT = [  # in an order of keys as nobody here writes them, with nulls, and with all keys of transformers
+    {"type": "function", "function": {
+        "description": "The weather.", "name": "weather", "strict": None, "return": {"type": ["string", "null"]},
+        "parameters": {
+            "required": ["city"], "properties": {"city": {"enum": ["Paris", None], "default": None}, "at": {}},
+            "examples": [{"city": None, "at": {"b": 1, "a": None}}], "type": "object",
+        },
+    }},
+    {"function": {"parameters": {"type": "object", "properties": {}}, "name": "now", "description": None},
+     "type": "function"},
+]  # fmt: skip
+CALLED = {
+    "content": None,
+    "tool_calls": [
+        {
+            "function": {"arguments": '{"city": "é\\n", "at": {"b": null, "a": [null]}}', "name": "weather"},
+            "type": "function",
+            "id": "abcdefghi",
+        },
+        {"id": "bbbbbbbbb", "type": "function", "function": {"name": "now", "arguments": ""}, "index": 1},
+        {"type": "function", "id": "ccccccccc", "function": {"name": "now", "arguments": '{"city": "Pa'}},
+        {"type": "function", "id": "ddddddddd", "function": {"arguments": "[1]", "name": "now"}},
+    ],
+    "role": "assistant",
+}
+
+
+def as_transformers_reads(message):
+    """A message that OpenAI's clients send: its arguments are objects, and its empty content is a text."""
+    calls = message.get("tool_calls", [])
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        if (arguments or "{}").endswith("}"):
+            call["function"]["arguments"] = json.loads(arguments or "{}")
+    return message | {"content": message["content"] or ""} | ({"tool_calls": calls} if calls else {})
 
 
 @pytest.mark.parametrize("name", ["hermes", "listed", "named", "llama"])
 def test_templates_get_tools_and_calls_as_transformers_gives_them(tooled, lms, name):
-    calls = [call["function"] for call in MESSAGES[1]["tool_calls"]]
-    objects = [function | {"arguments": json.loads(function["arguments"] or "{}")} for function in calls]
-    said = MESSAGES[1] | {"content": "", "tool_calls": [
-        call | {"function": function} for call, function in zip(MESSAGES[1]["tool_calls"], objects, strict=True)
-    ]}  # fmt: skip
-    given = [MESSAGES[0], said, MESSAGES[2], MESSAGES[3] | {"content": "noon"}]
-    empty = {"type": "object", "properties": {}, "additionalProperties": False}
-    tools = [{"type": "function", "function": {"parameters": empty, **function}} for function in FUNCTIONS]
-    how = {"tools": tools, "add_generation_prompt": True, "tokenize": False}
-    expected = of_transformers(lms[name].tokenizer).apply_chat_template(given, **how)
-    assert prompt_of(tooled, model=name) == expected
+    for tools, messages in (TOOLS, MESSAGES), (SENT, [MESSAGES[0], CALLED, *MESSAGES[2:]]):
+        given = [as_transformers_reads(message) for message in copy.deepcopy(messages)]
+        given[-1]["content"] = "noon"
+        empty = {"type": "object", "properties": {}, "additionalProperties": False}
+        with_parameters = [
+            tool | {"function": tool["function"] | {"parameters": tool["function"].get("parameters", empty)}}
+            for tool in tools
+        ]
+        how = {"tools": with_parameters, "add_generation_prompt": True, "tokenize": False}
+        expected = of_transformers(lms[name].tokenizer).apply_chat_template(given, **how)
+        assert prompt_of(tooled, name, messages=messages, tools=tools) == expected
+    flat = [{"type": "function", **tool["function"]} for tool in SENT]
+    outputs = [
+        {"type": "function_call_output", "call_id": one["tool_call_id"], "output": one["content"]} for one in given[-2:]
+    ]
+    items = [{"type": "function_call", "call_id": call["id"], **call["function"]} for call in CALLED["tool_calls"]]
+    asked = {"model": name, "max_output_tokens": 1, "tools": flat, "input": [MESSAGES[0], *items, *outputs]}
+    answer = tooled.post(RESPONSES, **asked).json()
+    assert answer["usage"]["input_tokens"] == len(lms[name].tokenizer(expected, add_special_tokens=False).input_ids)
+    assert [json.dumps(FlatFunctionTool(**tool).for_template["function"]) for tool in flat] == [
+        json.dumps(tool["function"]) for tool in SENT
+    ]
 
 
 def test_templates_that_read_calls_as_texts(tooled):
-    assert '{"name": "weather", "arguments": {"city": "é\\n"}}' in prompt_of(tooled, model="functools")
-    prompt = prompt_of(tooled, model="phi")
+    assert '{"name": "weather", "arguments": {"city": "é\\n"}}' in prompt_of(tooled, "functools")
+    definitions = json.dumps([tool["function"] for tool in SENT])
+    assert f"some tools.<|tool|>{definitions}<|/tool|><|end|>" in prompt_of(tooled, "phi", tools=SENT)
+    cut = [MESSAGES[0], CALLED, *MESSAGES[2:]]
+    assert '{"name": "now", "arguments": {"city": "Pa}' in prompt_of(tooled, "phi", messages=cut)
+    prompt = prompt_of(tooled, "phi")
     assert prompt.startswith("<|system|>You are a helpful assistant with some tools.<|tool|>[{")
     assert '<|assistant|><|tool_call|>[{"name": "weather", "arguments": {"city": "é\\n"}}, {"name": "now"' in prompt
     assert prompt.endswith("<|tool|>noon<|end|><|assistant|>")
@@ -349,6 +447,47 @@ def test_a_schema_that_cannot_be_enforced(tooled):
     assert [*answer["unenforced_tools"]] == ["f"]
 
 
+def with_nulls(rng, levels):
+    """Any JSON, much of it null."""
+    kind = rng.randrange(5 if levels else 3)
+    if kind < 3:
+        return (None, rng.randrange(9), "a")[kind]
+    values = [with_nulls(rng, levels - 1) for _ in range(3)]
+    return (
+        values if kind == 3 else dict(zip(rng.sample(["type", "enum", "const", "a", "items"], 3), values, strict=True))
+    )
+
+
+def test_schemas_reach_the_grammar_as_they_were_sent(tooled, monkeypatch):
+    """By each field that has one."""
+    reached = []
+
+    def reach(schema):
+        reached.append(schema)
+        return JsonSchema({})
+
+    for module in (formats, server_tools):
+        monkeypatch.setattr(module, "JsonSchema", reach)
+    rng = random.Random(2)
+    for _ in range(4):
+        schema = {"properties": {name: with_nulls(rng, 4) for name in "abc"}, "type": "object", "default": None}
+        flat = {"name": "f", "schema": schema, "strict": True}
+        function = {"name": "f", "strict": True, "parameters": schema}
+        for path, fields in [
+            (CHAT, {"response_format": {"type": "json_schema", "json_schema": flat}}),
+            (CHAT, {"structured_outputs": {"json": schema}}),
+            (CHAT, {"tools": [{"type": "function", "function": function}]}),
+            ("/v1/completions", {"response_format": {"type": "json_schema", "json_schema": flat}}),
+            (RESPONSES, {"text": {"format": {"type": "json_schema", **flat}}}),
+            (RESPONSES, {"tools": [{"type": "function", **function}]}),
+        ]:
+            prompt = {CHAT: {"messages": ASKED}, RESPONSES: {"input": "a", "max_output_tokens": 1}}
+            asked = {"model": "hermes", **prompt.get(path, {"prompt": "a"}), **fields}
+            tooled.post(path, **asked | ({} if path == RESPONSES else {"max_tokens": 1}))
+            assert json.dumps(reached.pop()) == json.dumps(schema)
+            assert not reached
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -369,9 +508,11 @@ def test_a_schema_that_cannot_be_enforced(tooled):
         ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "ignore_eos contradicts tools"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "structured_outputs and tools"),
         (
-            {"model": "llama", "tools": TOOLS, "response_format": {"type": "json_object"}},
-            "response_format",
-            "response_format beside tools: the calls of llama are objects without a mark",
+            {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+                "properties": {"name": {"type": "string"}, "arguments": {}}
+            }}}},
+            "tools",
+            "an answer of the form that is asked for may look like a call of the tool weather: rename the tool or a",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": ARRAY}}]},
@@ -390,11 +531,9 @@ def test_a_schema_that_cannot_be_enforced(tooled):
         ),
         ({"messages": MESSAGES[:2], "tools": TOOLS}, "messages", "messages end with tool calls: give their results"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
-            ]}]},
-            "messages",
-            "messages[0].tool_calls[0].function.arguments: arguments are the text of a JSON object",
+            {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+            "tools",
+            "tools[0].function.paramters is not supported: remove it",
         ),
     ],
 )  # fmt: skip
@@ -461,6 +600,27 @@ def test_a_form_of_the_answer_beside_tools(tooled, lms):
     assert json.loads(text["message"]["content"]) in ("x", 1)
     (called,) = tooled.choices(CHAT, **asked, max_tokens=300, logit_bias={str(marker): 100})
     checked(called["message"])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+def test_a_call_without_a_marker_beside_a_form_of_the_answer(tooled, lms, name):
+    """As models write it that do not use the marker of their template. It is enforced, and no content."""
+    marker = {str(lms[name].tokenizer.convert_tokens_to_ids(one)): -100 for one in TOKENS.get(name, {})}
+    (brace,) = map(str, lms[name].tokenizer("{", add_special_tokens=False).input_ids)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["x", 1]}}}
+    asked = {"model": name, "messages": ASKED, "tools": TOOLS, "response_format": schema, "temperature": 0}
+    asked |= {"max_tokens": 300, "logit_bias": marker | {brace: 100}}
+    (called,) = tooled.choices(CHAT, **asked)
+    assert checked(called["message"], NAMED)
+    with tooled.client().chat.completions.stream(**asked) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert not message.content
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [
+        json.loads(call["function"]["arguments"]) for call in called["message"]["tool_calls"]
+    ]
+    (text,) = tooled.choices(CHAT, **asked | {"logit_bias": marker | {brace: -100}})
+    assert json.loads(text["message"]["content"]) in ("x", 1)
+    assert text["finish_reason"] == "stop"
 
 
 class Weather(pydantic.BaseModel):

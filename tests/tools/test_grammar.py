@@ -127,6 +127,7 @@ def marked(*calls):
 
 
 FORMAT = JsonSchema({"enum": [1, {"a": 2}]})
+PATTERN = JsonSchema({"type": "object", "properties": {"name": {"type": "string", "pattern": "^[^x]*$"}}})
 ALLOWED = {
     "hermes": [
         ({}, ["", "Hello", "Hello <tool", marked(A), marked(A, B), f"Well.\n{marked(B)}", UNKNOWN, f"see {UNKNOWN}"],
@@ -137,12 +138,19 @@ ALLOWED = {
         ({"is_required": True}, [marked(A), marked(A, B), A, f"```json\n{A}\n```"],
              ["", "Hello", f" {marked(A)}", f"Hi {A}", f"{marked(A)}\n", WRONG]),
         ({"is_required": True, "most": 1}, [marked(A)], [A, marked(A, B)]),
-        ({"content": FORMAT}, ["1", '{"a":2}', marked(A)], ["2", "Hello", "", f"1{marked(A)}"]),
+        ({"content": FORMAT}, ["1", '{"a": 2}', marked(A), A],
+             ["2", "Hello", "", f"1{marked(A)}", '{"a":2}', WRONG, f" {A}", f"```json\n{A}", f"{A}\n{A}"]),
+        ({"content": JsonSchema({"type": "object"})},
+             [A, B, '{"name": "weather"}', '{"name": "weather", "a": {"arguments": {}}}', '{"name": "Ann", "age": 1}'],
+             [WRONG, UNKNOWN, '{"name": "weather", "arguments": {"city": ""}}', "1"]),
+        ({"content": PATTERN}, [A, '{"name": "y", "b": 1}'], [WRONG, '{"name": "weather", "arguments": 1}']),
     ],
     "llama": [
         ({}, ["Hi", A.replace("arguments", "parameters"), A],
              [A.replace("arguments", "parameters") * 2, WRONG, WRONG.replace("arguments", "parameters")]),
         ({"is_required": True}, [A.replace("arguments", "parameters")], ["Hi", A]),
+        ({"content": JsonSchema({"type": "object"})}, [A.replace("arguments", "parameters"), '{"name": "weather"}'],
+             [A, WRONG.replace("arguments", "parameters"), "Hi"]),
     ],
     "functools": [
         ({}, ["func", "functools", f"functools[{A}, {B}]", f"Hi functools[{A}]"],

@@ -161,6 +161,25 @@ def test_an_answer_may_be_cut_anywhere(name):
     assert len(reader.calls) == len(calls)
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_beginning_of_a_call_that_a_limit_cuts_is_no_content(name):
+    """Wherever the limit is, in one piece and in many, also for the other ways in which models write a call."""
+    ways = [*FORMATS[name].written("weather", PARIS), WRITTEN[name]([("weather", PARIS), ("time", {})], {})]
+    for before in ("", "\n", "Well.\n"):
+        for way in ways:
+            for end in range(len(way) + 1):
+                for length in (1, 3, 1000):
+                    text = before + way[:end]
+                    pieces = [text[at : at + length] for at in range(0, len(text), length)]
+                    reader = Reader(FORMATS[name], NAMES, 16)
+                    said = [one for piece in pieces for one in reader.push(piece)] + reader.push("", True, is_cut=True)
+                    assert reader.content.strip() == "".join(one.content for one in said).strip() == before.strip()
+    for text in ("", "Well. ", "So:\n", 'See {"name": "Ann', '{"name": "Ann', "{1", "2 ` 3", '{"name": 1'):
+        reader = Reader(FORMATS[name], NAMES, 16)
+        reader.push(text, True, is_cut=True)
+        assert reader.content == text
+
+
 @pytest.mark.parametrize(("name", "text", "content", "calls"), TEXTS)
 def test_an_answer_is_read_the_same_in_any_pieces(name, text, content, calls):
     check_reading(name, text, content, calls, (1, 2, 3, 5, 8, len(text)))
@@ -202,14 +221,21 @@ def test_a_call_that_is_cut_has_the_beginning_of_its_arguments():
 
 
 def test_an_answer_with_a_form_is_read_as_it_is():
-    """Calls come first, behind their marker."""
-    for text in (A, f'{{"a": "<tool_call>{A[1:-1]}"}}', f" x<tool_call>{A}"):
+    """Calls come first."""
+    for text in (f"[{A}]", f'{{"a": {A}}}', f'{{"a": "<tool_call>{A[1:-1]}"}}', f" x<tool_call>{A}"):
         reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
         said = [one for piece in text for one in reader.push(piece)] + reader.push("", is_last=True)
         assert ("".join(one.content for one in said), reader.calls) == (text, [])
     reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
     reader.push(f" <tool_call>{A}", is_last=True)
     assert [call.name for call in reader.calls] == ["weather"]
+    reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
+    reader.push(A, is_last=True)
+    assert ([call.name for call in reader.calls], reader.content) == (["weather"], "")
+    for text in ('{"a": [{"name": "wea', '{"name": "Ann'):
+        reader = Reader(FORMATS["hermes"], NAMES, 16, has_form=True)
+        reader.push(text, is_last=True, is_cut=True)
+        assert reader.content == text
 
 
 def test_no_more_calls_than_are_allowed():

@@ -38,6 +38,18 @@ MAX_PLACES = 3
 """Of those where a message may be about any."""
 WHITESPACE = r"[ \n\r\t]{0,64}"
 """Between the parts of JSON. Without a limit a model may go on with it."""
+ANY_JSON = r"""start: %s
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+object: "{" SPACE (member (ITEM member)*)? SPACE "}"
+member: STRING KEY value
+array: "[" SPACE (value (ITEM value)*)? SPACE "]"
+STRING: /"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/
+NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][-+]?[0-9]{1,3})?/
+SPACE: /%s/
+ITEM: /%s/
+KEY: /%s/
+"""
+"""JSON with numbers of 64 bits, as in llama.cpp. With a number of any length a model that has to write one goes on."""
 HALF_A_PAIR = "it has half a surrogate pair, which no text can have"
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """Otherwise a terminal that may go on before another one is forced to, for ever: /a+/ before "ab"."""
@@ -165,10 +177,14 @@ class JsonSchema(Parsed):
             separators: between items, and after keys.
             whitespace: allow it, whatever the schema says.
         """
+        space = WHITESPACE if self.whitespace or whitespace else ""
+        if self.schema in ({}, {"type": "object"}):
+            around = (space + separator.strip() + (space or separator[1:]) for separator in separators)
+            return {"name": name, "lark_grammar": ANY_JSON % (self.schema.get("type", "value"), space, *around)}
         options = {
             "item_separator": separators[0],
             "key_separator": separators[1],
-            "whitespace_pattern": WHITESPACE if self.whitespace or whitespace else None,
+            "whitespace_pattern": space or None,
             "whitespace_flexible": False,
             "coerce_one_of": False,
             "lenient": False,

@@ -80,27 +80,24 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class StrictRequest(Request):
-    """A request whose body must be JSON in UTF-8, without an object that has a name twice.
-
-    Values that are null are left out: everywhere they stand for a field that is not given.
-    """
+    """A request whose body must be JSON in UTF-8, without an object that has a name twice."""
 
     async def json(self) -> Any:
         try:
-            return json.loads((await self.body()).decode(), object_pairs_hook=_given)
+            return json.loads((await self.body()).decode(), object_pairs_hook=_object)
         except json.JSONDecodeError as error:
             raise refusal_of_json(error) from error
         except (ValueError, RecursionError) as error:
             raise Refusal("the body cannot be read: send JSON in UTF-8, with numbers of a sane size") from error
 
 
-def _given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields that these pairs give. One of two values with the same name would be ignored."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. One of two values with the same name would be ignored."""
     made = dict(pairs)
     if len(made) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise Refusal(f"{name} is given twice: leave one out", name, "invalid_value")
-    return {name: value for name, value in pairs if value is not None}
+    return made
 
 
 class StrictRoute(APIRoute):

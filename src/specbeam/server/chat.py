@@ -17,11 +17,12 @@ from specbeam.server.errors import Refusal
 from specbeam.server.fields import Count, TopLogprobs, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields, with_neutral_fields
+from specbeam.server.neutral import Fields, given, with_neutral_fields
 from specbeam.server.reading import ReadCall, Reading
 from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
+    AsSent,
     Choice,
     FunctionTool,
     ToolCall,
@@ -44,7 +45,7 @@ class TextPart(Fields):
 
 
 @with_neutral_fields
-class Message(Fields):
+class Message(AsSent):
     """A message of a conversation. The chat template of the model says which roles there are."""
 
     role: str
@@ -60,11 +61,13 @@ class Message(Fields):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it."""
         content = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
-        message = {"role": ROLES.get(self.role, self.role), "content": content}
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template for call in self.tool_calls]
-        more = {"name": self.name, "reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id}
-        return message | {name: value for name, value in more.items() if value is not None}
+        more = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+            "tool_calls": [call.for_template for call in self.tool_calls or ()] or None,
+            "tool_call_id": self.tool_call_id,
+        }
+        return self.in_sent_order(role=ROLES.get(self.role, self.role), content=content, **given(more))
 
 
 class TemplateFields(Fields):
@@ -76,7 +79,7 @@ class TemplateFields(Fields):
     continue_final_message: bool | None = Field(
         None, description="Continue the last message. If both are left out: if it is the assistant's."
     )
-    chat_template_kwargs: dict[str, str | bool | int | float] | None = Field(
+    chat_template_kwargs: dict[str, str | bool | int | float | None] | None = Field(
         None, description="Further variables of the chat template."
     )
 
@@ -121,8 +124,8 @@ class ChatRequest(TemplateFields, ToolFields):
         top = (self.top_logprobs or 0) if self.logprobs else None
         plan = self.plan(model, limits, name, limits.max_tokens, top)
         tools = self.tool_use(model, limits.max_tool_calls)
-        given = [message.for_template for message in self.messages]
-        messages, variables = conversation(model, given, self.offered, "messages")
+        sent = [message.for_template for message in self.messages]
+        messages, variables = conversation(model, sent, self.offered, "messages")
         rendering = replace(self.rendering(model), tools=variables)
         plan = plan if tools is None else tools.plan(plan)
         return Call(model, [messages], plan, limits, field="messages", rendering=rendering, tools=tools)

@@ -17,7 +17,7 @@ from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields, with_neutral_fields
+from specbeam.server.neutral import Fields, given, with_neutral_fields
 
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
@@ -71,13 +71,17 @@ class OpenAIDecoding(Fields):
     top_p: float | None = Field(None, gt=0, le=1, description="The model's default if it is left out and one samples.")
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
-    logit_bias: dict[TokenKey, Bias] | None = Field(None, description="Added to scores, by token id.")
+    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(given)] | None = Field(
+        None, description="Added to scores, by token id."
+    )
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, and has no effect.")
-    metadata: dict[str, str] | None = Field(None, description="Accepted, and has no effect.")
+    metadata: Annotated[dict[str, str], BeforeValidator(given)] | None = Field(
+        None, description="Accepted, and has no effect."
+    )
 
 
 class Decoding(OpenAIDecoding):

@@ -6,17 +6,30 @@ Many clients send them along. They are declared with the values that change noth
 from __future__ import annotations
 
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, create_model, model_validator
 
 M = TypeVar("M", bound=BaseModel)
 
 
+def given(values: Any) -> Any:
+    """The values of an object. Null stands for a field that is not given, and is left out."""
+    return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
+
+
 class Fields(BaseModel):
-    """An object of a request. Unknown fields are refused, and so are values of another type."""
+    """An object of a request. Unknown fields are refused, and so are values of another type.
+
+    Within a value that is any JSON, such as a schema, null is a value like any other.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_nulls(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        return handler(given(values))
 
 
 class Reasoning(Fields):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specbeam.server.answers import FINISH_REASONS
 from specbeam.server.call import Call
 from specbeam.server.tokens import Part
 from specbeam.server.tools import ToolUse
@@ -43,17 +44,18 @@ class Reading:
 
         new_text = NewText(decode, options.stop_strings, options.min_new_tokens or 0)
         self._text = TextStream(new_text, new_text.after(prompt_ids))
-        names = [function.name for function in use.functions]
         thinks = use.begins_in_thoughts(lm, prompt_ids)
-        self._reader = Reader(own, names, use.most, thinks=thinks, has_form=use.has_form)
+        self._reader = Reader(own, use.allowed, use.most, thinks=thinks, has_form=use.has_form)
         self._format = own
         self._ids: list[str] = []  # of the calls
         self.is_finished = False
+        self._is_cut = False
 
     @property
     def content(self) -> str | None:
-        """The content so far; None if there are calls alone."""
-        return None if self._reader.calls and not self._reader.content.strip() else self._reader.content
+        """The content so far; None if there are calls alone, or the beginning of one."""
+        is_called = self._reader.calls or self._is_cut
+        return None if is_called and not self._reader.content.strip() else self._reader.content
 
     @property
     def calls(self) -> list[ReadCall]:
@@ -66,7 +68,8 @@ class Reading:
         text = self._text.push(part.token_ids)
         if part.end is not None:
             self.is_finished = True
+            self._is_cut = FINISH_REASONS[part.end.finish_reason] == "length" or part.end.is_complete is False
             text += self._text.finish(cancelled=part.end.finish_reason in ("cancelled", "timeout"))
-        said = self._reader.push(text, is_last=part.end is not None)
+        said = self._reader.push(text, self.is_finished, self._is_cut)
         self._ids += [self._format.call_id for one in said if one.name is not None]
         return said

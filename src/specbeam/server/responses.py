@@ -80,7 +80,7 @@ class CallItem(CalledFunction):
     @property
     def call(self) -> dict[str, Any]:
         """The call as chat templates read it."""
-        return {"id": self.call_id, "type": "function", "function": self.for_template}
+        return {"id": self.call_id, "type": "function", "function": self.called}
 
 
 @with_neutral_fields
@@ -252,7 +252,7 @@ class Answer:
             "temperature": 1.0 if options.temperature is None and options.samples else options.temperature or 0.0,
             "text": {"format": self._format},
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in fields.tools or []],
+            "tools": [tool.model_dump(by_alias=True, exclude={"return_"}) for tool in fields.tools or []],
             "top_logprobs": fields.top_logprobs or 0,
             "top_p": 1.0 if options.top_p is None else options.top_p,
             "truncation": "disabled",

@@ -42,8 +42,7 @@ class TokenizeRequest(TemplateFields):
             if self.messages is not None:
                 model.check_chat_template()
                 given = [message.for_template for message in self.messages]
-                functions = [tool.function for tool in self.tools or ()]
-                messages, variables = conversation(model, given, functions, field)
+                messages, variables = conversation(model, given, self.tools or (), field)
                 ids = model.encode(messages, rendering=replace(self.rendering(model), tools=variables))
             else:
                 special = self.add_special_tokens is not False

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
 from specbeam.constraints import JsonSchema
 from specbeam.constraints.grammar import MAX_SCHEMA_BYTES
@@ -34,32 +34,63 @@ LAST_TOKENS = 16
 """The end of a prompt, which says whether the answer begins within thoughts."""
 
 
-class Function(Fields):
+class AsSent(Fields):
+    """An object that the chat template reads as it was sent: models were trained on keys in this order."""
+
+    _sent: dict[str, Any] = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_sent(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(values)
+        made._sent = values
+        return made
+
+    def in_sent_order(self, **values: Any) -> dict[str, Any]:
+        """Values by their fields, in the order of the fields in the request. Others come last."""
+        return {name: values[name] for name in self._sent if name in values} | values
+
+
+class Function(AsSent):
     """A function that a model may call."""
 
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="The JSON Schema of its arguments.")
     strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced.")
+    return_: dict[str, Any] | None = Field(
+        None, alias="return", description="For the chat template, as in transformers."
+    )
 
     @property
-    def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
-        given = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        return {"type": "function", "function": {"parameters": NO_ARGUMENTS, **given}}
+    def definition(self) -> dict[str, Any]:
+        """The function as it was sent. Some templates read the parameters of each, so all have them."""
+        names = [field.alias or name for name, field in Function.model_fields.items()]
+        sent = {name: value for name, value in self._sent.items() if name in names}
+        return sent if self.parameters is not None else sent | {"parameters": NO_ARGUMENTS}
 
 
-class FunctionTool(Fields):
+class FunctionTool(AsSent):
     """A tool of chat completions."""
 
     type: Literal["function"]
     function: Function
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        return self.in_sent_order(type=self.type, function=self.function.definition)
 
 
 class FlatFunctionTool(Function):
     """A tool of responses."""
 
     type: Literal["function"]
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        return {"type": self.type, "function": self.definition}
 
 
 class FunctionName(Fields):
@@ -123,30 +154,24 @@ FlatChoice = Annotated[
 
 
 @with_neutral_fields
-class CalledFunction(Fields):
+class CalledFunction(AsSent):
     """A function and its arguments, as the model wrote them."""
 
     name: Name
     arguments: str
 
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, arguments: str) -> str:
-        try:
-            is_object = isinstance(json.loads(arguments or "{}"), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise ValueError("arguments are the text of a JSON object: give it as the model wrote it, if it was whole")
-        return arguments
-
     @property
-    def for_template(self) -> dict[str, Any]:
-        """The call as chat templates read it."""
-        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+    def called(self) -> dict[str, Any]:
+        """The function as chat templates read it. Arguments of a call that was cut are no object, and stay a text."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        is_object = isinstance(arguments, dict)
+        return self.in_sent_order(name=self.name, arguments=arguments if is_object else self.arguments)
 
 
-class ToolCall(Fields):
+class ToolCall(AsSent):
     """A call in an answer that is given back."""
 
     id: str
@@ -157,7 +182,7 @@ class ToolCall(Fields):
     @property
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates read it."""
-        return {"id": self.id, "type": "function", "function": self.function.for_template}
+        return self.in_sent_order(id=self.id, type=self.type, function=self.function.called)
 
 
 class ToolFields(Decoding):
@@ -168,10 +193,9 @@ class ToolFields(Decoding):
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls. It may.")
 
     @property
-    def offered(self) -> list[Function]:
+    def offered(self) -> list[FunctionTool | FlatFunctionTool]:
         """The tools that a model may call."""
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        return [getattr(tool, "function", tool) for tool in tools]
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def tool_use(self, model: ServedModel, most: int) -> ToolUse | None:
         """How the tools are enforced and read; None without tools.
@@ -182,7 +206,7 @@ class ToolFields(Decoding):
         choice = self.tool_choice
         if not self.tools and choice not in (None, "none", "auto"):
             raise Refusal("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
-        functions = self.offered
+        functions = [tool.function if isinstance(tool, FunctionTool) else tool for tool in self.offered]
         if not functions:
             return None
         names = [function.name for function in functions]
@@ -206,12 +230,6 @@ class ToolFields(Decoding):
             raise Refusal("structured_outputs and tools both give the form: leave one out", "structured_outputs")
         if self.ignore_eos:
             raise Refusal("ignore_eos contradicts tools, which say where a text ends", "ignore_eos")
-        if use.has_form and not use.tool_format.marker:
-            raise Refusal(
-                f"{self.format_field} beside tools: the calls of {model.name} are objects without a mark, so nothing "
-                f'tells them from an answer of that form. Leave one out, or set tool_choice to "required"',
-                self.format_field,
-            )
         return use
 
 
@@ -335,12 +353,11 @@ def _name(choice: Any) -> str:
 
 
 def conversation(
-    model: ServedModel, messages: list[dict[str, Any]], functions: Sequence[Function], field: str
+    model: ServedModel, messages: list[dict[str, Any]], tools: Sequence[FunctionTool | FlatFunctionTool], field: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages as the chat template reads them, and the variable by which it gets the tools.
 
     Args:
-        functions: the tools.
         field: of the request, that has the messages.
 
     Raises:
@@ -348,17 +365,15 @@ def conversation(
     """
     if messages and messages[-1].get("tool_calls"):
         raise Refusal(f"{field} end with tool calls: give their results, too", field)
-    names: dict[str, str] = {}  # of the functions, by the ids of their calls
+    calls: set[str] = set()  # their ids
     for message in messages:
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        calls |= {call["id"] for call in message.get("tool_calls", ())}
         answered = message.get("tool_call_id")
         if answered is None and message["role"] == "tool":
             raise Refusal(f"{field}: a message of the role tool has no tool_call_id: give the id of its call", field)
-        if answered is not None:
-            if answered not in names:
-                raise Refusal(f"{field}: a result is of the call {shown(answered)}, and nothing before has it", field)
-            message.setdefault("name", names[answered])
-    if not functions and not names:
+        if answered is not None and answered not in calls:
+            raise Refusal(f"{field}: a result is of the call {shown(answered)}, and nothing before has it", field)
+    if not tools and not calls:
         return messages, {}
-    own = model.tool_format("tools" if functions else field)
-    return own.prompt(messages, [function.for_template for function in functions])
+    own = model.tool_format("tools" if tools else field)
+    return own.prompt(messages, [tool.for_template for tool in tools])

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from specbeam.constraints import JsonSchema
-from specbeam.constraints.grammar import Parsed
+from specbeam.constraints.grammar import Parsed, _bytes, _llguidance
+from specbeam.errors import ConstraintError
 from specbeam.tools.reader import FENCE, SPACE, THOUGHTS, bare
 from specbeam.tools.tool_format import ToolFormat
 
+KEYS = ("arguments", "parameters")
+"""Of the arguments in calls that are objects."""
 SEPARATORS = (", ", ": ")
 """Between items and after keys, as chat templates write arguments."""
+JSON_PARTS = re.compile(r'"[^"]*"|[,:] |\{')
+"""The parts that llguidance's lexer reads: a text, a separator, or a bracket."""
 LEXER_FUEL, LEXER_FUEL_PER_CHARACTER = 200_000, 2_000
 """For a mask: llguidance's own limit, and more for each character of the tools' names."""
 
@@ -41,7 +47,11 @@ class ToolGrammar(Parsed):
         added: the ids of the tokens that a tokenizer finds in a text before all others, by their texts.
         shown: the ids of added tokens that an answer may show.
         thinks: the answer begins within thoughts, in which nothing is enforced. None: it may begin with thoughts.
-        content: what an answer without calls must be; None for any text.
+        content: what an answer without calls must be; None for any text. It has the spaces of calls, so the keys alone
+            tell the two apart.
+
+    Raises:
+        SpecbeamError: nothing tells calls from the content.
     """
 
     kind = "grammar of tool calls"
@@ -56,6 +66,20 @@ class ToolGrammar(Parsed):
     thinks: bool | None = False
     content: JsonSchema | None = None
 
+    def __post_init__(self) -> None:
+        if self.content is None or not self.tool_format.bare or self._called_in(self.content) is None:
+            return
+        schema, content = self.content.schema, copy(self.content)  # which is checked
+        properties = schema.get("properties", {})
+        others = {key: False for key in KEYS if key not in properties}
+        object.__setattr__(content, "schema", schema | {"properties": properties | others})
+        if (name := self._called_in(content)) is not None:
+            raise ConstraintError(
+                f"an answer of the form that is asked for may look like a call of the tool {name}: rename the tool or "
+                'a property, or set tool_choice to "required", so that all answers are calls'
+            )
+        object.__setattr__(self, "content", content)
+
     @cached_property
     def text(self) -> str:
         lines = [*self._calls(), *self._bare_calls(), r"SPACE: /[ \n\r\t]{1,64}/"]
@@ -68,7 +92,7 @@ class ToolGrammar(Parsed):
         if self._reads_objects:
             rules += [tool.schema.rule(f"loose_{i}", whitespace=True) for i, tool in enumerate(self.tools)]
         if self.content is not None:
-            rules.append(self.content.rule("content"))
+            rules.append(self.content.rule("content", SEPARATORS))
         lark = "\n".join([f"start: {answer}", *lines])
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *rules]})
 
@@ -83,6 +107,17 @@ class ToolGrammar(Parsed):
         if self.is_required and (self.most == 1 or self.tool_format.between is None):
             return False  # in its own form a model knows when to end, and one call ends in any case
         return self.tool_format.bare and self.content is None
+
+    def _called_in(self, content: JsonSchema) -> str | None:
+        """The name of a tool whose call some content begins like; None if there is none."""
+        grammar = json.dumps({"grammars": [content.rule("json", SEPARATORS)]})
+        matcher = _llguidance().LLMatcher(_bytes(), grammar, log_level=0)
+        keys = [key for key in KEYS if re.fullmatch(self.tool_format.key, key)]
+        for tool in self.tools:
+            begun = [f'{{"name": "{tool.name}", "{key}": {{' for key in keys]
+            if any(matcher.validate_tokens([*text.encode()]) == len(text) for text in begun):
+                return tool.name
+        return None
 
     def _calls(self) -> list[str]:
         """The rules of calls as the format writes them, in the syntax of Lark."""
@@ -120,13 +155,26 @@ class ToolGrammar(Parsed):
             ]
         return lines
 
+    def _objects(self, lines: list[str]) -> list[str]:
+        """One call without a marker beside content. It is made of the lexer's parts of JSON, so that both can begin.
+
+        The rules that it needs are added to the lines.
+        """
+        if not self.tool_format.bare:
+            return []
+        own = self.tool_format
+        for i, tool in enumerate(self.tools):
+            parts = " ".join(map(self._literal, JSON_PARTS.findall(own.before + tool.name + own.middle)))
+            lines.append(f"json_{i}: {parts} @arguments_{i} {self._literal(own.after)}")
+        return [self._each("json")]
+
     def _text(self, lines: list[str]) -> str:
         """An answer that may be a text. The rules that it needs are added to the lines."""
         marker, openings = self.tool_format.marker, []
         if self.is_required:
             return "calls | bare" if self._reads_objects else "calls"
         if self.content is not None:
-            return "@content | calls"
+            return " | ".join(["@content", *["calls"] * bool(marker), *self._objects(lines)])
         if self._reads_objects:
             openings.append(bare([tool.name for tool in self.tools], self.tool_format.key))
         if marker:

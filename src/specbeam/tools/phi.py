@@ -37,9 +37,10 @@ class Phi(ToolFormat):
         return {"role": message["role"], "content": text}
 
 
-def _written(arguments: dict[str, Any]) -> str:
+def _written(arguments: dict[str, Any] | str) -> str:
     """Arguments as JSON. They have none of the texts by which control tokens begin."""
-    return json.dumps(arguments, ensure_ascii=False).replace("<|", "\\u003c|")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return text.replace("<|", "\\u003c|")
 
 
 def format_of(template: str) -> ToolFormat | None:

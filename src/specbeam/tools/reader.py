@@ -56,7 +56,7 @@ class Reader:
         names: of the tools. Nothing else is called.
         most: calls in an answer.
         thinks: the answer begins within the model's thoughts, which have no calls. None: it may begin with them.
-        has_form: an answer without calls has a form of its own. So calls come first, behind their marker.
+        has_form: an answer without calls has a form of its own. So calls come first.
 
     Attributes:
         content: the content so far.
@@ -85,18 +85,22 @@ class Reader:
         if marker:
             opened.append(re.escape(marker))
             begun.append(_begun([*map(re.escape, marker)]))
-        if tool_format.bare and not has_form:
+        if tool_format.bare:
             opened.append(rf"{FENCE}(?P<object>{bare(names, tool_format.key)})")
-            word = ['"', r'[^"\\]*', '"', SPACE]
-            object_parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, *word, ",", SPACE, *word, ":"]
+            name, key = (['"', word, '"', SPACE] for word in (r'(?P<begun>[^"\\]*)', r'[^"\\]*'))
+            object_parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, *name, ",", SPACE, *key, ":"]
             begun += [_begun([*"```", *"json"]), FENCE + _begun(object_parts)]
         self._opening = re.compile("|".join(opened))
         self._begun = re.compile(rf"(?:{'|'.join(begun)})\Z")
 
-    def push(self, text: str, is_last: bool = False) -> list[Said]:
-        """What more text adds. After the last text nothing is held that might have begun a call."""
+    def push(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Said]:
+        """What more text adds. After the last text nothing is held that might have begun a call.
+
+        Args:
+            is_cut: a limit ended the answer with this text. What has begun a call is none of its content then.
+        """
         self._text += text
-        content, calls = self._read(is_last)
+        content, calls = self._read(is_last, is_cut)
         said = []
         if more := content[len(self.content) :]:
             said.append(Said(more))
@@ -108,7 +112,7 @@ class Reader:
         self.content, self.calls = content, calls
         return said
 
-    def _read(self, is_last: bool) -> tuple[str, list[Call]]:
+    def _read(self, is_last: bool, is_cut: bool) -> tuple[str, list[Call]]:
         """The content and the calls of the text so far."""
         text, begin = self._text, self._after_thoughts()
         if begin is None:
@@ -120,10 +124,20 @@ class Reader:
             held = self._begun.search(text, max(begin, self._settled))
             assert held is not None
             self._settled = held.start()
-            return text if is_last else self._before(begin, held.start()), []
+            is_content = is_last and not (is_cut and self._begins_call(begin, held))
+            return text if is_content else self._before(begin, held.start()), []
         at = opening.end() if opening.groupdict().get("object") is None else opening.start("object")
         calls = self._calls(at)
-        return text if is_last and not calls else self._before(begin, opening.start()), calls
+        is_content = is_last and not is_cut and not calls
+        return text if is_content else self._before(begin, opening.start()), calls
+
+    def _begins_call(self, begin: int, held: re.Match[str]) -> bool:
+        """Whether a call may have begun where an answer was cut. Before a first one there may be space alone."""
+        name = held.groupdict().get("begun")
+        if name is not None and not any(known.startswith(name) for known in self._names):
+            return False
+        is_first = not self._text[begin : held.start()].strip()
+        return is_first or (bool(held[0]) and not self._has_form)
 
     def _before(self, begin: int, end: int) -> str:
         """The text before a call, without the space that precedes it."""
