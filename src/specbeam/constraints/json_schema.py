@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from functools import partial
-from math import lcm, prod
+from math import lcm
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +25,8 @@ MAX_MEETING = 8
 """Patterns that a text has to match. Whether a text matches all of them takes twice as long with each one."""
 MAX_COMBINATIONS = 1000
 """Of the alternatives of parts that hold together: each of them becomes a schema."""
+MAX_COUNTED = 10**6
+"""Patterns, combinations and characters are counted up to this number."""
 MAX_WHOLE = 2**53
 """Larger numbers are rounded."""
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
@@ -82,7 +84,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
     made = _enforceable(schema, "#", schema, multiples)
     meeting, combinations = _together(made, made, {})
     if meeting > MAX_MEETING:
-        raise NotEnforceable(f"its parts ask for {meeting} patterns together, and {MAX_MEETING} are allowed")
+        raise NotEnforceable(f"its parts ask for {meeting:,} patterns together, and {MAX_MEETING} are allowed")
     if combinations > MAX_COMBINATIONS:
         raise NotEnforceable(
             f"its parts have {combinations:,} combinations of alternatives, and {MAX_COMBINATIONS:,} are allowed"
@@ -151,6 +153,8 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
 def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """How many patterns may have to hold for one text, and how many combinations its alternatives have, at most.
 
+    Both count up to a million: references that fan out make numbers of any length.
+
     Args:
         value: a schema, or what has schemas.
         known: by schemas. One that is still counted has none, since references may go in circles.
@@ -176,7 +180,9 @@ def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple
             parts.append((1, 1))
         elif name not in ("const", "enum"):
             within.append(_together(one, root, known))
-    patterns, ways = sum(patterns for patterns, _ in parts), prod(max(1, ways) for _, ways in parts)
+    patterns, ways = 0, 1
+    for more, each in parts:
+        patterns, ways = min(patterns + more, MAX_COUNTED), min(ways * max(1, each), MAX_COUNTED)
     known[id(value)] = max(patterns, *(one for one, _ in within)), max(ways, *(one for _, one in within))
     return known[id(value)]
 
@@ -317,7 +323,7 @@ def check_length(pattern: str, place: str) -> None:
     for piece in PIECE.finditer(pattern):
         longest, here, last = groups[-1]
         if piece["least"] is not None:
-            groups[-1][2] = last * max(1, int(piece["least"][:9]))
+            groups[-1][2] = min(last * max(1, int(piece["least"][:9])), MAX_COUNTED)
         elif piece[0] == "|":
             groups[-1] = [max(longest, here + last), 0, 0]
         elif piece[0][0] == "(":

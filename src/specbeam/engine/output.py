@@ -22,6 +22,7 @@ from specbeam.tree import Nodes
 
 MAY_FORBID = (
     "constraint",
+    "eos_token_id",
     "prefix_allowed_tokens_fn",
     "logits_processor",
     "bad_words_ids",

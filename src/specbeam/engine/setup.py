@@ -104,11 +104,13 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         lm.generation_defaults, options, eos, prompt_ids, len(begin), max_length, backend.vocab_size
     )
     tree = Tree(begin)
-    process = Processors(
-        replace(options, constraint=constraint), eos, backend.vocab_size, of_checkpoint, backend.device
-    )
     decode = None if lm.tokenizer is None else lm.decode
-    stop = Stopping(eos, max_length, options.stop_strings, decode, options.min_new_tokens or 0)
+    # A text that satisfies a constraint would not do so with the text of its end token.
+    written = frozenset(end for end in eos if constraint is not None and lm.decode([end]))
+    process = Processors(
+        replace(options, constraint=constraint), eos, backend.vocab_size, of_checkpoint, backend.device, written
+    )
+    stop = Stopping(eos, max_length, options.stop_strings, decode, options.min_new_tokens or 0, written)
     warpers, seed = (warpers_of(options), some_seed(options.seed)) if options.samples else (None, None)
     selector = Selector(process, warpers, seed, step_by_step=options.trace or options.top_logprobs is not None)
     draws_beams = options.num_beams > 1 and (options.samples or options.num_beam_groups > 1)

@@ -73,6 +73,10 @@ class ToolGrammar(Parsed):
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *rules]})
 
     @property
+    def text_in_bytes(self) -> str:
+        return re.sub(r"<\[[\d,]+\]>", "<[0]>", self.text)
+
+    @property
     def lexer_fuel(self) -> int:  # type: ignore[override]
         """All names are looked for at once, wherever a call may open."""
         return LEXER_FUEL + LEXER_FUEL_PER_CHARACTER * sum(len(tool.name) for tool in self.tools)
