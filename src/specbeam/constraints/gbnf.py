@@ -1,15 +1,15 @@
 """llama.cpp's grammars (GBNF), written in the syntax of Lark that llguidance reads.
 
 llguidance splits a text into lexemes, which take as much as they can. llama.cpp reads it character by character.
-So a grammar without recursion becomes one lexeme. In one with recursion each character is a lexeme, but in parts with
-large sets of characters, which are lexemes as a whole: otherwise a mask would take too long.
+So a grammar without recursion becomes one lexeme. In one with recursion each character is a lexeme, but in parts that
+repeat large sets of characters, which are lexemes as a whole: otherwise a mask would take too long.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 from specbeam.errors import ConstraintError
@@ -246,12 +246,13 @@ class _Reader:
         raise ConstraintError(f"the grammar cannot be read: line {line}: {problem}")
 
 
-@dataclass
 class _Writer:
-    """Writes rules in the syntax of Lark: those with recursion as rules, and others as terminals, too."""
+    """Writes rules in the syntax of Lark: those with recursion as rules, and others as terminals."""
 
-    rules: Mapping[str, Node]
-    lines: list[str] = field(default_factory=list)
+    def __init__(self, rules: Mapping[str, Node]) -> None:
+        self.rules = rules
+        self.lines = list[str]()
+        self._large, self._repeats = set[str](), set[str]()
 
     def grammar(self) -> str:
         self._numbers = {name: number for number, name in enumerate(self.rules)}
@@ -260,7 +261,8 @@ class _Writer:
             for name, node in self.rules.items()
         }
         self._recursive = _recursive(below)
-        self._large = _reaching(below, {n for n, node in self.rules.items() if any(map(_is_large, _walk(node)))})
+        self._large = _reaching(below, {n for n, node in self.rules.items() if self._has_large_set(node)})
+        self._repeats = _reaching(below, {n for n, node in self.rules.items() if self._repeats_large_set(node)})
         for name, node in self.rules.items():
             if name in self._recursive:
                 self.lines.append(f"r{self._numbers[name]}: {self._rule(node)}")
@@ -274,12 +276,12 @@ class _Writer:
         return self._written(node, self._terminal)
 
     def _rule(self, node: Node, is_whole: bool = False) -> str:
-        """A part of a rule, of which regular parts with large sets are terminals.
+        """A part of a rule, of which regular parts that repeat large sets are terminals.
 
         Args:
             is_whole: all regular parts are.
         """
-        if self._is_regular(node) and (is_whole or self._is_large(node)):
+        if self._is_regular(node) and (is_whole or self._repeats_large_set(node)):
             name = f"T{len(self.lines)}"
             self.lines.append(f"{name}: ({self._terminal(node)}) & /(?s:.+)/")
             return f"{name}?" if self._may_be_empty(node, set()) else name
@@ -292,13 +294,13 @@ class _Writer:
         return self._written(node, self._rule)
 
     def _runs(self, parts: tuple[Node, ...]) -> Iterator[Node]:
-        """The parts of a sequence. Regular parts that follow each other are one part, if any has a large set."""
+        """The parts of a sequence. Regular parts that follow each other are one, if any repeats a large set."""
         run = list[Node]()
         for part in (*parts, None):
             if part is not None and self._is_regular(part):
                 run.append(part)
                 continue
-            if len(run) > 1 and any(map(self._is_large, run)) and len(run) < len(parts):
+            if len(run) > 1 and any(map(self._repeats_large_set, run)) and len(run) < len(parts):
                 yield Sequence(tuple(run))
             else:
                 yield from run
@@ -320,8 +322,19 @@ class _Writer:
     def _is_regular(self, node: Node) -> bool:
         return not any(isinstance(part, Reference) and part.name in self._recursive for part in _walk(node))
 
-    def _is_large(self, node: Node) -> bool:
-        return any(part.name in self._large if isinstance(part, Reference) else _is_large(part) for part in _walk(node))
+    def _has_large_set(self, node: Node) -> bool:
+        return any(
+            part.name in self._large if isinstance(part, Reference) else isinstance(part, Characters) and part.is_large
+            for part in _walk(node)
+        )
+
+    def _repeats_large_set(self, node: Node) -> bool:
+        return any(
+            part.name in self._repeats
+            if isinstance(part, Reference)
+            else isinstance(part, Repetition) and part.most != 1 and self._has_large_set(part.part)
+            for part in _walk(node)
+        )
 
     def _may_be_empty(self, node: Node, asked: set[str]) -> bool:
         if isinstance(node, Reference):
@@ -339,10 +352,6 @@ def _walk(node: Node) -> Iterator[Node]:
     yield node
     for part in [node.part] if isinstance(node, Repetition) else getattr(node, "parts", ()):
         yield from _walk(part)
-
-
-def _is_large(node: Node) -> bool:
-    return isinstance(node, Characters) and node.is_large
 
 
 def _reaching(below: Mapping[str, set[str]], names: set[str]) -> set[str]:

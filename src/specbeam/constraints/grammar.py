@@ -259,7 +259,7 @@ class Grammar(Parsed):
     """Allows the texts of a context-free grammar: in the syntax of Lark as llguidance reads it, or in llama.cpp's GBNF.
 
     Terminals of Lark take as much as they can: ``/ */`` before ``" a"`` leaves nothing for it. In GBNF this is so in
-    recursive grammars, for parts that have sets of more than 24 characters.
+    recursive grammars, for repeated sets of more than 24 characters.
 
     Args:
         source: a grammar with ``::=`` is GBNF. Texts begin with the rule ``start`` of Lark, or ``root`` of GBNF.
