@@ -28,7 +28,7 @@ SCHEMAS = {  # by words of the message: schemas, and the keyword that is the pla
         *(({keyword: {"type": "string"}}, f"/{keyword}") for keyword in ("not", "if", "contains")),
         ({"type": "array", "uniqueItems": True}, "/uniqueItems"),
     ],
-    "oneOf constraints": [({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "/oneOf")],
+    "oneOf has alternatives": [({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "/oneOf")],
     "look-around": [({"type": "string", "pattern": "(?<=a)b"}, "/pattern")],
     "does not fetch": [({"$ref": url}, "/$ref") for url in ("https://example.org/a.json", "file:///etc/passwd")],
     "does not exist": [({"$ref": "#/$defs/none"}, "/$ref")],

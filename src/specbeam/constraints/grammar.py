@@ -24,6 +24,8 @@ from specbeam.constraints import trials
 from specbeam.constraints.gbnf import to_lark
 from specbeam.constraints.json_schema import (
     MAX_FORCED,
+    ONE_OF,
+    ONE_OF_ADVICE,
     NotEnforceable,
     check_flags,
     check_length,
@@ -195,6 +197,9 @@ class JsonSchema(Parsed):
         made = _llguidance().LLMatcher.grammar_from_json_schema(self.schema, overrides=options)
         (rule,) = json.loads(made)["grammars"]
         return {**rule, "name": name}
+
+    def _refused(self, problem: str, what: str = "cannot be enforced") -> ConstraintError:
+        return super()._refused(problem.replace(ONE_OF, ONE_OF_ADVICE), what)
 
     def _places(self, problem: str) -> Iterator[str]:
         return places_of(self.schema, problem)
