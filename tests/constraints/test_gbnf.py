@@ -145,7 +145,7 @@ def test_errors_are_about_the_source(source):
 
 @st.composite
 def parts(draw, names, depth=0):
-    """A part of a rule: its source, and a function that lists its texts by those of the rules."""
+    """A part of a rule: its source, and a function that lists its texts by the texts of the rules."""
     kind = draw(st.sampled_from(["text", "set", "rule", "group", "repeated"] if depth < 3 else ["text", "set", "rule"]))
     if kind == "text":
         text = draw(st.text("abc", max_size=3))

@@ -124,13 +124,28 @@ IDENTIFIED = [
 
 @pytest.mark.parametrize(("properties", "definitions", "right"), IDENTIFIED)
 def test_identifiers_within_a_schema_are_resolved(properties, definitions, right):
-    schema = {"$id": "https://example.org/root.json", "type": "object", "required": ["a"]}
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    schema = {"$id": "https://example.org/root.json", "$schema": draft, "type": "object", "required": ["a"]}
     schema |= {"properties": properties, "$defs": definitions}
     valid, texts = jsonschema.Draft202012Validator(schema), [{"a": one} for one in ("a", 1, {"$id": "a"}, {"$id": 1})]
     expected = {compact(one) for one in texts if valid.is_valid(one)}
     assert compact({"a": right}) in expected
     assert len(expected) < 3
     assert allows(JsonSchema(schema), map(compact, texts)) == expected
+
+
+def test_an_identifier_beside_a_reference_is_read_as_its_draft_says():
+    other = {"$id": "https://example.org/b/c.json", "type": "integer"}
+    beside = {"$id": "b/", "$ref": "c.json"}
+    schema = {"$id": "https://example.org/root.json", "definitions": {"here": TEXT | {"$id": "c.json"}, "other": other}}
+    schema |= {"type": "object", "properties": {"a": beside}, "required": ["a"]}
+    for draft in (jsonschema.Draft202012Validator, jsonschema.Draft7Validator):
+        named = schema | {"$schema": draft.META_SCHEMA["$id" if "$id" in draft.META_SCHEMA else "id"]}
+        texts = [{"a": 1}, {"a": "a"}]
+        expected = {compact(one) for one in texts if draft(named).is_valid(one)}
+        assert allows(JsonSchema(named), map(compact, texts)) == expected
+    with pytest.raises(SpecbeamError, match=r"#/properties/a has an \$id beside a \$ref"):
+        JsonSchema(schema)
 
 
 def test_references_to_other_documents_are_still_refused():

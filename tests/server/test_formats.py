@@ -52,6 +52,14 @@ def test_a_stop_token_ends_no_text_where_it_is_not_complete(served, chat_lm, how
         assert (choice["text"] in ("aaac", "aaaac"), choice["is_complete"]) == (True, True)
 
 
+def test_fewer_choices_than_asked_for_are_said(served):
+    fields = {"prompt": "a", "max_tokens": 12, "temperature": 0, "num_beams": 4, "n": 4}
+    for expression, number in (("ab|b", 2), ("[ab]{2}", 4)):
+        answer = served.post("/v1/completions", **fields, structured_outputs={"regex": expression}).json()
+        assert len({choice["text"] for choice in answer["choices"]}) == number
+        assert answer["specbeam"].get("missing_choices", "").startswith("2: there are no more") == (number == 2)
+
+
 def test_openais_client_parses_an_answer(served):
     client = served.client()
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "temperature": 0}

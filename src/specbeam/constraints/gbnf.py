@@ -17,7 +17,7 @@ from specbeam.errors import ConstraintError
 MAX_NESTING = 100
 MAX_REPETITIONS = 100_000
 MAX_SET = 24
-"""Characters of a set that are lexemes one by one. Of more, so many tokens are made that a mask takes too long."""
+"""Characters of a set that are lexemes one by one. A mask takes too long over all tokens of larger sets."""
 LAST = 0x10FFFF
 SURROGATES = range(0xD800, 0xE000)
 SPACE, SPACE_AND_LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:\s|#[^\r\n]*)*")

@@ -32,6 +32,7 @@ from specbeam.constraints.json_schema import (
     enforceable,
     places_of,
 )
+from specbeam.constraints.listing import texts_of
 from specbeam.constraints.trials import TooCostly, Trial, limits, trial
 from specbeam.constraints.trie import TokenTrie
 from specbeam.errors import ConstraintError, SpecbeamError, shown
@@ -69,6 +70,13 @@ class Description(ABC):
             SpecbeamError: the model has no tokenizer, or no text of its tokens satisfies the description.
         """
 
+    def listed(self, lm: Any) -> TokenTrie | None:
+        """A constraint that gives each text one spelling in tokens, where there are few texts with several spellings.
+
+        Otherwise beams that are to be different texts may go to other spellings of the same.
+        """
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """The description as JSON can hold it, which :func:`description_of` reads."""
         name = next(name for name, kind in DESCRIPTIONS.items() if kind is type(self))
@@ -95,6 +103,15 @@ class Parsed(Description):
 
     def compile(self, lm: Any) -> GrammarConstraint:
         return GrammarConstraint(self, lm)
+
+    def listed(self, lm: Any) -> TokenTrie | None:
+        texts = texts_of(self.text, self.max_symbols)
+        if not texts or not all(texts):  # a trie has no empty text
+            return None
+        control = [token.content for token in lm.tokenizer.added_tokens_decoder.values()]
+        if any(token and token in text for token in control for text in texts):  # which the trie would have as tokens
+            return None
+        return TokenTrie(texts, lm)
 
     @property
     def text_in_bytes(self) -> str:

@@ -116,6 +116,8 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
     kept = {name: value for name, value in schema.items() if name not in ANNOTATIONS or isinstance(value, dict)}
     if "x-guidance" in kept:
         raise NotEnforceable(f"{place} has x-guidance, which may switch enforcement off")
+    if place != "#" and "$id" in kept:
+        raise NotEnforceable(f"{place} has an $id beside a $ref, which drafts read in two ways: give the $schema")
     if "prefixItems" in kept and isinstance(kept.get("items"), list):
         raise NotEnforceable(f"{place} has prefixItems, and a list of items beside them")
     if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:

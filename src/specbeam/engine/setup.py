@@ -97,8 +97,10 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
     if isinstance(options.constraint, GrammarConstraint):  # copies share a lexer, and a limit of one of them ends all
         options = replace(options, constraint=options.constraint.description)
-    described = isinstance(options.constraint, Description)
-    constraint = options.constraint.compile(lm) if described else options.constraint  # a parser of the request's own
+    constraint = options.constraint
+    if isinstance(constraint, Description):  # a parser of the request's own
+        many = options.num_beams > 1 and options.num_return_sequences > 1 and options.is_distinct
+        constraint = (constraint.listed(lm) if many else None) or constraint.compile(lm)
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
     of_checkpoint = processors_of_checkpoint(
         lm.generation_defaults, options, eos, prompt_ids, len(begin), max_length, backend.vocab_size

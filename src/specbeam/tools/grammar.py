@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specbeam.constraints import JsonSchema
 from specbeam.constraints.grammar import Parsed
@@ -71,6 +71,9 @@ class ToolGrammar(Parsed):
             rules.append(self.content.rule("content"))
         lark = "\n".join([f"start: {answer}", *lines])
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *rules]})
+
+    def listed(self, lm: Any) -> None:
+        """Answers may have tokens that are no part of a text."""
 
     @property
     def text_in_bytes(self) -> str:
