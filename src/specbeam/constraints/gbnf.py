@@ -341,9 +341,7 @@ class _Writer:
             return node.name not in asked and self._may_be_empty(self.rules[node.name], asked | {node.name})
         if isinstance(node, Repetition):
             return not node.least or self._may_be_empty(node.part, asked)
-        if isinstance(node, Characters):
-            return False
-        each = (self._may_be_empty(part, asked) for part in node.parts)
+        each = (self._may_be_empty(part, asked) for part in getattr(node, "parts", ()))
         return all(each) if isinstance(node, Sequence) else any(each)
 
 

@@ -272,8 +272,8 @@ def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple
         elif name not in ("const", "enum"):
             within.append(_together(one, root, known))
     patterns, ways = 0, 1
-    for more, each in parts:
-        patterns, ways = min(patterns + more, MAX_COUNTED), min(ways * max(1, each), MAX_COUNTED)
+    for more, choices in parts:
+        patterns, ways = min(patterns + more, MAX_COUNTED), min(ways * max(1, choices), MAX_COUNTED)
     known[id(value)] = max(patterns, *(one for one, _ in within)), max(ways, *(one for _, one in within))
     return known[id(value)]
 
