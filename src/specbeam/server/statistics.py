@@ -94,6 +94,6 @@ def _statistics(call: Call, results: Sequence[Result]) -> dict[str, Any]:
     traces = [result.trace for result in results if result.trace is not None]
     plan = call.plan
     missing = sum(plan.n - len(result.sequences) for result in results) if plan.searches else 0
-    if missing and plan.options.is_distinct:
+    if missing and (plan.describe is not None or plan.options.is_distinct):
         made["missing_choices"] = f"{missing}: {WHY_FEWER}"
     return made | ({"trace": traces} if traces else {})
