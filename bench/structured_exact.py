@@ -28,11 +28,12 @@ from typing import Any, cast
 import jsonschema
 from figures import Figures, add_json_option
 from jsonschema.validators import validator_for
+from llguidance import LLMatcher, LLTokenizer
 from machine import describe
 
 import specbeam
 from specbeam import Engine, JsonSchema, SpecbeamError
-from specbeam.constraints.grammar import _bytes, _limits, _llguidance
+from specbeam.constraints.trials import limits
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -113,7 +114,8 @@ def instances(cases: Iterable[Case]) -> Counter[str]:
 
 def allows(description: JsonSchema, value: Any) -> bool:
     """Whether a value may be written, in tokens of one byte."""
-    matcher = _llguidance().LLMatcher(_bytes(), description.text, log_level=0, limits=_limits(description))
+    limited = limits(description.lexer_fuel, description.max_symbols)
+    matcher = LLMatcher(LLTokenizer("byte"), description.text, log_level=0, limits=limited)
     written = [*json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")]
     return bool(matcher.try_consume_tokens(written) == len(written) and matcher.is_accepting())
 

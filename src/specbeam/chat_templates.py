@@ -11,15 +11,11 @@ which, once per template and role, by rendering a short text in both forms (:fun
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
-from threading import Lock
 from typing import Any
 
 from specbeam import child_processes
@@ -53,24 +49,12 @@ OUT_OF_MEMORY, TOO_LONG = 64, 65
 """Exit statuses of the child."""
 
 
-class Renderer:
-    """The child process. It starts when it is first needed, and again after a template has exceeded a limit."""
+class Renderer(child_processes.Worker):
+    """The child process."""
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
+        super().__init__(__file__)
         self._cpu_seconds = cpu_seconds
-        self._lock = Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start the child and do not wait: it needs a quarter of a second before it can render."""
-        with self._lock:
-            self._running()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the child runs and has nothing to do. So the last template was well-behaved."""
-        child = self._process
-        return child is not None and child.poll() is None and not self._lock.locked()
 
     def __call__(self, template: Any, messages: Sequence[Mapping[str, Any]], adapts: bool = True, /, **how: Any) -> str:
         """The text that a template makes of messages. Threads take turns.
@@ -88,50 +72,13 @@ class Renderer:
         """
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         task = {**how, "conversations": [given], "chat_template": template}
-        line = _line([self._cpu_seconds, adapts, task])
-        with self._lock:
-            child = self._running()
-            assert child.stdin is not None
-            assert child.stdout is not None
-            try:
-                with suppress(BrokenPipeError):
-                    child.stdin.write(line)
-                    child.stdin.flush()
-                answer = child.stdout.readline()
-                if not answer.endswith(b"\n"):
-                    raise ValueError(self._reason(child.wait()))
-            except BaseException:  # after an interrupt, the next request would get this one's answer
-                self._end()
-                raise
-        text, refusal = _read(answer)
+        try:
+            text, refusal = _read(self.ask(_line([self._cpu_seconds, adapts, task])))
+        except child_processes.Ended as error:
+            raise ValueError(self._reason(error.status)) from None
         if refusal is not None:
             raise ValueError(refusal)
         return str(text)
-
-    def end(self) -> None:
-        """End the child."""
-        with self._lock:
-            self._end()
-
-    def forget(self) -> None:
-        """Leave the child to the process from which this one was forked."""
-        self._lock, self._process = Lock(), None
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:
-            self._end()
-        if self._process is None:
-            pipe = subprocess.PIPE
-            how = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL}
-            self._process = child_processes.start(__file__, **how)
-        return self._process
-
-    def _end(self) -> None:
-        child, self._process = self._process, None
-        if child is not None:
-            child.kill()
-            with suppress(BrokenPipeError), child:  # closes the pipes and waits
-                pass
 
     def _reason(self, status: int) -> str:
         """Why the child ended while it rendered."""
@@ -146,9 +93,6 @@ class Renderer:
 
 render = Renderer()
 """The one of this process."""
-atexit.register(render.end)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=render.forget)
 
 
 def _line(value: Any) -> bytes:

@@ -52,12 +52,20 @@ class NewText:
         decode: makes text of token ids. It writes special tokens out with ``skip_special_tokens=False``.
         stop_strings: the text ends before the first of them.
         min_tokens: a stop string that ends within this many tokens is part of the text.
+        left_out: tokens that the text is without.
     """
 
-    def __init__(self, decode: Callable[..., str], stop_strings: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        decode: Callable[..., str],
+        stop_strings: Sequence[str] = (),
+        min_tokens: int = 0,
+        left_out: frozenset[int] = frozenset(),
+    ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._stop_strings = stop_strings
         self._min_tokens = min_tokens
+        self._left_out = left_out
 
     def after(self, prompt: list[int]) -> Progress:
         """The beginning of the text after a prompt."""
@@ -70,6 +78,8 @@ class NewText:
 
     def push(self, before: Progress, token: int) -> Progress:
         """The text after one more token."""
+        if token in self._left_out:
+            return before._replace(tokens=before.tokens + 1, certain="")
         end, tokens = self._detokenizer.push(before.end, token), before.tokens + 1
         if not self._stop_strings:
             return Progress(end, tokens, end.added)

@@ -65,6 +65,22 @@ def test_null_in_a_schema_is_a_value(served, schema):
     assert answer["text"]["format"] == flat
 
 
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3, "n": 3}, {"temperature": 1.5, "seed": 2, "n": 3}])
+def test_a_stop_token_ends_no_text_where_it_is_not_complete(served, chat_lm, how):
+    ids = chat_lm.tokenizer("b!", add_special_tokens=False).input_ids
+    form = {"structured_outputs": {"regex": "[ab]{3,4}c"}, "stop_token_ids": ids}
+    for choice in served.choices(prompt="a", max_tokens=12, **{"temperature": 0, **form, **how}):
+        assert (choice["text"] in ("aaac", "aaaac"), choice["is_complete"]) == (True, True)
+
+
+def test_fewer_choices_than_asked_for_are_said(served):
+    fields = {"prompt": "a", "max_tokens": 12, "temperature": 0, "num_beams": 4, "n": 4}
+    for expression, number in (("ab|b", 2), ("[ab]{2}", 4)):
+        answer = served.post("/v1/completions", **fields, structured_outputs={"regex": expression}).json()
+        assert len({choice["text"] for choice in answer["choices"]}) == number
+        assert answer["specbeam"].get("missing_choices", "").startswith("2: there are no more") == (number == 2)
+
+
 def test_openais_client_parses_an_answer(served):
     client = served.client()
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
@@ -157,7 +173,7 @@ def test_what_cannot_be_enforced_is_refused(served, fields, param, says):
 
 def test_a_grammar_that_reaches_a_limit_ends_its_request_alone(served, monkeypatch):
     limits = grammar._llguidance().LLParserLimits(max_items_in_row=40, verbose_errors=False)
-    monkeypatch.setattr(grammar, "_limits", lambda *_: limits)
+    monkeypatch.setattr(grammar, "limits", lambda *_: limits)
     ambiguous = {"grammar": "start: a\na: /b/ | a a | a a a"}
     error = served.refused("/v1/completions", prompt="a", structured_outputs=ambiguous, max_tokens=60, min_tokens=60)
     assert error["message"].startswith("the grammar has reached a limit of its parser")

@@ -28,7 +28,7 @@ SCHEMAS = {  # by words of the message: schemas, and the keyword that is the pla
         *(({keyword: {"type": "string"}}, f"/{keyword}") for keyword in ("not", "if", "contains")),
         ({"type": "array", "uniqueItems": True}, "/uniqueItems"),
     ],
-    "oneOf constraints": [({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "/oneOf")],
+    "oneOf has alternatives": [({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "/oneOf")],
     "look-around": [({"type": "string", "pattern": "(?<=a)b"}, "/pattern")],
     "does not fetch": [({"$ref": url}, "/$ref") for url in ("https://example.org/a.json", "file:///etc/passwd")],
     "does not exist": [({"$ref": "#/$defs/none"}, "/$ref")],
@@ -138,7 +138,7 @@ def test_a_grammar_is_refused(refused, kind, given, says):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_limit_that_is_reached_while_generating_ends_only_its_request(served, beside, monkeypatch, stream):
     limits = grammar._llguidance().LLParserLimits(max_items_in_row=40, verbose_errors=False)
-    monkeypatch.setattr(grammar, "_limits", lambda _: limits)
+    monkeypatch.setattr(grammar, "limits", lambda *_: limits)
     form = {"grammar": "start: a\na: /b/ | a a | a a a"}
     response = served.post(
         "/v1/completions", prompt="a", structured_outputs=form, max_tokens=60, min_tokens=60, stream=stream

@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
 from threading import Lock
@@ -20,14 +20,20 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.constraints import trials
+from specbeam.constraints.gbnf import to_lark
 from specbeam.constraints.json_schema import (
     MAX_FORCED,
+    ONE_OF,
+    ONE_OF_ADVICE,
     NotEnforceable,
     check_flags,
     check_length,
     enforceable,
     places_of,
 )
+from specbeam.constraints.listing import texts_of
+from specbeam.constraints.trials import TooCostly, Trial, limits, trial
 from specbeam.constraints.trie import TokenTrie
 from specbeam.errors import ConstraintError, SpecbeamError, shown
 
@@ -76,6 +82,13 @@ class Description(ABC):
             SpecbeamError: the model has no tokenizer, or no text of its tokens satisfies the description.
         """
 
+    def listed(self, lm: Any) -> TokenTrie | None:
+        """A constraint that gives each text one spelling in tokens, where there are few texts with several spellings.
+
+        Otherwise beams that are to be different texts may go to other spellings of the same.
+        """
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """The description as JSON can hold it, which :func:`description_of` reads."""
         name = next(name for name, kind in DESCRIPTIONS.items() if kind is type(self))
@@ -103,31 +116,54 @@ class Parsed(Description):
     def compile(self, lm: Any) -> GrammarConstraint:
         return GrammarConstraint(self, lm)
 
-    def _check(self) -> None:
-        """Refuse a grammar that llguidance does not take, or takes with a warning: then it would not be enforced.
+    def listed(self, lm: Any) -> TokenTrie | None:
+        texts = texts_of(self.text, self.max_symbols)
+        if not texts or not all(texts):  # a trie has no empty text
+            return None
+        control = [token.content for token in lm.tokenizer.added_tokens_decoder.values()]
+        if any(token and token in text for token in control for text in texts):  # which the trie would have as tokens
+            return None
+        return TokenTrie(texts, lm)
 
-        Bytes as tokens show whether a text can begin.
+    @property
+    def text_in_bytes(self) -> str:
+        """The grammar for a tokenizer whose tokens are bytes."""
+        return self.text
+
+    def trial(self) -> Trial:
+        """What comes of its compilation, in a process with limits.
+
+        Raises:
+            SpecbeamError: the compilation exceeds a limit.
         """
         try:
-            text = self.text
+            return trial(self.text_in_bytes, self.is_forcing, self.lexer_fuel, self.max_symbols)
+        except TooCostly as error:
+            raise ConstraintError(f"the {self.kind} {error}: use fewer or smaller parts") from None
+
+    def _check(self) -> None:
+        """Refuse a grammar that llguidance does not take, or takes with a warning: then it would not be enforced."""
+        try:
+            tried = self.trial()
         except SpecbeamError:
             raise
         except ValueError as error:
             raise self._refused(str(error)) from error
-        matcher = _llguidance().LLMatcher(_bytes(), text, log_level=0, limits=_limits(self))
-        if problems := [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings():
-            raise self._refused(problems[0])
-        matcher.compute_bitmask()
-        self.check_parser(matcher)
-        if self.is_forcing and (forced := len(matcher.compute_ff_bytes())) > MAX_FORCED:
-            raise self._refused(f"its texts begin with the same {forced:,} bytes, and {MAX_FORCED:,} are allowed")
+        if tried.problem is not None:
+            raise self._refused(tried.problem)
+        self._check_stop(tried.stop)
+        if tried.forced > MAX_FORCED:
+            raise self._refused(f"its texts begin with the same {tried.forced:,} bytes, and {MAX_FORCED:,} are allowed")
 
     def check_parser(self, matcher: Any) -> None:
         """Refuse to go on with a parser in error."""
-        if matcher.is_error():
-            if matcher.get_error().startswith(NO_TEXT):
+        self._check_stop(matcher.get_error() if matcher.is_error() else None)
+
+    def _check_stop(self, error: str | None) -> None:
+        if error is not None:
+            if error.startswith(NO_TEXT):
                 raise ConstraintError(f"no text satisfies the {self.kind}: change it")
-            raise self._refused(matcher.get_error(), "has reached a limit of its parser")
+            raise self._refused(error, "has reached a limit of its parser")
 
     def _refused(self, problem: str, what: str = "cannot be enforced") -> ConstraintError:
         where = " or ".join(islice(self._places(problem), MAX_PLACES))
@@ -195,6 +231,9 @@ class JsonSchema(Parsed):
         (rule,) = json.loads(made)["grammars"]
         return {**rule, "name": name}
 
+    def _refused(self, problem: str, what: str = "cannot be enforced") -> ConstraintError:
+        return super()._refused(problem.replace(ONE_OF, ONE_OF_ADVICE), what)
+
     def _places(self, problem: str) -> Iterator[str]:
         return places_of(self.schema, problem)
 
@@ -204,11 +243,11 @@ class JsonSchema(Parsed):
             given = given.model_json_schema()
         try:
             text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+            if len(text) > MAX_SCHEMA_BYTES:
+                raise self._refused(f"it has {len(text):,} characters, and {MAX_SCHEMA_BYTES:,} are allowed")
             schema = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConstraintError(f"the JSON schema is no JSON: {error}") from error
-        if len(text) > MAX_SCHEMA_BYTES:
-            raise self._refused(f"it has {len(text):,} characters, and {MAX_SCHEMA_BYTES:,} are allowed")
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
@@ -257,7 +296,8 @@ class Regex(Parsed):
 class Grammar(Parsed):
     """Allows the texts of a context-free grammar: in the syntax of Lark as llguidance reads it, or in llama.cpp's GBNF.
 
-    Terminals take as much as they can, as in Lark: ``/ */`` before ``" a"`` leaves nothing for it.
+    Terminals of Lark take as much as they can: ``/ */`` before ``" a"`` leaves nothing for it. In GBNF this is so in
+    recursive grammars, for repeated sets of more than 24 characters.
 
     Args:
         source: a grammar with ``::=`` is GBNF. Texts begin with the rule ``start`` of Lark, or ``root`` of GBNF.
@@ -281,14 +321,7 @@ class Grammar(Parsed):
 
     @cached_property
     def text(self) -> str:
-        lark = self.source
-        if "::=" in lark:
-            from llguidance.gbnf_to_lark import any_to_lark
-
-            try:
-                lark = any_to_lark(lark)
-            except Exception as error:  # the converter's own
-                raise self._refused(str(error)) from error
+        lark = to_lark(self.source) if "::=" in self.source else self.source
         made: str = _llguidance().LLMatcher.grammar_from_lark(NO_FORCING + lark)
         return made
 
@@ -373,9 +406,10 @@ class GrammarConstraint:
     def __init__(self, description: Parsed, lm: Any) -> None:
         self.description = description
         self._tokenizer = _tokenizer_of(lm)
-        self._ends = np.array(sorted(lm.eos_token_ids), dtype=np.int64)
-        limits = _limits(description)
-        matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=limits)
+        self._ends = np.array(sorted(self._tokenizer.eos_tokens), dtype=np.int64)
+        description.trial()
+        limited = limits(description.lexer_fuel, description.max_symbols)
+        matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=limited)
         self.description.check_parser(matcher)
         self.start = _State(matcher)
         self.mask(self.start, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
@@ -443,19 +477,6 @@ def _llguidance() -> Any:
     return llguidance
 
 
-@cache
-def _bytes() -> Any:
-    """A tokenizer whose tokens are bytes."""
-    return _llguidance().LLTokenizer("byte")
-
-
-def _limits(description: Parsed) -> Any:
-    """The limits of a description's parser. Its errors are without the parser's state."""
-    return _llguidance().LLParserLimits(
-        verbose_errors=False, step_lexer_fuel=description.lexer_fuel, max_grammar_size=description.max_symbols
-    )
-
-
 def without_special_texts(tokenizer: str) -> str:
     """A tokenizer.json whose control tokens have names that no text has.
 
@@ -484,6 +505,7 @@ def without_special_texts(tokenizer: str) -> str:
 def prepare(lm: Any) -> None:
     """Make what grammars for a model need, if llguidance is installed and can read its tokenizer."""
     if find_spec("llguidance") is not None and hasattr(lm.tokenizer, "backend_tokenizer"):
+        trials.start()
         _tokenizer_of(lm)
 
 
@@ -502,5 +524,12 @@ def _tokenizer_of(lm: Any) -> Any:
         made = _tokenizers.setdefault(tokenizer, {})
         if (size, ends) not in made:
             text = without_special_texts(tokenizer.backend_tokenizer.to_str())
-            made[size, ends] = _llguidance().LLTokenizer(text, n_vocab=size, eos_token=sorted(ends) or [size - 1])
+            given = sorted(ends) or [_no_text(text, size)]  # llguidance needs an end token
+            made[size, ends] = _llguidance().LLTokenizer(text, n_vocab=size, eos_token=given)
         return made[size, ends]
+
+
+def _no_text(tokenizer: str, size: int) -> int:
+    """A token of a tokenizer.json that is part of no text: a special one if there is any, or else the last one."""
+    special = (token["id"] for token in json.loads(tokenizer)["added_tokens"] if token["special"])
+    return next((number for number in special if number < size), size - 1)

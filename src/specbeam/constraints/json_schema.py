@@ -10,11 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from functools import partial
-from math import lcm, prod
+from itertools import combinations, permutations
+from math import lcm, nextafter
 from typing import Any
 from urllib.parse import unquote
 
+from specbeam.constraints.disjoint import are_disjoint, json_type, written
 from specbeam.constraints.endless import without_endless
+from specbeam.constraints.identifiers import without_inner_identifiers
 
 MAX_STATES = 10_000
 """``multipleOf`` becomes an automaton with about as many states as the number, without its point: 999983 takes 14 s and
@@ -25,8 +28,16 @@ MAX_MEETING = 8
 """Patterns that a text has to match. Whether a text matches all of them takes twice as long with each one."""
 MAX_COMBINATIONS = 1000
 """Of the alternatives of parts that hold together: each of them becomes a schema."""
-MAX_WHOLE = 2**53
-"""Larger numbers are rounded."""
+MAX_COUNTED = 10**6
+"""Patterns, combinations and characters are counted up to this number."""
+MAX_WHOLE, MAX_INTEGER, LAST_INTEGER = 2**53, 2**63 - 1024, 2**63 - 1
+"""Larger numbers are rounded. Of larger integers those with 53 significant bits are exact, up to the second number, and
+none is written beyond the last one."""
+NEXT_IS_LARGE = (("exclusiveMaximum", -MAX_WHOLE), ("exclusiveMinimum", MAX_WHOLE))
+MAX_ORDERED, MAX_UNIQUE = 5, 10
+"""Values of items that are unique: up to the first number they come in any order, and else in the schema's."""
+MAX_REFERENCES = 20
+"""From one to the next."""
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 """The values of ``format`` that are enforced. Any other is an annotation."""
 ANNOTATIONS = (
@@ -64,6 +75,12 @@ WITHOUT_LOOKAHEAD = {
     r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
 }  # fmt: skip
 """Patterns with lookahead that many schemas have, and patterns of the same texts without it: zod's for email."""
+ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""The error of llguidance about a ``oneOf`` whose alternatives may have values in common."""
+ONE_OF_ADVICE = (
+    "oneOf has alternatives that may have values in common: give them different types, or a required property with "
+    "another const in each, or write anyOf"
+)
 EMPTY_REGEX = "Unsatisfiable schema: Regex is empty"
 """The error of llguidance about a pattern that nothing matches."""
 
@@ -79,10 +96,11 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
         NotEnforceable: something in it cannot be enforced.
     """
     multiples: set[int] = set()
+    schema = without_inner_identifiers(schema, NAMED)
     made = _enforceable(schema, "#", schema, multiples)
     meeting, combinations = _together(made, made, {})
     if meeting > MAX_MEETING:
-        raise NotEnforceable(f"its parts ask for {meeting} patterns together, and {MAX_MEETING} are allowed")
+        raise NotEnforceable(f"its parts ask for {meeting:,} patterns together, and {MAX_MEETING} are allowed")
     if combinations > MAX_COMBINATIONS:
         raise NotEnforceable(
             f"its parts have {combinations:,} combinations of alternatives, and {MAX_COMBINATIONS:,} are allowed"
@@ -99,13 +117,21 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
     if "x-guidance" in kept:
         raise NotEnforceable(f"{place} has x-guidance, which may switch enforcement off")
     if place != "#" and "$id" in kept:
-        raise NotEnforceable(f"{place} has an $id of its own")
+        raise NotEnforceable(f"{place} has an $id beside a $ref, which drafts read in two ways: give the $schema")
     if "prefixItems" in kept and isinstance(kept.get("items"), list):
         raise NotEnforceable(f"{place} has prefixItems, and a list of items beside them")
     if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
         del kept["format"]
-    if kept.get("uniqueItems") is False:
-        del kept["uniqueItems"]
+    if "uniqueItems" in kept:
+        kept = _with_unique_items(kept, place, root)
+    if isinstance(some := kept.get("oneOf"), list) and are_disjoint(some, partial(_target, root)):
+        if "anyOf" in kept:
+            others = kept.get("allOf")
+            kept["allOf"] = [*(others if isinstance(others, list) else ()), {"anyOf": some}]
+            del kept["oneOf"]
+        else:
+            kept = {"anyOf" if name == "oneOf" else name: value for name, value in kept.items()}
+    kept |= _narrowed(kept)
     if "propertyNames" in kept:
         kept = _without_names(kept, root)
     if isinstance(multiple := kept.get("multipleOf"), int | float) and multiple > 0:
@@ -120,7 +146,8 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
                 raise NotEnforceable(f"{place}/{name} has a value of {length:,} characters: {MAX_FORCED:,} are allowed")
     for name in BOUNDS:
         for value in _values(kept.get(name)):
-            if isinstance(value, int | float) and abs(value) > MAX_WHOLE:
+            is_large = isinstance(value, int | float) and (abs(value) > MAX_WHOLE or (name, value) in NEXT_IS_LARGE)
+            if is_large and not _is_exact(name, value, kept):
                 raise NotEnforceable(f"{place}/{name} has the number {value}, and numbers over 2**53 are rounded")
             if isinstance(value, str) and CONTROL.search(value):
                 raise NotEnforceable(f"{place}/{name} has a control character, which cannot be enforced")
@@ -148,8 +175,76 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
     return kept
 
 
+def _narrowed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Bounds beyond the numbers that are exact, as the last ones that are. So fewer numbers are written."""
+    made = dict[str, Any]()
+    for name, sign in (("maximum", 1), ("minimum", -1), ("exclusiveMaximum", 1), ("exclusiveMinimum", -1)):
+        bound, exclusive = schema.get(name), f"exclusive{name.capitalize()}"
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or sign * bound <= MAX_WHOLE:
+            continue
+        if schema.get("type") != "integer" or name.startswith("exclusive") or schema.get(exclusive) is True:
+            made[name] = sign * MAX_WHOLE
+        elif bound >= LAST_INTEGER:
+            made[name] = LAST_INTEGER + 1  # which stands for it
+        else:
+            last = min(sign * int(bound), MAX_INTEGER)
+            made[name] = sign * (int(rounded) if (rounded := float(last)) <= last else int(nextafter(rounded, 0)))
+    return made
+
+
+def _is_exact(name: str, value: float, schema: Mapping[str, Any]) -> bool:
+    """Whether an integer beyond 2**53 keeps its value."""
+    if name == "maximum" and value == LAST_INTEGER + 1:
+        return True
+    if name.startswith("exclusive") or (name not in ("const", "enum") and schema.get("type") != "integer"):
+        return False
+    return isinstance(value, int) and abs(value) <= MAX_INTEGER and int(float(value)) == value
+
+
+def _with_unique_items(schema: dict[str, Any], place: str, root: Any) -> dict[str, Any]:
+    """A schema without ``uniqueItems``, as a list of all arrays if its items have few values.
+
+    Raises:
+        NotEnforceable: its items have too many.
+    """
+    others = {name: value for name, value in schema.items() if name != "uniqueItems"}
+    least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_UNIQUE)
+    if schema["uniqueItems"] is False or most in (0, 1):
+        return others
+    values = _listed(schema.get("items"), root)
+    rest = {*others} - {"type", "items", "minItems", "maxItems", "$defs", "definitions"} - {*ANNOTATIONS}
+    is_plain = schema["uniqueItems"] is True and schema.get("type") == "array" and not rest
+    if not is_plain or values is None or len(values) > MAX_UNIQUE or not isinstance(least, int | float):
+        raise NotEnforceable(
+            f"{place} has uniqueItems, which is enforced for items with an enum of at most {MAX_UNIQUE} values, and "
+            "with maxItems 1: list the values, or leave uniqueItems out and remove what is repeated yourself"
+        )
+    choose = permutations if len(values) <= MAX_ORDERED else combinations
+    lengths = [n for n in range(len(values) + 1) if least <= n <= most]
+    kept = {name: value for name, value in others.items() if name in ("$defs", "definitions")}
+    return kept | {"enum": [[*some] for n in lengths for some in choose(values, n)]}
+
+
+def _listed(schema: Any, root: Any) -> list[Any] | None:
+    """The values of a schema that lists them."""
+    for _ in range(MAX_REFERENCES):
+        if isinstance(schema, dict) and "$ref" in schema and schema.keys() - ANNOTATIONS <= {"$ref"}:
+            schema = _target(root, str(schema["$ref"]))
+    if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS - {"type", "enum", "const"}:
+        return None
+    kind = schema.get("type")
+    values = [schema["const"]] if "const" in schema else schema.get("enum", {"boolean": [False, True]}.get(str(kind)))
+    if not isinstance(values, list) or ("const" in schema and "enum" in schema):
+        return None
+    if kind is not None and any(json_type(value) != ("number" if kind == "integer" else kind) for value in values):
+        return None
+    return [*{written(value): value for value in values}.values()]
+
+
 def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """How many patterns may have to hold for one text, and how many combinations its alternatives have, at most.
+
+    Both count up to a million: references that fan out make numbers of any length.
 
     Args:
         value: a schema, or what has schemas.
@@ -176,7 +271,9 @@ def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple
             parts.append((1, 1))
         elif name not in ("const", "enum"):
             within.append(_together(one, root, known))
-    patterns, ways = sum(patterns for patterns, _ in parts), prod(max(1, ways) for _, ways in parts)
+    patterns, ways = 0, 1
+    for more, choices in parts:
+        patterns, ways = min(patterns + more, MAX_COUNTED), min(ways * max(1, choices), MAX_COUNTED)
     known[id(value)] = max(patterns, *(one for one, _ in within)), max(ways, *(one for _, one in within))
     return known[id(value)]
 
@@ -317,7 +414,7 @@ def check_length(pattern: str, place: str) -> None:
     for piece in PIECE.finditer(pattern):
         longest, here, last = groups[-1]
         if piece["least"] is not None:
-            groups[-1][2] = last * max(1, int(piece["least"][:9]))
+            groups[-1][2] = min(last * max(1, int(piece["least"][:9])), MAX_COUNTED)
         elif piece[0] == "|":
             groups[-1] = [max(longest, here + last), 0, 0]
         elif piece[0][0] == "(":

@@ -19,16 +19,26 @@ MIN_STATES_TO_FORGET = 8
 class ConstraintMask:
     """The tokens that a constraint allows at the nodes of one request's tree.
 
+    Args:
+        written_ends: end tokens that are text. Within a text they would end it where it is not complete.
+
     Attributes:
         together, measures: of the constraint, or None and False.
     """
 
-    def __init__(self, constraint: Constraint, eos_token_ids: Iterable[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        constraint: Constraint,
+        eos_token_ids: Iterable[int],
+        vocab_size: int,
+        written_ends: Iterable[int] = (),
+    ) -> None:
         self.constraint = constraint
         self.together: tuple[int, int] | None = getattr(constraint, "together", None)
         self.measures: bool = getattr(constraint, "measures", False)
         self.vocab_size = vocab_size
         self._ends = packed([*eos_token_ids], vocab_size)
+        self._not_within = packed([*written_ends], vocab_size)
         start = constraint.start  # where the request is submitted: a grammar may be compiled for it
         self._states: NodeStates[State | None] = NodeStates(lambda _: start, self._advance, MIN_STATES_TO_FORGET)
 
@@ -78,7 +88,7 @@ class ConstraintMask:
                 f"the mask of {type(self.constraint).__name__} is {got}, and a vocabulary of {self.vocab_size} needs "
                 f"uint8 {[*self._ends.shape]}: give packed bits, in little bit order"
             )
-        return mask | self._ends if self.constraint.complete(state) else mask
+        return mask | self._ends if self.constraint.complete(state) else mask & ~self._not_within
 
 
 def packed(tokens: NDArray[np.integer] | list[int], vocab_size: int) -> NDArray[np.uint8]:

@@ -33,6 +33,7 @@ class Processors:
         vocab_size: of the target.
         of_checkpoint: what the checkpoint asks for.
         device: of the tensors that functions of the caller get.
+        written_ends: end tokens that are text.
 
     Attributes:
         forbids: some tokens may be forbidden whatever their scores, so a drafter can avoid them.
@@ -47,6 +48,7 @@ class Processors:
         vocab_size: int,
         of_checkpoint: CheckpointProcessors = CheckpointProcessors(),  # noqa: B008 (it is never changed)
         device: str = "cpu",
+        written_ends: frozenset[int] = frozenset(),
     ) -> None:
         self.device = device
         self.vocab_size = vocab_size
@@ -64,7 +66,7 @@ class Processors:
             self.bans.append(BannedTokens(sorted(eos_token_ids), last=options.min_new_tokens - 1))
         self.constraint: ConstraintMask | None = None
         if options.constraint is not None:
-            self.constraint = ConstraintMask(options.constraint, eos_token_ids, vocab_size)
+            self.constraint = ConstraintMask(options.constraint, eos_token_ids, vocab_size, written_ends)
         self._eos = tuple(sorted(eos_token_ids))
         self.has_one_end = self.constraint is not None and options.num_beams > 1 and len(eos_token_ids) > 1
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn

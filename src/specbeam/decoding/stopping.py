@@ -26,6 +26,7 @@ class Stopping:
             tokenizer. Then there are no stop strings, and texts are empty.
         min_new_tokens: stop strings that end within this many new tokens do not end the sequence. (The processors
             forbid end tokens there.)
+        left_out: end tokens that are text, and that the text is without.
 
     Attributes:
         new_text: makes the texts of sequences.
@@ -38,12 +39,13 @@ class Stopping:
         stop_strings: tuple[str, ...],
         decode: Callable[..., str] | None,
         min_new_tokens: int = 0,
+        left_out: frozenset[int] = frozenset(),
     ) -> None:
         self.eos_token_ids = eos_token_ids
         self.max_length = max_length
         self.stop_strings = stop_strings
         self._decode = decode
-        self.new_text = NewText(decode or (lambda *_, **__: ""), stop_strings, min_new_tokens)
+        self.new_text = NewText(decode or (lambda *_, **__: ""), stop_strings, min_new_tokens, left_out)
         self._progress = NodeStates(lambda prompt: self.new_text.after(prompt.tolist()), self.new_text.push)
 
     def ended(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:

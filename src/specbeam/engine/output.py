@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequential
@@ -20,8 +21,14 @@ from specbeam.selection import Selection
 from specbeam.streaming import TextStream
 from specbeam.tree import Nodes
 
+logger = logging.getLogger("specbeam")
+
+WHY_FEWER = (
+    "there are no more, or beams went to other spellings of these texts in tokens, so ask for more beams than texts"
+)
 MAY_FORBID = (
     "constraint",
+    "eos_token_id",
     "prefix_allowed_tokens_fn",
     "logits_processor",
     "bad_words_ids",
@@ -104,9 +111,12 @@ class Output:
                 given.append(f"the model's {self._lm.generation_defaults.file}")
             raise SpecbeamError(f"no text is possible under {', '.join(given)} together: change one of them")
         best, *others = hypotheses
+        asked, is_cut = self._setup.options.num_return_sequences, best.finish_reason in ("cancelled", "timeout")
+        if len(hypotheses) < asked and self._setup.options.is_distinct and not is_cut:
+            logger.warning("%d texts were asked for, and %d came: %s", asked, len(hypotheses), WHY_FEWER)
         rest = self._setup.tree.path(best.node)[self._streamed :]
         tokens, log_probs, top_logprobs = self._tokens(rest)
-        text = self._take(tokens) + self._text.finish(cancelled=best.finish_reason in ("cancelled", "timeout"))
+        text = self._take(tokens) + self._text.finish(cancelled=is_cut)
         sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
         rounds = self._end_round(rest, [hypothesis.node for hypothesis in hypotheses], text, target, draft)
         all_rounds = None if (trace := self._setup.record.trace) is None else trace.rounds

@@ -98,18 +98,22 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
     if isinstance(options.constraint, GrammarConstraint):  # copies share a lexer, and a limit of one of them ends all
         options = replace(options, constraint=options.constraint.description)
-    described = isinstance(options.constraint, Description)
-    constraint = options.constraint.compile(lm) if described else options.constraint  # a parser of the request's own
+    constraint = options.constraint
+    if isinstance(constraint, Description):  # a parser of the request's own
+        many = options.num_beams > 1 and options.num_return_sequences > 1 and options.is_distinct
+        constraint = (constraint.listed(lm) if many else None) or constraint.compile(lm)
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
     of_checkpoint = processors_of_checkpoint(
         defaults, options, eos, prompt_ids, len(begin), max_length, backend.vocab_size
     )
     tree = Tree(begin)
-    process = Processors(
-        replace(options, constraint=constraint), eos, backend.vocab_size, of_checkpoint, backend.device
-    )
     decode = None if lm.tokenizer is None else lm.decode
-    stop = Stopping(eos, max_length, options.stop_strings, decode, options.min_new_tokens or 0)
+    # A text that satisfies a constraint would not do so with the text of its end token.
+    written = frozenset(end for end in eos if constraint is not None and lm.decode([end]))
+    process = Processors(
+        replace(options, constraint=constraint), eos, backend.vocab_size, of_checkpoint, backend.device, written
+    )
+    stop = Stopping(eos, max_length, options.stop_strings, decode, options.min_new_tokens or 0, written)
     warpers, seed = (warpers_of(options), some_seed(options.seed)) if options.samples else (None, None)
     selector = Selector(process, warpers, seed, step_by_step=options.trace or options.top_logprobs is not None)
     draws_beams = options.num_beams > 1 and (options.samples or options.num_beam_groups > 1)

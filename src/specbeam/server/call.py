@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from specbeam import chat_templates
+from specbeam import chat_templates, child_processes
 from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.drafting.lookup import Continued
@@ -101,19 +101,23 @@ class Call:
             Refusal: a prompt is too long or of a wrong kind, or the queue is full.
         """
         try:
-            options = None
-            for ids in self._encoded or map(self._encode, self.prompts):
-                options = options or self._options(ids)
-                for number in range(self.plan.draws):
-                    if self._is_cancelled:
-                        return
-                    self._submit_one(ids, options, number)
+            with child_processes.wanted_while(lambda: not self._is_cancelled):
+                self._submit()
         except BaseException:
             self._is_cancelled = True
             raise
         finally:
             if self._is_cancelled:  # also meanwhile
                 self.cancel()
+
+    def _submit(self) -> None:
+        options = None
+        for ids in self._encoded or map(self._encode, self.prompts):
+            options = options or self._options(ids)
+            for number in range(self.plan.draws):
+                if self._is_cancelled:
+                    return
+                self._submit_one(ids, options, number)
 
     def _options(self, ids: list[int]) -> Options:
         """The options of the plan, with its constraint."""

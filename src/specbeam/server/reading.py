@@ -42,7 +42,8 @@ class Reading:
         def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
             return lm.decode_token([number for number in ids if not skip_special_tokens or number not in hidden])
 
-        new_text = NewText(decode, options.stop_strings, options.min_new_tokens or 0)
+        ends = frozenset(end for end in options.eos_token_id or () if lm.decode([end]))
+        new_text = NewText(decode, options.stop_strings, options.min_new_tokens or 0, ends)
         self._text = TextStream(new_text, new_text.after(prompt_ids))
         thinks = use.begins_in_thoughts(lm, prompt_ids)
         self._reader = Reader(own, use.allowed, use.most, thinks=thinks, has_form=use.has_form)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from specbeam.engine.output import WHY_FEWER
 from specbeam.results import Result
 from specbeam.server.call import Call
 
@@ -48,7 +49,7 @@ def usage(call: Call, results: Sequence[Result]) -> dict[str, Any]:
 
 def costs(call: Call, results: Sequence[Result]) -> dict[str, Any]:
     """The objects of an answer that OpenAI's answers do not have: vLLM's ``metrics``, and ``specbeam``."""
-    return {"metrics": _vllm_metrics(call, results), "specbeam": _statistics(results)}
+    return {"metrics": _vllm_metrics(call, results), "specbeam": _statistics(call, results)}
 
 
 def _vllm_metrics(call: Call, results: Sequence[Result]) -> dict[str, Any] | None:
@@ -73,7 +74,7 @@ def _vllm_metrics(call: Call, results: Sequence[Result]) -> dict[str, Any] | Non
     }
 
 
-def _statistics(results: Sequence[Result]) -> dict[str, Any]:
+def _statistics(call: Call, results: Sequence[Result]) -> dict[str, Any]:
     """The object ``specbeam`` of an answer, with the names of :class:`specbeam.Stats`.
 
     Counts and the seconds of passes are sums over the texts that were drawn apart. ``seconds`` is the longest time.
@@ -91,4 +92,8 @@ def _statistics(results: Sequence[Result]) -> dict[str, Any]:
         "finish_reasons": [sequence.finish_reason for result in results for sequence in result.sequences],
     }
     traces = [result.trace for result in results if result.trace is not None]
+    plan = call.plan
+    missing = sum(plan.n - len(result.sequences) for result in results) if plan.searches else 0
+    if missing and (plan.describe is not None or plan.options.is_distinct):
+        made["missing_choices"] = f"{missing}: {WHY_FEWER}"
     return made | ({"trace": traces} if traces else {})

@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specbeam.constraints import JsonSchema
-from specbeam.constraints.grammar import Parsed, _bytes, _llguidance
+from specbeam.constraints.grammar import Parsed
+from specbeam.constraints.trials import byte_tokenizer, limits
 from specbeam.errors import ConstraintError
 from specbeam.tools.reader import FENCE, SPACE, THOUGHTS, bare
 from specbeam.tools.tool_format import ToolFormat
@@ -96,6 +97,13 @@ class ToolGrammar(Parsed):
         lark = "\n".join([f"start: {answer}", *lines])
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *rules]})
 
+    def listed(self, lm: Any) -> None:
+        """Answers may have tokens that are no part of a text."""
+
+    @property
+    def text_in_bytes(self) -> str:
+        return re.sub(r"<\[[\d,]+\]>", "<[0]>", self.text)
+
     @property
     def lexer_fuel(self) -> int:  # type: ignore[override]
         """All names are looked for at once, wherever a call may open."""
@@ -110,8 +118,11 @@ class ToolGrammar(Parsed):
 
     def _called_in(self, content: JsonSchema) -> str | None:
         """The name of a tool whose call some content begins like; None if there is none."""
+        from llguidance import LLMatcher
+
         grammar = json.dumps({"grammars": [content.rule("json", SEPARATORS)]})
-        matcher = _llguidance().LLMatcher(_bytes(), grammar, log_level=0)
+        limited = limits(content.lexer_fuel, content.max_symbols)
+        matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limited)
         keys = [key for key in KEYS if re.fullmatch(self.tool_format.key, key)]
         for tool in self.tools:
             begun = [f'{{"name": "{tool.name}", "{key}": {{' for key in keys]
