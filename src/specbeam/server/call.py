@@ -127,7 +127,7 @@ class Call:
 
     def _encode(self, prompt: Any) -> list[int]:
         backend, limit = self.model.lm.backend, self.limits.max_prompt_tokens
-        context, begin = backend.context_length, backend.start_token_ids
+        context = backend.context_length
         fit = room(self.model.lm, self.writes)
         try:
             most = fit if limit is None else min(fit, limit)
@@ -140,15 +140,6 @@ class Call:
             raise Refusal(says, self.field, TOO_LONG) from error
         except SpecbeamError as error:
             raise Refusal(str(error), self.field) from error
-        asked, left = self.plan.asked, context - len(ids if begin is None else begin)
-        if asked is not None and asked > left:
-            name = self.plan.names["max_new_tokens"]
-            raise Refusal(
-                f"the prompt has {len(ids)} tokens and {name} is {asked}, but the model's context holds {context}: "
-                f"ask for at most {left} new tokens, or shorten the prompt",
-                name,
-                TOO_LONG,
-            )
         return ids
 
     def _submit_one(self, ids: list[int], options: Options, number: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -10,7 +10,7 @@ from specbeam.engine import Request
 from specbeam.prompts import is_batch
 from specbeam.server.answers import Answer
 from specbeam.server.call import Call
-from specbeam.server.fields import CountOrZero, Decoding, TokenId, TopLogprobs
+from specbeam.server.fields import Decoding, NewTokens, TokenId, TopLogprobs
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import with_neutral_fields
@@ -28,7 +28,9 @@ class CompletionRequest(Decoding):
     prompt: str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)] = (
         Field(description="A text, token ids, or a list of either.")
     )
-    max_tokens: CountOrZero | None = Field(None, description="16 if it is left out.")
+    max_tokens: NewTokens | Literal[0] | None = Field(
+        None, description="16 if it is left out. -1: as many as the context has left."
+    )
     logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each place.")
     echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
 

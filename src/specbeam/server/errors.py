@@ -16,12 +16,13 @@ from specbeam.options import Options
 from specbeam.plugins import PluginError
 from specbeam.server.json import json_response
 
-MAX_MESSAGE_CHARACTERS = 700
+MAX_MESSAGE_CHARACTERS = 2000
 RETRY_AFTER_SECONDS = 1
 """A client that was refused for lack of room may try again after this time."""
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
 TYPE_NAMES = ("str", "int", "float", "bool")
+REMOVE_IT = " is not supported: remove it"
 OPTION = re.compile(rf"\b({'|'.join(one.name for one in fields(Options))})\b")
 
 
@@ -105,27 +106,43 @@ def refusal_of_json(error: json.JSONDecodeError) -> Refusal:
 
 
 def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
-    """The refusal of a body that does not have the form of a request.
+    """The refusal of a body that does not have the form of a request. It names all fields that are wrong.
 
     Args:
         errors: pydantic's.
         names: the fields of the request.
     """
-    first = errors[0]
+    by_field: dict[Any, list[Any]] = {}
+    for error in errors:
+        _, *place = error["loc"]
+        if not place:
+            return Refusal("the body must be a JSON object, sent with the header Content-Type: application/json")
+        by_field.setdefault(place[0], []).append(error)
+    first, *more = refusals = [_refusal_of_field(of_field, names) for of_field in by_field.values()]
+    if not more:
+        return first
+    removed = [one.message.removesuffix(REMOVE_IT) for one in refusals if one.message.endswith(REMOVE_IT)]
+    says = [f"{', '.join(removed)} are not supported: remove them"] if len(removed) > 1 else []
+    says += [one.message for one in refusals if not says or not one.message.endswith(REMOVE_IT)]
+    return Refusal("; ".join(says), first.param, first.code)
+
+
+def _refusal_of_field(of_field: list[Any], names: list[str]) -> Refusal:
+    """The refusal for one field.
+
+    Where a field has several forms, pydantic reports what is wrong with each, and names the form in the place.
+    """
+    first = of_field[0]
     _, *place = first["loc"]
-    if not place:
-        return Refusal("the body must be a JSON object, sent with the header Content-Type: application/json")
     param = str(place[0])
-    # Where a field has several forms, pydantic reports what is wrong with each, and names the form in the place.
-    of_field = [error for error in errors if error["loc"][1:2] == (place[0],)]
     if first["type"] == "extra_forbidden" and len(place) == 1:
         near = nearest_name(param, names)
-        hint = f"did you mean {near}?" if near and near != param else "remove it"
-        return Refusal(f"{param} is not supported: {hint}", param, "unsupported_parameter")
+        says = f"{param} is not supported: did you mean {near}?" if near and near != param else param + REMOVE_IT
+        return Refusal(says, param, "unsupported_parameter")
     if first["type"] == "extra_forbidden" and len(of_field) == 1:
-        return Refusal(f"{_shown(first['loc'])} is not supported: remove it", param, "unsupported_parameter")
+        return Refusal(_shown(first["loc"]) + REMOVE_IT, param, "unsupported_parameter")
     if first["type"] == "none_required" or first.get("ctx", {}).get("max_length") == 0:
-        return Refusal(f"{place[-1]} is not supported: remove it", param, "unsupported_parameter")
+        return Refusal(f"{place[-1]}{REMOVE_IT}", param, "unsupported_parameter")
     # The form that fits best fails last, and so in the deepest place. There, another type explains other mistakes.
     deepest = max(of_field, key=lambda error: (len(error["loc"]), error["loc"][-1] == "type"))
     where = _shown(deepest["loc"])

@@ -308,6 +308,11 @@ class Models:
         return [Load.of(model) for model in self]
 
     @property
+    def read_sound(self) -> bool:
+        """Whether one of them transcribes."""
+        return any(model.lm.backend.features_shape is not None for model in self)
+
+    @property
     def cache_limits(self) -> list[str]:
         """The limits of the caches for the operator, a sentence for each model."""
         sentences = []

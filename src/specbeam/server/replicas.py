@@ -230,6 +230,10 @@ class Replica:
         """As for :class:`specbeam.server.models.Models`."""
         return self._models.cache_limits
 
+    async def read_sound(self) -> bool:
+        """As for :class:`specbeam.server.models.Models`."""
+        return self._models.read_sound
+
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
         self._app.state.is_stopping = True
@@ -246,12 +250,14 @@ class Replicas:
 
     Attributes:
         metrics: the front's.
+        read_sound: whether one of their models transcribes.
     """
 
     def __init__(self, handle: Any) -> None:
         self.metrics = Metrics()
         self._handle = handle
         self._stream = handle.options(method_name="answer", stream=True)
+        self.read_sound: bool = handle.broadcast("read_sound").results(timeout_s=STATE_SECONDS)[0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give a request to a replica, and its answer to the client."""

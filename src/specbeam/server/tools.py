@@ -49,6 +49,7 @@ class Function(Fields):
         return {"type": "function", "function": {"parameters": NO_ARGUMENTS, **given}}
 
 
+@with_neutral_fields
 class FunctionTool(Fields):
     """A tool of chat completions."""
 
