@@ -10,6 +10,7 @@ from specbeam.engine import Request
 from specbeam.prompts import is_batch
 from specbeam.server.answers import Answer
 from specbeam.server.call import Call
+from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, NewTokens, TokenId, TopLogprobs
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -33,14 +34,25 @@ class CompletionRequest(Decoding):
     )
     logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each place.")
     echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
+    suffix: str | None = Field(None, description="What comes after the text, for models with fill-in-the-middle.")
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The requests to the engine."""
         plan = self.plan(model, limits, "max_tokens", MAX_TOKENS, self.logprobs)
         prompts: Any = self.prompt if is_batch(self.prompt) else [self.prompt]
         scored = self.logprobs if self.echo else None
+        if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in prompts)):
+            raise Refusal("suffix goes with prompts that are texts, and without echo", "suffix")
         return Call(
-            model, prompts, plan, limits, field="prompt", raw=True, prompt_top=scored, writes=self.max_tokens != 0
+            model,
+            prompts,
+            plan,
+            limits,
+            field="prompt",
+            raw=True,
+            suffix=self.suffix or None,
+            prompt_top=scored,
+            writes=self.max_tokens != 0,
         )
 
     def answer(self, call: Call) -> Completion:

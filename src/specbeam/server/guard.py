@@ -78,7 +78,7 @@ class Guard:
                         await self._turns.acquire()
                         notes.turn.callback(self._turns.release)
                 except Refusal as refusal:
-                    await refusal.response(scope, receive, noting)
+                    await refusal.response_at(scope["path"])(scope, receive, noting)
                 except ClientGone:
                     notes.outcome = "cancelled"
                 else:
@@ -122,7 +122,8 @@ class Guard:
             return
         if self._access.api_keys:
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's header
+            key = given.encode("latin-1")
             if not any(hmac.compare_digest(key, one.encode()) for one in self._access.api_keys):
                 raise Refusal(
                     "the API key is wrong or missing: send Authorization: Bearer KEY", None, "invalid_api_key", 401

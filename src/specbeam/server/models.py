@@ -162,6 +162,10 @@ class ServedModel:
     def name(self) -> str:
         return self.lm.source
 
+    @property
+    def has_tools(self) -> bool:
+        return self._tool_format is not None
+
     def draft(self, name: str | None) -> Draft | None:
         """The draft that a request names.
 

@@ -304,7 +304,7 @@ class Replicas:
                     logger.warning("a replica died while it had a request")
                 if has_begun:
                     notes.outcome = "failed"
-                    frame = error_frame(_lost() if has_died else error)
+                    frame = error_frame(_lost() if has_died else error, asked.scope["path"])
                     await send({"type": "http.response.body", "body": frame, "more_body": False})
                     return
                 if not has_died:
