@@ -89,7 +89,7 @@ class Body:
         """Wait for all of the body. Returns what gives it to an application, in pieces.
 
         Args:
-            check_size: raises Refusal for a body of so many bytes.
+            check_size: raises Refusal for a body of that size.
 
         Raises:
             Refusal: it is too large or too slow, or there is no room for it.

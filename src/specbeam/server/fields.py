@@ -124,7 +124,7 @@ class Decoding(OpenAIDecoding):
     @model_validator(mode="before")
     @classmethod
     def _without_repetitions(cls, given: Any) -> Any:
-        """The fields without those that only repeat another one, or its default, by the name of another server."""
+        """Leave out fields that only repeat another one, or its default, by the name of another server."""
         if not isinstance(given, dict):
             return given
         repeated = {

@@ -21,7 +21,7 @@ class Limits:
         max_body_bytes: bytes of a request's body.
         max_audio_bytes: bytes of a request with a file of sound.
         max_bodies_bytes: bytes of the bodies of all requests that have no answer yet. Of bodies that are still coming,
-            those that have waited longest for their next bytes are refused first.
+            the one that has waited longest for its next bytes is refused first.
         max_audio_seconds: seconds of its sound.
         max_prompts: prompts in one request.
         max_prompt_tokens: tokens of a prompt; None for as many as the model's context holds.
