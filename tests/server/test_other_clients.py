@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 import specbeam
+from specbeam.server.limits import Access
 from tests.conftest import byte_tokenizer, random_model
 from tests.server.conftest import serving
 from tests.server.test_tools import TOOLS, WEATHER
@@ -144,7 +145,7 @@ def test_structured_messages(messages):
     jsonschema.validate(json.loads(answer.content[0].text), SCHEMA)
 
 
-def test_errors_of_messages(server, messages, start, lm):
+def test_errors_of_messages(messages):
     with pytest.raises(anthropic.NotFoundError, match="no model 'other'") as missing:
         messages.create(model="other", max_tokens=5, messages=HI)
     assert missing.value.body["error"]["type"] == "not_found_error"
@@ -155,6 +156,14 @@ def test_errors_of_messages(server, messages, start, lm):
     image = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}}]}]
     with pytest.raises(anthropic.BadRequestError, match="messages"):
         messages.create(model=NAME, max_tokens=5, messages=image)
+
+
+def test_the_key_of_anthropics_client(start, plain_lm):
+    with start({"plain": plain_lm}, access=Access(api_keys=("secret",))) as locked:
+        for key, error in (("secret", anthropic.BadRequestError), ("wrong", anthropic.AuthenticationError)):
+            client = anthropic.Anthropic(base_url=locked.url, api_key=key, max_retries=0)
+            with pytest.raises(error, match="no chat template" if key == "secret" else "API key"):
+                client.messages.count_tokens(model="plain", messages=HI)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -228,5 +237,9 @@ def test_errors_of_ollama(client):
     for stream in (False, True):
         with pytest.raises(ollama.ResponseError, match="mirostat: Input should be 0; repeat_penalty is not supported"):
             [*client.generate(NAME, "Hi", options={"mirostat": 2, "repeat_penalty": 1.1}, stream=stream)]
+    with pytest.raises(ollama.ResponseError, match="options: n, trace cannot be there"):
+        client.chat(NAME, HI, options={"n": 2, "trace": True})
+    with pytest.raises(ollama.ResponseError, match="answers no call before it"):
+        client.chat(NAME, [*HI, {"role": "tool", "content": "a", "tool_name": "now"}])
     with pytest.raises(ollama.ResponseError, match="images"):
         client.chat(NAME, [HI[0] | {"images": [b"a"]}])

@@ -232,7 +232,7 @@ def make_app(
         return await generate(fields, request)
 
     generating: Any = (chat, completions, responses, rounds_of_chat, rounds_of_completion)
-    lines = {200: {"content": {LINES: {}}}} | of_ollama
+    lines: Any = {200: {"content": {LINES: {}}}} | of_ollama
     of_each = [*[stream] * len(generating), stream | of_messages, lines, lines]
     generating += (messages, ollama_chat, ollama_generate)
     for path, endpoint, about in zip(GENERATING_PATHS, generating, of_each, strict=True):

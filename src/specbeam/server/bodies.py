@@ -103,8 +103,9 @@ class Body:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    self._bodies.grow(self, len(piece := message.get("body", b"")))
-                    check_size(self.held_bytes)
+                    piece = message.get("body", b"")
+                    check_size(self.held_bytes + len(piece))
+                    self._bodies.grow(self, len(piece))
                     self._file.write(piece)
                     has_more = message.get("more_body", False)
         except TimeoutError:

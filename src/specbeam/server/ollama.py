@@ -29,6 +29,13 @@ OF_THE_MACHINE = (
 """Options that change no text: where and how ollama runs a model. The last one is of its penalties."""
 
 
+NO_OPTIONS = (
+    *("model", "messages", "prompt", "suffix", "tools", "stream", "stream_options", "n", "echo", "logprobs"),
+    *("top_logprobs", "return_token_ids", "trace", "response_format", "chat_template_kwargs"),
+)
+"""Fields of completions that are elsewhere in ollama's requests, or that no answer of ollama's has a place for."""
+
+
 class OllamaFunction(Fields):
     name: str
     arguments: dict[str, Any]
@@ -60,7 +67,7 @@ class OllamaMessage(Fields):
 class OllamaRequest(Fields):
     """The fields that both endpoints share."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = Field(None, description="True if it is left out.")
     format: Literal["", "json"] | dict[str, Any] | None = Field(None, description='"json", or a JSON Schema.')
     options: dict[str, Any] | None = Field(None, description="num_predict, and fields of /v1/chat/completions.")
@@ -74,8 +81,10 @@ class OllamaRequest(Fields):
     def for_completions(self) -> dict[str, Any]:
         """The fields that chat and text completions share."""
         options = {name: value for name, value in (self.options or {}).items() if name not in OF_THE_MACHINE}
-        limit = options.pop("num_predict", -1)
-        made = {"model": self.model, "stream": self.stream, **options, "max_tokens": -1 if limit == -2 else limit}
+        if wrong := [name for name in options if name in NO_OPTIONS]:
+            raise Refusal(f"options: {', '.join(wrong)} cannot be there: remove it", "options")
+        limit = options.pop("num_predict", options.get("max_tokens", -1))
+        made = {**options, "model": self.model, "stream": self.stream, "max_tokens": -1 if limit == -2 else limit}
         if self.stream:
             made["stream_options"] = {"include_usage": True}
         if self.format == "json":
@@ -87,13 +96,13 @@ class OllamaRequest(Fields):
     @property
     def for_chat(self) -> dict[str, Any]:
         """The further fields of chat completions."""
-        made = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        made: dict[str, Any] = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if self.think is not None:
             made["chat_template_kwargs"] = {"enable_thinking": bool(self.think)}
         return self.for_completions | {name: value for name, value in made.items() if value is not None}
 
     def model_post_init(self, _: Any) -> None:
-        self.model = self.model.removesuffix(":latest")
+        self.model = self.model and self.model.removesuffix(":latest")
         self.stream = self.stream is not False
 
 
@@ -213,7 +222,7 @@ class OllamaAnswer:
         }
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The lines. Those of one iteration of the engine come together. A call comes when it is whole."""
+        """The lines. Lines of one iteration of the engine come together. A call comes when it is whole."""
         calls: dict[int, dict[str, Any]] = {}
         last: dict[str, Any] = {}
         async for chunks in self._inner.chunks():
@@ -255,7 +264,7 @@ def now() -> str:
 
 
 class ShowRequest(Fields):
-    """A request for what is known of a model."""
+    """A request for the description of a model."""
 
     model: str
     verbose: bool | None = Field(None, description="Accepted, and has no effect.")
