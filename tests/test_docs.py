@@ -42,7 +42,7 @@ TARGETS = re.findall(r"^([\w./-]+):", MAKEFILE, re.MULTILINE)
 SHORT = {
     "generate": {"--max-new-tokens": "8"},
     "compare": {"--max-new-tokens": "8"},
-    "batch": {"--max-new-tokens": "8"},  # of texts: labels have no such option
+    "batch": {"--max-new-tokens": "8"},  # of texts: labels and requests have no such option
     "ladder": {"--max-new-tokens": "4", "--runs": "1", "--rungs": "3,5"},  # tests/test_ladder.py compiles
     "study": {"decode.max_new_tokens": "4", "data.limit": "2"},
 }
@@ -87,6 +87,8 @@ def workplace(stand_ins, tmp_path, monkeypatch):
     rows = [{"prompt": "one"}, {"prompt": "two"}]
     for name in ("prompts.jsonl", "questions.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     questions = [{"question_id": n, "category": "ab"[n], "turns": ["one", "two"], "reference": []} for n in range(2)]
     (tmp_path / "spec_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     return tmp_path
@@ -219,7 +221,7 @@ def check_specbeam(command, words, request):
     if command == "study":
         runs = not {"show", "diff", "--show-config"} & {*words}
         shorter = [f"{name}={size}" for name, size in sizes] if runs else []
-    if {"--choices", "--labels"} & {*words}:
+    if {"--choices", "--labels", "requests.jsonl"} & {*words}:
         shorter = []
     if command in ("serve", "demo"):  # it would not end. The last argument is checked after all others were parsed
         assert run([*words, "--port", "-1"]) == BAD_INPUT

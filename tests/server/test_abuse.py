@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -16,6 +17,8 @@ import pytest
 
 from specbeam.engine import companions
 from specbeam.server import app, arrivals, connection, tokenizing
+from specbeam.server.bodies import Bodies, Body
+from specbeam.server.guard import Guard
 from specbeam.server.limits import Limits
 from tests.server.conftest import serving_alone
 
@@ -352,3 +355,71 @@ def test_long_texts_take_turns_and_hold_up_no_short_one(served, monkeypatch):
         assert not begun.acquire(blocking=False)
         go.set()
         assert [answer.result().json()["count"] for answer in long] == [11_000] * 12
+
+
+def test_bodies_that_stop_keep_no_others_out(start, chat_lm):
+    """There is room for two of these bodies. The one that has waited longest for its next bytes makes room."""
+    limits = Limits(max_body_bytes=900_000, max_audio_bytes=900_000, max_bodies_bytes=2_000_000)
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 800_000}).encode()
+    with start({"tiny": chat_lm}, limits=limits) as server, contextlib.ExitStack() as stack:
+        layer = server.server._app.middleware_stack
+        while not isinstance(layer, Guard):
+            layer = layer.app
+        bodies = layer._bodies
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(6)]
+        for number, client in enumerate(clients):
+            client.sendall(request_of(body)[:-10])
+            if number >= 2:
+                answer = clients[number - 2].makefile("rb").read()
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: 1" in answer
+                assert b"bodies_full" in answer
+            while bodies.held_bytes != min(number + 1, 2) * (len(body) - 10):
+                server.http.get("/health")
+        assert server.post("/v1/completions", **json.loads(body)).status_code == 200
+        assert b"bodies_full" in clients[-2].makefile("rb").read()
+        clients[-1].sendall(body[-10:])
+        assert clients[-1].recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        while bodies.held_bytes:
+            server.http.get("/health")
+
+
+def test_files_of_sound_are_refused_before_they_come_where_nothing_reads_sound(served):
+    with socket.create_connection(("127.0.0.1", served.port)) as client:
+        head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000000\r\n\r\n"
+        client.sendall(head)
+        assert b"no model of this server reads sound" in client.makefile("rb").read()
+
+
+def test_large_bodies_are_on_the_disk():
+    size, piece = 24_000_000, 1 << 16
+
+    async def bodies_that_stop(number):
+        bodies, has_stopped = Bodies(10 * size), []
+
+        async def wait_for(body):
+            async def receive():
+                if body.held_bytes >= size:
+                    has_stopped.append(body)
+                    await asyncio.Future()
+                return {"type": "http.request", "body": bytes(piece), "more_body": True}
+
+            with body:
+                await body.whole(receive, lambda _: None)
+
+        tasks = [asyncio.ensure_future(wait_for(Body(bodies))) for _ in range(number)]
+        while len(has_stopped) < number:
+            await asyncio.sleep(0)
+        held = bodies.held_bytes
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        return held, bodies.held_bytes
+
+    tracemalloc.start()
+    held, left = asyncio.run(bodies_that_stop(9))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held >= 9 * size
+    assert left == 0
+    assert peak < size

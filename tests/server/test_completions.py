@@ -1,12 +1,15 @@
 """``/v1/completions``: the same texts, tokens and log-probabilities as without a server, whole and streamed."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
 
 import specbeam
 from specbeam.sampling_defaults import FALLBACK
-from tests.conftest import UNUSED, beams_of_transformers, random_model
+from tests.conftest import UNUSED, beams_of_transformers, byte_tokenizer, random_model
 from tests.prefix_spaces import prefix_space_tokenizer
 from tests.server.conftest import given_costs
 
@@ -262,3 +265,50 @@ def test_texts_and_offsets_after_a_prompt(spaced, prompt, stream):
         for token, offset in zip(tokens, offsets, strict=True):
             assert token == "<s>" or text[offset : offset + len(token)] == token
         assert offsets[-1] == len(text) - len(expected)
+
+
+MARKS = {
+    "qwen": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    "starcoder": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    "deepseek": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    "mistral": ("[PREFIX]", "[SUFFIX]"),
+}
+
+
+def test_a_suffix_is_filled_in_before(served, save, start):
+    lms = {}
+    for name, marks in MARKS.items():
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
+        lms[name] = specbeam.load(save(random_model("llama", vocab_size=259 + len(marks)), tokenizer), backend="cpu")
+    how = {"max_tokens": 9, "temperature": 0}
+    with start(lms) as server:
+        for name, marks in MARKS.items():
+            ids = {mark: server.tokens(model=name, prompt=mark) for mark in marks}
+            assert {len(one) for one in ids.values()} == {1}
+            before, after = (server.tokens(model=name, prompt=text, add_special_tokens=False) for text in ("ab", "yz"))
+            if name == "mistral":
+                prompt = [*ids[marks[1]], *after, *ids[marks[0]], *before]
+            else:
+                prompt = [*ids[marks[0]], *before, *ids[marks[1]], *after, *ids[marks[2]]]
+            asked = {"model": name, "prompt": "ab", "suffix": "yz", "return_token_ids": True, **how}
+            (filled,) = server.choices(**asked)
+            assert filled["prompt_token_ids"] == prompt
+            (expected,) = server.choices(model=name, prompt=prompt, **how)
+            assert filled["text"] == expected["text"]
+            assert (
+                server.choices(**asked | {"prompt": ["ab", ""], "n": 2, "num_beams": 2})[0]["prompt_token_ids"]
+                == prompt
+            )
+            lines = server.post(
+                "/api/generate", model=name, prompt="ab", suffix="yz", options={**how, "num_predict": 9}
+            )
+            assert "".join(json.loads(line)["response"] for line in lines.text.splitlines()) == filled["text"]
+            assert server.refused("/v1/completions", **asked, echo=True)["param"] == "suffix"
+            assert server.refused("/v1/completions", **asked | {"prompt": [5]})["param"] == "suffix"
+            error = server.refused("/v1/completions", **asked | {"suffix": "y" * 300})
+            assert error["code"] == "context_length_exceeded"
+    error = served.refused("/v1/completions", prompt="ab", suffix="yz")
+    assert error["param"] == "suffix"
+    assert "the vocabulary of tiny has no tokens to fill in the middle" in error["message"]
+    assert served.choices(prompt="ab", suffix="", **how) == served.choices(prompt="ab", **how)

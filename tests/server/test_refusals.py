@@ -23,11 +23,11 @@ FUNCTION, CHOICE = [{"type": "function"}], {"structured_outputs": {"choice": ["a
 WRONG = [
     (ALL, {"temperature": [-1, "hot"], "top_p": [0], "min_p": [1.5], "n": [0, True], "seed": [1.5, -(2**63) - 1]}),
     (ALL, {"logit_bias": [{"99999": 1}, {"a": 1}, {"1": 1e9}, {"1_0": 1}, {"+1": 1}], "stop": ["", 5]}),
-    (ALL, {"stop_token_ids": [[999]], "frequency_penalty": [3], "repetition_penalty": [0], "length_penalty": [1]}),
-    (ALL, {"draft": ["unknown"], "num_draft_tokens": [3], "store": [True], "guided_json": [{}]}),
-    (TWO, {"max_tokens": [-1]}),
+    (ALL, {"stop_token_ids": [[999]], "frequency_penalty": [3], "repetition_penalty": [0], "length_penalty": [2]}),
+    (ALL, {"draft": ["unknown"], "num_draft_tokens": [3], "guided_json": [{}]}),
+    (TWO, {"max_tokens": [-2], "mirostat": [2], "repeat_penalty": [1.1], "skip_special_tokens": [False]}),
     (CHATS, {"modalities": [FUNCTION], "reasoning_effort": [FUNCTION]}),
-    (RESPONSES, {"max_output_tokens": [-1], "reasoning": ["auto", {"effort": "low"}], "truncation": ["auto"]}),
+    (RESPONSES, {"max_output_tokens": [-2, 0], "reasoning": ["auto", {"effort": "huge"}], "truncation": ["auto"]}),
     (RESPONSES, {"background": [True], "return_token_ids": [True], "n": [2]}),
     (ROUNDS, {"n": [2], "best_of": [2], "prompt": [["a", "b"]], "stream": [False], "echo": [True], "num_beams": [99]}),
     (ROUNDS, {"return_token_ids": [True]}),
@@ -78,6 +78,89 @@ def test_a_wrong_field_is_named(served, paths, fields, message):
         assert error["param"] in error["message"]
         assert error["type"] == "invalid_request_error"
         assert error["message"] == message or not message
+
+
+PROSE = {"prompt": "Hi", "model": "tiny", "max_tokens": 4, "seed": 5, "temperature": 1.1, "top_p": 0.9, "stream": False}
+SILLY_TAVERN = {
+    **{"max_new_tokens": 4, "n_predict": 4, "num_predict": 4, "sampler_seed": 5, "typical_p": 1, "typical": 1},
+    **{"min_p": 0, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0, "top_k": 0, "skew": 0},
+    **{
+        "add_bos_token": True,
+        "smoothing_factor": 0,
+        "smoothing_curve": 1,
+        "dry_allowed_length": 2,
+        "dry_multiplier": 0,
+    },
+    **{"dry_base": 1.75, "dry_sequence_breakers": '["\\n"]', "dry_penalty_last_n": 0, "max_tokens_second": 0},
+    **{"stopping_strings": ["\nUser:"], "stop": ["\nUser:"], "truncation_length": 8192, "ban_eos_token": False},
+    **{"skip_special_tokens": True, "include_reasoning": True, "top_a": 0, "tfs": 1, "mirostat_mode": 0},
+    **{"mirostat_tau": 5, "mirostat_eta": 0.1, "custom_token_bans": "", "banned_strings": [], "api_type": "generic"},
+    **{"api_server": "http://127.0.0.1:8000", "xtc_threshold": 0.1, "xtc_probability": 0, "nsigma": 0},
+    **{"top_n_sigma": 0, "min_keep": 0, "adaptive_target": -0.01, "adaptive_decay": 0.9, "rep_pen": 1},
+    **{"rep_pen_range": 0, "repetition_penalty_range": 0, "guidance_scale": 1, "negative_prompt": ""},
+    **{"repeat_penalty": 1, "repeat_last_n": 0, "num_ctx": 8192, "mirostat": 0, "ignore_eos": False},
+    "rep_pen_slope": 1,
+}
+"""What SillyTavern sends to a server of text completions, with all its samplers at neutral values."""
+VLLM = {
+    **{"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+    **{"bad_words": [], "length_penalty": 1.0, "early_stopping": False, "request_id": "a", "ignore_eos": False},
+    **{"use_beam_search": False, "stop_token_ids": [], "min_tokens": 0, "repetition_penalty": 1.0},
+}
+LLAMA_CPP = {
+    **{"cache_prompt": True, "id_slot": -1, "n_keep": 0, "mirostat": 0, "dynatemp_range": 0.0, "tfs_z": 1.0},
+    **{"samplers": None, "timings_per_token": False, "repeat_penalty": 1.0, "repeat_last_n": 64, "grammar": ""},
+}
+OPENAI = {"store": True, "service_tier": "flex", "prompt_cache_options": {"mode": "implicit"}, "user": "a"}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize("fields", [SILLY_TAVERN, VLLM, LLAMA_CPP, OPENAI])
+def test_neutral_fields_change_no_text(served, fields):
+    assert served.choices(**PROSE, **fields) == served.choices(**PROSE)
+
+
+def test_neutral_fields_of_conversations(served):
+    parts = [{"type": "text", "text": "Hi", **CACHED}]
+    tool = {"type": "function", "function": {"name": "f"}}
+    how = {"seed": 5, "max_tokens": 4, "repetition_penalty": 1, "min_tokens": 0}
+    plain = served.choices(CHATS, messages=[USER | {"content": [{"type": "text", "text": "Hi"}]}], **how)
+    for more in (OPENAI, VLLM, LLAMA_CPP, {"reasoning_effort": "high", "verbosity": "low", "top_logprobs": 0}):
+        assert served.choices(CHATS, messages=[USER | CACHED | {"content": parts}], **how | more) == plain
+    answer = served.post(CHATS, messages=[USER], tools=[tool | CACHED], tool_choice="none")
+    assert answer.status_code == 200
+    more = {
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "store": True,
+    }
+    answer = served.post(RESPONSES, input="Hi", text={"verbosity": "high"}, **more).json()
+    assert (answer["store"], answer["output"][0]["content"][0]["logprobs"]) == (False, [])
+
+
+def test_one_answer_names_all_fields_that_are_refused(served):
+    error = served.refused(
+        COMPLETIONS, **PROMPT, mirostat=2, xtc_probability=0.5, repeat_penalty=1.1, n=0, foo=1, bar=2
+    )
+    assert error["message"] == (
+        "foo, bar are not supported: remove them; n: Input should be greater than or equal to 1; "
+        "mirostat: Input should be 0; xtc_probability: Input should be 0; "
+        "repeat_penalty is not supported: did you mean repetition_penalty?"
+    )
+    many = {name: 9 for name in SILLY_TAVERN if name not in ("max_tokens", "stop", "top_k", "min_p", "ignore_eos")}
+    error = served.refused(COMPLETIONS, **PROMPT, **many)
+    assert [
+        name for name in ("mirostat", "top_a", "tfs", "n_predict", "stopping_strings") if name not in error["message"]
+    ] == []
+
+
+@pytest.mark.parametrize("name", ["repeat_last_n", "rep_pen_range", "repetition_penalty_range"])
+def test_penalties_over_a_window_are_refused(served, name):
+    """As long as there are penalties. All tokens are no window."""
+    assert served.refused(COMPLETIONS, **PROMPT, repetition_penalty=1.2, **{name: 64})["param"] == name
+    assert served.refused(COMPLETIONS, **PROMPT, frequency_penalty=1, **{name: 64})["param"] == name
+    assert served.post(COMPLETIONS, **PROMPT, repetition_penalty=1.2, **{name: -1}).status_code == 200
+    assert served.post(COMPLETIONS, **PROMPT, **{name: 64}).status_code == 200
 
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
@@ -187,19 +270,20 @@ def test_a_prompt_that_is_longer_than_the_context(served):
         ("/v1/responses", "max_output_tokens", {"input": "a" * 231}),
     ],
 )
-def test_a_prompt_and_new_tokens_that_the_context_cannot_hold_together(served, path, limit, prompt):
-    """The prompt has 250 tokens, and the context holds 256."""
-    error = served.refused(path, **prompt, **{limit: 50})
-    assert (error["param"], error["code"]) == (limit, "context_length_exceeded")
-    assert error["message"] == (
-        f"the prompt has 250 tokens and {limit} is 50, but the model's context holds 256: "
-        "ask for at most 6 new tokens, or shorten the prompt"
-    )
-    assert served.refused(path, **prompt, **{limit: 7})["code"] == "context_length_exceeded"
-    assert served.post(path, **prompt, **{limit: 6}).status_code == 200
-    if len(prompt) == 1 and path.startswith("/v1"):  # without a limit, the text may fill the context
-        usage = served.post(path, **prompt, temperature=0, ignore_eos=True).json()["usage"]
-        assert usage["total_tokens"] == 256
+def test_the_context_ends_a_text_whose_limit_is_above_it(served, path, limit, prompt):
+    """Clients send their default. The prompt has 250 tokens, and the context holds 256."""
+    how = {"temperature": 0, "ignore_eos": True}
+    if path == ROUNDS:
+        lines = [served.post(path, **prompt, **how, **{limit: most}).text.splitlines() for most in (50, 6)]
+        assert [len(one) for one in lines] == [len(lines[0])] * 2
+        return
+    answers = [served.post(path, **prompt, **how, **{limit: most}) for most in (-1, 10**6, 50, 6)]
+    assert {answer.status_code for answer in answers} == {200}
+    if "stream" not in prompt:
+        bodies = [answer.json() for answer in answers]
+        ends = [body.get("incomplete_details") or body["choices"][0]["finish_reason"] for body in bodies]
+        assert ends in ([{"reason": "max_output_tokens"}] * 4, ["length"] * 4)
+        assert {body["usage"]["total_tokens"] for body in bodies} == {256}
 
 
 def test_of_a_far_longer_prompt_a_beginning_is_tokenized(served, start, chat_lm, monkeypatch):
@@ -235,10 +319,12 @@ def test_limits(start, chat_lm):
     sizes = {"max_body_bytes": 2000, "max_prompts": 2, "max_prompt_tokens": 20, "max_cache_tokens": 49}
     limits = Limits(**sizes, max_tokens=30, max_beams=4)
     with start({"tiny": chat_lm}, limits=limits) as server:
-        for name, value in (("prompt", ["a"] * 3), ("max_tokens", 31), ("num_beams", 5), ("n", 5), ("best_of", 5)):
+        for name, value in (("prompt", ["a"] * 3), ("num_beams", 5), ("n", 5), ("best_of", 5)):
             assert server.refused("/v1/completions", **{"prompt": "a", name: value})["param"] == name
         error = server.refused("/v1/completions", prompt="a" * 21, max_tokens=1)
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+        usage = server.post("/v1/completions", prompt="a", max_tokens=31, ignore_eos=True).json()["usage"]
+        assert usage["completion_tokens"] == 30  # the limit ends a text
         error = server.refused("/v1/completions", prompt="a" * 20, max_tokens=30)
         assert error["param"] == "max_tokens"
         assert re.search("49.* the server's --max-cache-tokens", error["message"])

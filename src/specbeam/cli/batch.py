@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import (
@@ -72,7 +73,8 @@ def add_to(commands: Any) -> None:
         "new_tokens, seconds and error, in the same order. With several texts per row there is also a column "
         "sequences. With --choices or --labels a row gets a label instead: the new columns are label, probability, "
         "probabilities and error. Finished rows are kept in OUT.partial.jsonl: if the command is interrupted, the same "
-        "command goes on from there.",
+        "command goes on from there. Where the lines of IN are requests of OpenAI's batch files, the lines of OUT are "
+        "their answers.",
     )
     add_files_to(parser, "a column of prompts")
     parser.add_argument(
@@ -102,6 +104,12 @@ def choices(text: str) -> list[str]:
 
 def run(given: argparse.Namespace) -> int:
     options = options_of(given)  # wrong input is refused before a model is loaded
+    from specbeam.cli import batch_requests
+
+    if batch_requests.has_requests(Path(given.input)):
+        batch_requests.check(given, {"max_new_tokens": MAX_NEW_TOKENS})
+        check_sources(given)
+        return run_rows(given, partial(batch_requests.task_of, given), batch_requests.RequestRows)
     labels = labels_of(given)
     template = None
     if given.template is not None:

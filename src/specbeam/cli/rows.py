@@ -64,6 +64,7 @@ class Task:
         counted: a column whose values are counted at the end, such as "finish_reason"; None: none is.
         tokens: the column with a row's number of tokens; None: they are not summed up.
         check_counts: what to say of these counts; None if all is well.
+        write: writes OUT, given the values of the added columns, row by row; None for the columns of IN and these.
     """
 
     reads: Sequence[str]
@@ -74,6 +75,7 @@ class Task:
     counted: str | None = None
     tokens: str | None = None
     check_counts: Callable[[Counter[str]], str | None] = lambda _: None
+    write: Callable[[Iterable[Answer]], None] | None = None
 
 
 def add_files_to(parser: argparse.ArgumentParser, reads: str) -> None:
@@ -121,12 +123,17 @@ def cluster_of(given: argparse.Namespace) -> dict[str, Any] | None:
     return None
 
 
-def run_rows(given: argparse.Namespace, task_of: Callable[[Rows], Task]) -> int:
+def run_rows(
+    given: argparse.Namespace,
+    task_of: Callable[[Rows], Task],
+    open_input: Callable[[Path, int | None], Rows] | None = None,
+) -> int:
     """Make the answers for all rows of IN, and write them to OUT. Returns the exit status.
 
     Args:
         given: the arguments of add_files_to and add_running_to, and others.
         task_of: what to do with the rows. It raises SpecbeamError for columns that IN does not have.
+        open_input: opens IN; None for a file whose ending says what it is.
     """
     from specbeam.jobs.formats import DELIMITERS, ending_of
     from specbeam.jobs.lock import locked
@@ -140,12 +147,13 @@ def run_rows(given: argparse.Namespace, task_of: Callable[[Rows], Task]) -> int:
     if given.delimiter is not None and not {ending_of(source), ending_of(output)} & {*DELIMITERS}:
         raise SpecbeamError("--delimiter is for .csv and .tsv files: leave it out")
     with locked(output.with_name(f".{output.name}.lock"), output, "another OUT"):
-        return _run_alone(given, task_of, cluster, source, output)
+        return _run_alone(given, task_of, open_input, cluster, source, output)
 
 
 def _run_alone(
     given: argparse.Namespace,
     task_of: Callable[[Rows], Task],
+    open_input: Callable[[Path, int | None], Rows] | None,
     cluster: dict[str, Any] | None,
     source: Path,
     output: Path,
@@ -154,7 +162,7 @@ def _run_alone(
     from specbeam.jobs.finished_rows import FinishedRows
     from specbeam.jobs.formats import chunks, open_rows, writer
 
-    with open_rows(source, given.limit, given.delimiter) as rows:
+    with (open_input or partial(open_rows, delimiter=given.delimiter))(source, given.limit) as rows:
         task = task_of(rows)
 
         def items() -> Iterator[NumberedItem]:
@@ -162,10 +170,13 @@ def _run_alone(
 
         for _ in items():  # a cell that cannot be used is reported before a model is loaded
             pass
-        added = added_columns(source, rows.columns, [*task.columns])
-        write = writer(output, rows, {new: task.columns[name] for name, new in added.items()}, given.delimiter)
-        for notice in notices(source, rows.columns, task.reads, added):
-            print(f"specbeam: {notice}", file=sys.stderr)
+        if (write := task.write) is None:
+            added = added_columns(source, rows.columns, [*task.columns])
+            write = writer(output, rows, {new: task.columns[name] for name, new in added.items()}, given.delimiter)
+            for notice in notices(source, rows.columns, task.reads, added):
+                print(f"specbeam: {notice}", file=sys.stderr)
+        else:
+            added = {name: name for name in task.columns}
         end = Summary(task)
         with (
             FinishedRows(output, fingerprint(rows.digest, task.facts, given), len(rows)) as finished,

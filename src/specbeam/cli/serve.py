@@ -118,6 +118,7 @@ def add_to(commands: Any) -> None:
     )
     add("--max-body-bytes", help=f"bytes of a request (default {Limits.max_body_bytes})")
     add("--max-audio-bytes", help=f"bytes of a request with a file of sound (default {Limits.max_audio_bytes})")
+    add("--max-bodies-bytes", help=f"bytes of the bodies of all requests together (default {Limits.max_bodies_bytes})")
     add("--max-audio-seconds", help=f"seconds of its sound (default {Limits.max_audio_seconds})")
     limits.add_argument(
         "--max-pass-seconds",

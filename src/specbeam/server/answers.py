@@ -21,6 +21,8 @@ from specbeam.server.tokens import Part
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
 LAST_FRAME = frame("[DONE]")
+Chunk = tuple[list[dict[str, Any]], dict[str, Any]]
+"""Choices, and further values of the same frame."""
 
 
 class Answer(ABC):
@@ -81,25 +83,29 @@ class Answer(ABC):
     async def frames(self) -> AsyncIterator[bytes]:
         """The frames of the stream. Frames of one iteration of the engine come together."""
         head = to_json({**self._head, "object": self.chunk_kind})[:-1]
+        none = {"usage": None} if self.fields.includes_usage else {}
+        async for chunks in self.chunks():
+            written = []
+            for choices, more in chunks:
+                extra = "".join(f',"{name}":{to_json(value)}' for name, value in {**none, **more}.items())
+                written.append(frame(f'{head},"choices":{to_json(choices)}{extra}}}'))
+            yield b"".join(written)
+        yield LAST_FRAME
 
-        def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
-            if self.fields.includes_usage and "usage" not in more:
-                more["usage"] = None
-            extra = "".join(f',"{name}":{to_json(value)}' for name, value in more.items())
-            return frame(f'{head},"choices":{to_json(choices)}{extra}}}')
-
+    async def chunks(self) -> AsyncIterator[list[Chunk]]:
+        """The chunks of the stream. Chunks of one iteration of the engine come together."""
         plan, requests = self.call.plan, self.call.requests
         results: dict[int, Result] = {}
         has_begun: set[int] = set()
         details = self.details()  # of the first frame
         async for received in self.call.pieces():
-            written: list[bytes] = []
+            made: list[Chunk] = []
             for number, piece in received:
                 indices = range(number * plan.n, (number + 1) * plan.n) if plan.searches else [number]
                 if number not in has_begun:
                     has_begun.add(number)
                     for choice in filter(None, map(self.beginning, indices)):
-                        written.append(chunk([choice], **details))
+                        made.append(([choice], details))
                         details = {}
                 if piece.result is not None:
                     results[number] = piece.result
@@ -108,13 +114,12 @@ class Answer(ABC):
                     more = costs(self.call, [results[i] for i in range(len(requests))])
                 choices = [*self._parts(indices[0], piece)]
                 for place, choice in enumerate(choices):
-                    written.append(chunk([choice], **(more if place == len(choices) - 1 else {})))
-            if written:
-                yield b"".join(written)
+                    made.append(([choice], more if place == len(choices) - 1 else {}))
+            if made:
+                yield made
         if self.fields.includes_usage:
             in_order = [results[i] for i in range(len(requests))]
-            yield chunk([], usage=usage(self.call, in_order), **costs(self.call, in_order))
-        yield LAST_FRAME
+            yield [([], {"usage": usage(self.call, in_order), **costs(self.call, in_order)})]
 
     def _parts(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """The parts of choices that a piece has. Other beams than the best one come whole at the end.

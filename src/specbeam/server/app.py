@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import NoneType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,18 +23,21 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 import specbeam
+from specbeam.server import ollama
 from specbeam.server.arrivals import Arrivals
 from specbeam.server.audio import FORM, Transcribers, TranscriptionCall, TranscriptionRequest
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
-from specbeam.server.errors import Refusal, failed, refusal_of_body, refusal_of_json, stopping
+from specbeam.server.errors import OLLAMA_PATHS, Refusal, failed, refusal_of_body, refusal_of_json, stopping
 from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard
 from specbeam.server.json import json_response
 from specbeam.server.limits import AUDIO_PATHS, Access, Limits
+from specbeam.server.messages import MessagesRequest, TokensRequest
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
 from specbeam.server.notes import Notes
+from specbeam.server.ollama import OllamaChat, OllamaGenerate, ShowRequest
 from specbeam.server.page import add_page_to
 from specbeam.server.responses import ResponseRequest
 from specbeam.server.rounds import WatchedRequest
@@ -51,11 +54,15 @@ MAX_SHORT_BODY_BYTES = 8192
 
 So requests that come together are submitted together, and their prompts share a pass.
 """
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 LONG_BODY_BYTES, MAX_LONG_BODIES = 1 << 18, 2
 """Of longer bodies, two become tokens at a time. Each may take seconds and hundreds of megabytes."""
 
 
-GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions")
+GENERATING_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions"),
+    *("/v1/messages", "/api/chat", "/api/generate"),
+)
 """The endpoints that generate texts."""
 
 
@@ -74,9 +81,21 @@ class Error(BaseModel):
     error: ErrorBody
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
-}
+class AnthropicError(Error):
+    """Anthropic's shape of errors."""
+
+    type: Literal["error"]
+
+
+class OllamaError(BaseModel):
+    """ollama's shape of errors."""
+
+    error: str
+
+
+def errors_as(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The errors of an endpoint, as the description of the interface has them."""
+    return {status: {"model": shape} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)}
 
 
 class StrictRequest(Request):
@@ -142,7 +161,7 @@ def make_app(
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
-        responses=ERRORS,
+        responses=errors_as(Error),
     )
     app.state.models = models
     app.router.route_class = StrictRoute
@@ -174,14 +193,16 @@ def make_app(
             notes.turn.close()
             answer = fields.answer(call)
             if fields.stream:
-                return EventStream(answer.frames(), call)
+                is_of_lines = request.scope["path"].startswith(OLLAMA_PATHS)
+                return EventStream(answer.frames(), call, LINES if is_of_lines else EVENTS)
             return json_response(answer.whole(await while_connected(request.receive, call.results(), call)))
         except ClientGone:
             notes.outcome = "cancelled"
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    stream: Any = {200: {"content": {"text/event-stream": {"schema": event}}}}
+    stream: Any = {200: {"content": {EVENTS: {"schema": event}}}}
+    of_messages, of_ollama = errors_as(AnthropicError), errors_as(OllamaError)
 
     async def chat(fields: ChatRequest, request: Request) -> Response:
         return await generate(fields, request)
@@ -198,9 +219,40 @@ def make_app(
     async def rounds_of_completion(fields: CompletionRequest, request: Request) -> Response:
         return await generate(WatchedRequest(fields), request)
 
+    async def messages(fields: MessagesRequest, request: Request) -> Response:
+        return await generate(fields, request)
+
+    async def ollama_chat(fields: OllamaChat, request: Request) -> Response:
+        return await generate(fields, request)
+
+    async def ollama_generate(fields: OllamaGenerate, request: Request) -> Response:
+        return await generate(fields, request)
+
     generating: Any = (chat, completions, responses, rounds_of_chat, rounds_of_completion)
-    for path, endpoint in zip(GENERATING_PATHS, generating, strict=True):
-        app.add_api_route(path, endpoint, methods=["POST"], responses=stream)
+    lines: Any = {200: {"content": {LINES: {}}}} | of_ollama
+    of_each = [*[stream] * len(generating), stream | of_messages, lines, lines]
+    generating += (messages, ollama_chat, ollama_generate)
+    for path, endpoint, about in zip(GENERATING_PATHS, generating, of_each, strict=True):
+        app.add_api_route(path, endpoint, methods=["POST"], responses=about)
+
+    @app.post("/v1/messages/count_tokens", responses=of_messages)
+    async def count_tokens(fields: TokensRequest, request: Request) -> Response:
+        call = fields.call(_models(request).get(fields.model), limits)
+        await tokenizing(request, call.encode)
+        return json_response({"input_tokens": call.num_prompt_tokens})
+
+    @app.get("/api/tags", responses=of_ollama)
+    @app.get("/api/ps", responses=of_ollama)
+    async def ollama_models(request: Request) -> Response:
+        return json_response(ollama.tags(_models(request)))
+
+    @app.post("/api/show", responses=of_ollama)
+    async def ollama_show(fields: ShowRequest, request: Request) -> Response:
+        return json_response(ollama.show(_models(request).get(fields.model.removesuffix(":latest"))))
+
+    @app.get("/api/version", responses=of_ollama)
+    async def ollama_version() -> Response:
+        return json_response(ollama.version())
 
     transcribers = Transcribers(limits)
 
@@ -270,7 +322,7 @@ def make_app(
         field = request.scope["route"].body_field
         known = {} if field is None else field.field_info.annotation.model_fields
         names = [name for name, one in known.items() if one.annotation is not NoneType]  # which may only be null
-        return refusal_of_body([*error.errors()], names).response
+        return refusal_of_body([*error.errors()], names).response_at(request.scope["path"])
 
     return app
 
@@ -296,23 +348,23 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics) ->
             refusal = stopping()
         elif refusal.status == 500:
             logger.error("request %s failed", Notes.of(request.scope).id, exc_info=refusal)
-        return refusal.response
+        return refusal.response_at(request.scope["path"])
 
     async def refuse_http(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, Refusal):  # of the body
-            return error.__cause__.response
+            return error.__cause__.response_at(request.scope["path"])
         says = str(error.detail)
         if error.status_code == 404:
             path = request.scope["path"][:MAX_SHOWN_PATH]
             says = f"there is nothing at {path}: the API begins with /v1, as in /v1/models, and /openapi.json has all"
         elif error.status_code == 405:
             says = f"{request.method} is not allowed here: use {(error.headers or {}).get('Allow', 'another method')}"
-        response = Refusal(says, None, None, error.status_code).response
+        response = Refusal(says, None, None, error.status_code).response_at(request.scope["path"])
         response.headers.update(error.headers or {})
         return response
 
     async def fail(request: Request, _: Exception) -> Response:
-        response = failed().response
+        response = failed().response_at(request.scope["path"])
         response.headers[REQUEST_ID] = Notes.of(request.scope).id  # it does not pass through the guard
         return response
 

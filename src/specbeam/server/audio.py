@@ -16,14 +16,14 @@ from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.responses import PlainTextResponse, Response
 
 from specbeam.engine import Engine
 from specbeam.engine import Request as EngineRequest
 from specbeam.errors import SpecbeamError
-from specbeam.server.errors import Refusal, refusal_of, refusal_of_body
+from specbeam.server.errors import Refusal, refusal_of, validated
 from specbeam.server.json import json_response, to_json
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -87,11 +87,7 @@ class TranscriptionRequest(BaseModel):
         if not isinstance(file := values.pop("file", None), UploadFile):
             says = "the file is missing: send multipart/form-data whose part file has a file name"
             raise Refusal(says, "file", "missing_parameter")
-        try:
-            fields = cls.model_validate(values)
-        except ValidationError as error:
-            errors = [one | {"loc": ("body", *one["loc"])} for one in error.errors()]
-            raise refusal_of_body(errors, [*cls.model_fields]) from error
+        fields = validated(cls, values)
         if fields.stream and fields.response_format not in ("json", "text"):
             raise Refusal(f"stream gives events: leave response_format={fields.response_format} out", "response_format")
         if fields.has_words and fields.response_format != "verbose_json":

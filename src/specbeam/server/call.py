@@ -16,6 +16,7 @@ from specbeam.engine import Request
 from specbeam.engine.drafts import Draft, is_lookup
 from specbeam.engine.setup import MakeStrategy, Setup, make_strategy
 from specbeam.errors import SpecbeamError
+from specbeam.infilling import infilling_prompt
 from specbeam.options import Options
 from specbeam.prompt_length import PromptTooLong
 from specbeam.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, room
@@ -41,6 +42,7 @@ class Call:
     Attributes:
         field: the field of the client's request that has the prompts.
         raw: do not apply the chat template.
+        suffix: what comes after the texts, which fill in the middle; None if they end freely.
         rendering: how it is applied.
         prompt_top: also score the prompts, with this many likeliest tokens at each place.
         writes: whether there are new tokens.
@@ -59,6 +61,7 @@ class Call:
     _: KW_ONLY
     field: str
     raw: bool = False
+    suffix: str | None = None
     rendering: Rendering = DEFAULT_RENDERING
     prompt_top: int | None = None
     writes: bool = True
@@ -93,6 +96,11 @@ class Call:
             Refusal: a prompt is too long or of a wrong kind.
         """
         self._encoded = [self._encode(prompt) for prompt in self.prompts]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts, after ``encode``."""
+        return sum(map(len, self._encoded))
 
     def submit(self) -> None:
         """Submit the requests. Tokenizers and chat templates take long for long prompts.
@@ -131,10 +139,14 @@ class Call:
 
     def _encode(self, prompt: Any) -> list[int]:
         backend, limit = self.model.lm.backend, self.limits.max_prompt_tokens
-        context, begin = backend.context_length, backend.start_token_ids
+        context = backend.context_length
         fit = room(self.model.lm, self.writes)
         try:
             most = fit if limit is None else min(fit, limit)
+            if self.suffix is not None:
+                for text in filter(None, (prompt, self.suffix)):
+                    self.model.encode(text, raw=True, most=most)  # of one that is far too long, not all is tokenized
+                prompt = infilling_prompt(self.model.lm, prompt, self.suffix)
             ids = self.model.encode(prompt, raw=self.raw, most=most, rendering=self.rendering)
         except PromptTooLong as error:
             says = f"the prompt has {error.tokens} tokens"
@@ -143,16 +155,7 @@ class Call:
             says += f", but the model's context holds {context:,}{ALSO_NEW if fit < context else ''}: shorten it"
             raise Refusal(says, self.field, TOO_LONG) from error
         except SpecbeamError as error:
-            raise Refusal(str(error), self.field) from error
-        asked, left = self.plan.asked, context - len(ids if begin is None else begin)
-        if asked is not None and asked > left:
-            name = self.plan.names["max_new_tokens"]
-            raise Refusal(
-                f"the prompt has {len(ids)} tokens and {name} is {asked}, but the model's context holds {context}: "
-                f"ask for at most {left} new tokens, or shorten the prompt",
-                name,
-                TOO_LONG,
-            )
+            raise Refusal(str(error), "suffix" if str(error).startswith("suffix") else self.field) from error
         return ids
 
     def _submit_one(self, ids: list[int], options: Options, number: int) -> None:

@@ -14,7 +14,7 @@ from specbeam.prompts import Rendering
 from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Count, TopLogprobs, content_of
+from specbeam.server.fields import NewTokens, TopLogprobs, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, given, with_neutral_fields
@@ -37,6 +37,7 @@ NAME = r"^[^\s<|\\/>]+$"
 """The names that OpenAI takes. So none can look like a control token such as ``<|im_end|>``."""
 
 
+@with_neutral_fields
 class TextPart(Fields):
     """A part of a message."""
 
@@ -60,7 +61,9 @@ class Message(AsSent):
     @property
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it."""
-        content = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": part.type, "text": part.text} for part in content]
         more = {
             "name": self.name,
             "reasoning_content": self.reasoning_content,
@@ -108,8 +111,8 @@ class ChatRequest(TemplateFields, ToolFields):
     )
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = Field(None, description="max_tokens.")
+    max_tokens: NewTokens | None = Field(None, description="-1: as many as the context has left.")
+    max_completion_tokens: NewTokens | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
@@ -118,7 +121,7 @@ class ChatRequest(TemplateFields, ToolFields):
         model.check_chat_template()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise Refusal("max_tokens and max_completion_tokens are the same limit: leave one out", "max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise Refusal("top_logprobs goes with logprobs: true", "top_logprobs")
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         top = (self.top_logprobs or 0) if self.logprobs else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -10,7 +10,8 @@ from specbeam.engine import Request
 from specbeam.prompts import is_batch
 from specbeam.server.answers import Answer
 from specbeam.server.call import Call
-from specbeam.server.fields import CountOrZero, Decoding, TokenId, TopLogprobs
+from specbeam.server.errors import Refusal
+from specbeam.server.fields import Decoding, NewTokens, TokenId, TopLogprobs
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import with_neutral_fields
@@ -28,17 +29,30 @@ class CompletionRequest(Decoding):
     prompt: str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)] = (
         Field(description="A text, token ids, or a list of either.")
     )
-    max_tokens: CountOrZero | None = Field(None, description="16 if it is left out.")
+    max_tokens: NewTokens | Literal[0] | None = Field(
+        None, description="16 if it is left out. -1: as many as the context has left."
+    )
     logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each place.")
     echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
+    suffix: str | None = Field(None, description="What comes after the text, for models with fill-in-the-middle.")
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The requests to the engine."""
         plan = self.plan(model, limits, "max_tokens", MAX_TOKENS, self.logprobs)
         prompts: Any = self.prompt if is_batch(self.prompt) else [self.prompt]
         scored = self.logprobs if self.echo else None
+        if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in prompts)):
+            raise Refusal("suffix goes with prompts that are texts, and without echo", "suffix")
         return Call(
-            model, prompts, plan, limits, field="prompt", raw=True, prompt_top=scored, writes=self.max_tokens != 0
+            model,
+            prompts,
+            plan,
+            limits,
+            field="prompt",
+            raw=True,
+            suffix=self.suffix or None,
+            prompt_top=scored,
+            writes=self.max_tokens != 0,
         )
 
     def answer(self, call: Call) -> Completion:

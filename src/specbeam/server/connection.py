@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
             msg = "the request is not valid HTTP: send HTTP/1.1 without TLS"
         request_id = uuid.uuid4().hex
         logger.info(f"malformed request 400 refused client={(self.client or ('unknown',))[0]} id={request_id}: {msg}")
-        response = Refusal(msg).response
+        response = Refusal(msg).response_at("")
         response.headers.update({REQUEST_ID: request_id, "connection": "close"})
         head = [b"%s: %s\r\n" % header for header in response.raw_headers]
         self.transport.write(b"".join([STATUS_LINE[400], *head, b"\r\n", bytes(response.body)]))

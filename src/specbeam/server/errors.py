@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from specbeam.errors import ConstraintError, NotFinite, QueueFull, SpecbeamError
@@ -16,12 +17,17 @@ from specbeam.options import Options
 from specbeam.plugins import PluginError
 from specbeam.server.json import json_response
 
-MAX_MESSAGE_CHARACTERS = 700
+M = TypeVar("M", bound=BaseModel)
+
+MAX_MESSAGE_CHARACTERS = 2000
 RETRY_AFTER_SECONDS = 1
 """A client that was refused for lack of room may try again after this time."""
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
 TYPE_NAMES = ("str", "int", "float", "bool")
+ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"
+"""With which the paths begin whose clients read errors in another shape."""
+REMOVE_IT = " is not supported: remove it"
 OPTION = re.compile(rf"\b({'|'.join(one.name for one in fields(Options))})\b")
 
 
@@ -54,12 +60,18 @@ class Refusal(Exception):
         kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    @property
-    def response(self) -> Response:
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The error as the clients of a path read it."""
+        if path.startswith(OLLAMA_PATHS):
+            return {"error": self.message}
+        return {"type": "error", **self.body} if path.startswith(ANTHROPIC_PATHS) else self.body
+
+    def response_at(self, path: str) -> Response:
+        """The answer to a request for a path."""
         headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return json_response(self.body, self.status, headers)
+        return json_response(self.body_at(path), self.status, headers)
 
 
 def stopping() -> Refusal:
@@ -104,28 +116,57 @@ def refusal_of_json(error: json.JSONDecodeError) -> Refusal:
     return Refusal(f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}")
 
 
+def validated(kind: type[M], given: dict[str, Any]) -> M:
+    """The object of a request that some fields give.
+
+    Raises:
+        Refusal: fields that are not known, or of another type.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        errors = [one | {"loc": ("body", *one["loc"])} for one in error.errors()]
+        raise refusal_of_body(errors, [*kind.model_fields]) from error
+
+
 def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
-    """The refusal of a body that does not have the form of a request.
+    """The refusal of a body that does not have the form of a request. It names all fields that are wrong.
 
     Args:
         errors: pydantic's.
         names: the fields of the request.
     """
-    first = errors[0]
+    by_field: dict[Any, list[Any]] = {}
+    for error in errors:
+        _, *place = error["loc"]
+        if not place:
+            return Refusal("the body must be a JSON object, sent with the header Content-Type: application/json")
+        by_field.setdefault(place[0], []).append(error)
+    first, *more = refusals = [_refusal_of_field(of_field, names) for of_field in by_field.values()]
+    if not more:
+        return first
+    removed = [one.message.removesuffix(REMOVE_IT) for one in refusals if one.message.endswith(REMOVE_IT)]
+    says = [f"{', '.join(removed)} are not supported: remove them"] if len(removed) > 1 else []
+    says += [one.message for one in refusals if not says or not one.message.endswith(REMOVE_IT)]
+    return Refusal("; ".join(says), first.param, first.code)
+
+
+def _refusal_of_field(of_field: list[Any], names: list[str]) -> Refusal:
+    """The refusal for one field.
+
+    Where a field has several forms, pydantic reports what is wrong with each, and names the form in the place.
+    """
+    first = of_field[0]
     _, *place = first["loc"]
-    if not place:
-        return Refusal("the body must be a JSON object, sent with the header Content-Type: application/json")
     param = str(place[0])
-    # Where a field has several forms, pydantic reports what is wrong with each, and names the form in the place.
-    of_field = [error for error in errors if error["loc"][1:2] == (place[0],)]
     if first["type"] == "extra_forbidden" and len(place) == 1:
         near = nearest_name(param, names)
-        hint = f"did you mean {near}?" if near and near != param else "remove it"
-        return Refusal(f"{param} is not supported: {hint}", param, "unsupported_parameter")
+        says = f"{param} is not supported: did you mean {near}?" if near and near != param else param + REMOVE_IT
+        return Refusal(says, param, "unsupported_parameter")
     if first["type"] == "extra_forbidden" and len(of_field) == 1:
-        return Refusal(f"{_shown(first['loc'])} is not supported: remove it", param, "unsupported_parameter")
+        return Refusal(_shown(first["loc"]) + REMOVE_IT, param, "unsupported_parameter")
     if first["type"] == "none_required" or first.get("ctx", {}).get("max_length") == 0:
-        return Refusal(f"{place[-1]} is not supported: remove it", param, "unsupported_parameter")
+        return Refusal(f"{place[-1]}{REMOVE_IT}", param, "unsupported_parameter")
     # The form that fits best fails last, and so in the deepest place. There, another type explains other mistakes.
     deepest = max(of_field, key=lambda error: (len(error["loc"]), error["loc"][-1] == "type"))
     where = _shown(deepest["loc"])

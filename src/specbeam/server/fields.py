@@ -8,16 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticKnownError
 
 from specbeam.errors import SpecbeamError
+from specbeam.option_names import OTHER_NAMES
 from specbeam.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields, given, with_neutral_fields
+from specbeam.server.neutral import WINDOWS, Fields, given, with_neutral_fields
 
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
@@ -36,6 +37,8 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]+$")]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 Count = Annotated[Whole, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[Whole, Field(ge=0, lt=2**31)]
+NewTokens = Count | Literal[-1]
+"""How many new tokens there are at most. -1: as many as the context has left."""
 TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
 """How many of the likeliest tokens to return for each place."""
 Size = Count | Literal["auto"]
@@ -84,6 +87,7 @@ class OpenAIDecoding(Fields):
     )
 
 
+@with_neutral_fields
 class Decoding(OpenAIDecoding):
     """The fields that all endpoints for texts share: OpenAI's, and vLLM's and specbeam's after them."""
 
@@ -120,6 +124,23 @@ class Decoding(OpenAIDecoding):
     )
     return_token_ids: bool | None = Field(None, description="Add token_ids and prompt_token_ids.")
     trace: bool | None = Field(None, description="Add each round: drafted, accepted and chosen tokens.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_repetitions(cls, given: Any) -> Any:
+        """Leave out fields that only repeat another one, or its default, by the name of another server."""
+        if not isinstance(given, dict):
+            return given
+        repeated = {
+            theirs
+            for ours, names in OTHER_NAMES.items()
+            if ours in cls.model_fields
+            for theirs in names
+            if theirs not in cls.model_fields
+            and theirs in given
+            and given[theirs] == given.get(ours, REPEATED_DEFAULTS.get(ours))
+        }
+        return {name: value for name, value in given.items() if name not in repeated}
 
     @property
     def includes_usage(self) -> bool:
@@ -160,6 +181,10 @@ class Decoding(OpenAIDecoding):
             raise Refusal(f"best_of={self.best_of} is less than n={self.n}: give at least n", "best_of")
         if self.stream and self.best_of is not None and not self.use_beam_search and self.best_of > (self.n or 1):
             raise Refusal("best_of cannot be streamed: all its texts must end before the best one is known", "best_of")
+        has_penalties = self.repetition_penalty not in (None, 1) or self.frequency_penalty or self.presence_penalty
+        for name in WINDOWS if has_penalties else ():
+            if (value := getattr(self, name)) not in (None, -1):
+                raise Refusal(f"{name}={value:g} is not supported: penalties count over all tokens. Remove it", name)
 
     def plan(self, model: ServedModel, limits: Limits, field: str, default: int, top: int | None) -> Plan:
         """How to decode for this request.
@@ -174,7 +199,7 @@ class Decoding(OpenAIDecoding):
         """
         self.check()
         asked: int | None = getattr(self, field)
-        max_tokens = default if asked is None else asked
+        max_tokens = default if asked is None else limits.max_tokens if asked == -1 else min(asked, limits.max_tokens)
         n = self.n or 1
         describe, constrained_by = self.describe()
         choices = () if self.structured_outputs is None else self.structured_outputs.choices
@@ -192,8 +217,6 @@ class Decoding(OpenAIDecoding):
             raise Refusal(f"n={n} is more than the {len(choices)} texts of structured_outputs.choice", "n")
         if (self.min_tokens or 0) > max_tokens:
             raise Refusal(f"min_tokens={self.min_tokens} is more than {field}={max_tokens}", "min_tokens")
-        if max_tokens > limits.max_tokens:
-            raise Refusal(f"{field}={max_tokens} is more than this server's limit of {limits.max_tokens}", field)
         values = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
         if self.top_k is not None:
             values["top_k"] = max(self.top_k, 0)
@@ -203,6 +226,8 @@ class Decoding(OpenAIDecoding):
             values["eos_token_id"] = sorted({*ends, *(self.stop_token_ids or ())})
         if searches:
             values |= {"num_beams": beams, "num_return_sequences": n}
+        else:
+            values = {name: value for name, value in values.items() if value != NEUTRAL_OF_BEAMS.get(name)}
         values |= {"max_new_tokens": max(max_tokens, 1), "top_logprobs": top}
         names = {
             **RENAMED,
@@ -229,13 +254,16 @@ class Decoding(OpenAIDecoding):
             draft=model.draft(self.draft),
             priority=self.priority or 0,
             names=names,
-            asked=asked,
             describe=describe,
         )
 
 
 SAME_NAMES = {option.name for option in fields(Options)} & {*Decoding.model_fields} - {"seed", "num_beams"}
 """Fields that are options of the same name. The plan makes the seed and the beams of several fields."""
+REPEATED_DEFAULTS = {"max_tokens": -1, "repetition_penalty": 1, "typical_p": 1, "min_tokens": 0, "stop": []}
+"""What other servers' names of a field may have where the field itself is left out."""
+NEUTRAL_OF_BEAMS = {"length_penalty": 1, "early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0}
+"""Defaults of options of beams, which clients also send without beams."""
 RENAMED = {"stop_strings": "stop", "min_new_tokens": "min_tokens"}
 """Fields that are options of another name, by the option."""
 
@@ -250,7 +278,6 @@ class Plan:
         searches: by beams, so that each text has a score.
         draft, priority: as for :meth:`specbeam.Engine.submit`.
         names: fields of the request by the options that they set.
-        asked: the new tokens that the request asks for; None if it does not say how many.
         describe: describes what the texts may be; None for any.
     """
 
@@ -261,5 +288,4 @@ class Plan:
     draft: Any
     priority: int
     names: dict[str, str]
-    asked: int | None
     describe: Describe | None

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specbeam.server.bodies import Bodies, Body
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import AUDIO_PATHS, LOOPBACK_ADDRESSES, Access, Limits
 from specbeam.server.metrics import Metrics, Tally
@@ -21,8 +22,6 @@ from specbeam.server.page import is_page
 from specbeam.server.streams import ClientGone
 
 logger = logging.getLogger("specbeam.server")
-MAX_BODY_SECONDS = 60.0
-"""A client has this time to send its body."""
 MAX_BEGINNING = 8
 """Requests that are parsed and submitted at once. Others wait here, so that a crowd does not hold up /health."""
 REQUEST_ID = "x-request-id"
@@ -49,6 +48,7 @@ class Guard:
         self._limits = limits
         self._access = access
         self._metrics = metrics
+        self._bodies = Bodies(max(limits.max_bodies_bytes, limits.max_body_bytes, limits.max_audio_bytes))
         self._turns = asyncio.Semaphore(MAX_BEGINNING)
         self._hosts = {"localhost", *LOOPBACK_ADDRESSES, *access.allowed_hosts}
 
@@ -66,19 +66,23 @@ class Guard:
                 MutableHeaders(scope=message)[REQUEST_ID] = notes.id
             await send(message)
 
+        def check_size(num_bytes: int) -> None:
+            self._check_size(scope, max(num_bytes, scope.get(ANNOUNCED_BYTES, 0)))
+
         try:
-            try:
-                self._check(scope)
-                if scope["method"] == "POST":
-                    receive = _first(await self._body(scope, receive), receive)
-                    await self._turns.acquire()
-                    notes.turn.callback(self._turns.release)
-            except Refusal as refusal:
-                await refusal.response(scope, receive, noting)
-            except ClientGone:
-                notes.outcome = "cancelled"
-            else:
-                await self._app(scope, receive, noting)
+            with Body(self._bodies) as body:
+                try:
+                    self._check(scope)
+                    if scope["method"] == "POST":
+                        receive = await body.whole(receive, check_size)
+                        await self._turns.acquire()
+                        notes.turn.callback(self._turns.release)
+                except Refusal as refusal:
+                    await refusal.response_at(scope["path"])(scope, receive, noting)
+                except ClientGone:
+                    notes.outcome = "cancelled"
+                else:
+                    await self._app(scope, receive, noting)
         finally:
             notes.turn.close()
             self._note(scope, notes, time.monotonic() - begin)
@@ -118,13 +122,16 @@ class Guard:
             return
         if self._access.api_keys:
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's header
+            key = given.encode("latin-1")
             if not any(hmac.compare_digest(key, one.encode()) for one in self._access.api_keys):
                 raise Refusal(
                     "the API key is wrong or missing: send Authorization: Bearer KEY", None, "invalid_api_key", 401
                 )
         if scope["app"].state.is_stopping and scope["method"] == "POST":
             raise stopping()
+        if scope["path"] in AUDIO_PATHS and scope["method"] == "POST" and not scope["app"].state.models.read_sound:
+            raise Refusal("no model of this server reads sound: start it with a Whisper model", "model")
         encoding = ", ".join(headers.getlist("content-encoding")) or "identity"
         if encoding.lower() != "identity":
             raise Refusal(
@@ -147,28 +154,6 @@ class Guard:
         limit = self._limits.max_audio_bytes if has_sound else self._limits.max_body_bytes
         if num_bytes > limit:
             raise Refusal(f"the body is larger than this server's limit of {limit} bytes", None, "body_too_large", 413)
-
-    async def _body(self, scope: Scope, receive: Receive) -> Message:
-        """The whole body of a request.
-
-        Raises:
-            Refusal: it is too large or too slow.
-            ClientGone: the client went away before its end.
-        """
-        body, is_whole = bytearray(), False
-        deadline = time.monotonic() + MAX_BODY_SECONDS
-        while not is_whole:
-            try:
-                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
-            except TimeoutError:
-                problem = f"the body did not come within {MAX_BODY_SECONDS:.0f} seconds"
-                raise Refusal(problem, None, "body_too_slow", 408) from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body += message.get("body", b"")
-            is_whole = not message.get("more_body", False)
-            self._check_size(scope, max(len(body), scope.get(ANNOUNCED_BYTES, 0)))
-        return {"type": "http.request", "body": bytes(body)}
 
     def _note(self, scope: Scope, notes: Notes, seconds: float) -> None:
         status = notes.status
@@ -195,16 +180,6 @@ class Guard:
         self._metrics.count(notes.endpoint, outcome, notes.tally)
         if is_over:
             log()
-
-
-def _first(message: Message, receive: Receive) -> Receive:
-    """Receives a message that has come, and then the next ones."""
-    messages = [message]
-
-    async def first() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return first
 
 
 def _path(scope: Scope) -> str:

@@ -20,10 +20,12 @@ class Limits:
     Attributes:
         max_body_bytes: bytes of a request's body.
         max_audio_bytes: bytes of a request with a file of sound.
+        max_bodies_bytes: bytes of the bodies of all requests that have no answer yet. Of bodies that are still coming,
+            the one that has waited longest for its next bytes is refused first.
         max_audio_seconds: seconds of its sound.
         max_prompts: prompts in one request.
         max_prompt_tokens: tokens of a prompt; None for as many as the model's context holds.
-        max_tokens: new tokens of a text. A chat answer has at most this many if the request gives no limit.
+        max_tokens: new tokens of a text, which ends there even if the request asks for more.
         max_beams: beams, choices or samples of one prompt.
         max_tool_calls: tool calls in one answer. Small models do not stop calling.
         max_requests: requests that share a pass. A request for several texts counts once for each text, and a beam
@@ -42,6 +44,7 @@ class Limits:
 
     max_body_bytes: int = 4_000_000
     max_audio_bytes: int = 25_000_000
+    max_bodies_bytes: int = 500_000_000
     max_audio_seconds: int = 2 * 3600
     max_prompts: int = 128
     max_prompt_tokens: int | None = None

@@ -162,6 +162,10 @@ class ServedModel:
     def name(self) -> str:
         return self.lm.source
 
+    @property
+    def has_tools(self) -> bool:
+        return self._tool_format is not None
+
     def draft(self, name: str | None) -> Draft | None:
         """The draft that a request names.
 
@@ -306,6 +310,11 @@ class Models:
     def loads(self) -> list[Load]:
         """The work of the engines at this moment."""
         return [Load.of(model) for model in self]
+
+    @property
+    def read_sound(self) -> bool:
+        """Whether one of them transcribes."""
+        return any(model.lm.backend.features_shape is not None for model in self)
 
     @property
     def cache_limits(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""OpenAI's fields that have no meaning for a model of text alone.
+"""Fields that change no text: OpenAI's for other models, and samplers of other servers that are switched off.
 
 Many clients send them along. They are declared with the values that change nothing, and refused with others.
 """
@@ -32,38 +32,102 @@ class Fields(BaseModel):
         return handler(given(values))
 
 
-class Reasoning(Fields):
-    """How much the model reasons. Here it does not."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+Detail = Literal["auto", "concise", "detailed"]
 
-    effort: Literal["none"] | None = None
+
+class Reasoning(Fields):
+    """How much a model reasons, if OpenAI trained it to. Chat templates have no place for it."""
+
+    effort: Effort | None = None
+    summary: Detail | None = None
+    generate_summary: Detail | None = None
 
 
 Empty = Annotated[list[Any], Field(max_length=0)]
+Off, One = Literal[0], Literal[1]
 NO_EFFECT = "Accepted, and has no effect."
+SHARED_PREFIXES = "Accepted: prefixes are shared in any case."
+CACHED = dict.fromkeys(("cache_control", "prompt_cache_breakpoint"), (dict[str, Any], SHARED_PREFIXES))
+WINDOWS = ("repeat_last_n", "rep_pen_range", "repetition_penalty_range", "rep_pen_slope")
+"""Over which of the last tokens other servers count penalties. Here they count over all tokens."""
+OTHER_SAMPLERS: dict[str, Any] = {
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "skew", "min_keep"), Off),
+    **dict.fromkeys(("tfs", "tfs_z", "guidance_scale", "encoder_repetition_penalty"), One),
+    **dict.fromkeys(("top_n_sigma", "nsigma"), Literal[0, -1]),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "dynatemp_range", "smoothing_factor"), Off),
+    **dict.fromkeys(("dry_multiplier", "xtc_probability"), Off),
+    **dict.fromkeys(("dynamic_temperature", "temperature_last"), Literal[False]),
+    "adaptive_target": Annotated[float, Field(le=0)],
+    # What the samplers above have no use for while they are off:
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "smoothing_curve"), float),
+    **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "xtc_threshold", "adaptive_decay"), float),
+    "dry_sequence_breakers": str | list[str],
+    "negative_prompt": str,
+    **dict.fromkeys(WINDOWS, (float, "Only -1, if there are penalties: they count over all tokens.")),
+}
+"""The samplers of llama.cpp and text-generation-webui that are not here, as SillyTavern sends them."""
+OTHER_SERVERS: dict[str, Any] = {
+    "cache_prompt": (bool, SHARED_PREFIXES),
+    **dict.fromkeys(("id_slot", "n_keep"), (int, NO_EFFECT)),
+    **dict.fromkeys(("truncation_length", "num_ctx"), (int, "Accepted: the context is the model's.")),
+    **dict.fromkeys(("t_max_predict_ms", "n_indent", "max_tokens_second"), Off),
+    **dict.fromkeys(("timings_per_token", "return_progress", "post_sampling_probs", "legacy_api"), Literal[False]),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), Literal[True]),
+    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids", "ban_eos_token"), Literal[False]),
+    "add_bos_token": Literal[True],
+    **dict.fromkeys(("bad_words", "banned_strings"), Empty),
+    **dict.fromkeys(("custom_token_bans", "banned_tokens", "grammar", "grammar_string"), Literal[""]),
+    **dict.fromkeys(("api_type", "api_server", "request_id"), (str, NO_EFFECT)),
+}
+"""Further fields of llama.cpp, vLLM, text-generation-webui and SillyTavern."""
 GIVEN_BACK = "Accepted in answers that are given back."
 PARSED = (Any, "Accepted in answers that are given back: what OpenAI's client made of the text.")
 NEUTRAL: dict[str, dict[str, Any]] = {
     "OpenAIDecoding": {
         "safety_identifier": (str, NO_EFFECT),
-        "prompt_cache_key": (str, "Accepted: prefixes are shared in any case."),
+        "prompt_cache_key": (str, SHARED_PREFIXES),
         "prompt_cache_retention": (Literal["in_memory", "in-memory", "24h"], NO_EFFECT),
-        "store": (Literal[False], "Nothing is stored."),
-        "service_tier": Literal["auto", "default"],
+        "prompt_cache_options": (dict[str, Any], SHARED_PREFIXES),
+        "store": (bool, "Nothing is stored."),
+        "service_tier": (Literal["auto", "default", "flex", "scale", "priority", "fast"], NO_EFFECT),
     },
+    "Decoding": OTHER_SAMPLERS | OTHER_SERVERS,
     "StreamOptions": {"include_obfuscation": Literal[False]},
-    "Message": {"annotations": Empty, "refusal": None, "audio": None, "function_call": None, "parsed": PARSED},
+    "TextPart": CACHED,
+    "FunctionTool": CACHED,
+    "Message": CACHED | {"annotations": Empty, "refusal": None, "audio": None, "function_call": None, "parsed": PARSED},
     "CalledFunction": {"parsed_arguments": PARSED},
     "ChatRequest": {
         "modalities": Annotated[list[Literal["text"]], Field(max_length=1)],
-        "reasoning_effort": Literal["none"],
-        "verbosity": Literal["medium"],
+        "reasoning_effort": (Effort, NO_EFFECT),
+        "verbosity": (Verbosity, NO_EFFECT),
+        "add_special_tokens": (Literal[False], "A chat template has its own."),
+        "echo": Literal[False],
         "audio": None,
         "functions": Empty,
         "function_call": Literal["none", "auto"],
-        **dict.fromkeys(("moderation", "prediction", "prompt_cache_options", "web_search_options")),
+        **dict.fromkeys(("moderation", "prediction", "web_search_options")),
     },
-    "CompletionRequest": {"suffix": Literal[""]},
-    "InputPart": {"annotations": Empty, "logprobs": (list[Any], GIVEN_BACK), "parsed": PARSED},
+    "CompletionRequest": {"add_special_tokens": Literal[True]},
+    "InputPart": CACHED | {"annotations": Empty, "logprobs": (list[Any], GIVEN_BACK), "parsed": PARSED},
+    "TextBlock": CACHED | {"citations": Empty},
+    "ToolUseBlock": CACHED | {"caller": (dict[str, Any], NO_EFFECT)},
+    "ToolResultBlock": CACHED,
+    "InTool": CACHED | {"defer_loading": Literal[False], "eager_input_streaming": bool, "input_examples": Empty},
+    "TokensRequest": CACHED | {"mcp_servers": Empty},
+    "MessagesRequest": {
+        "metadata": (dict[str, Any], NO_EFFECT),
+        "service_tier": (Literal["auto", "standard_only"], NO_EFFECT),
+        "speed": Literal["standard"],
+    },
+    "OllamaMessage": {"images": Empty},
+    "OllamaRequest": {
+        "keep_alive": (float | str, "Accepted: models stay loaded."),
+        **dict.fromkeys(("truncate", "shift"), Literal[False]),
+    },
+    "OllamaGenerate": {"template": Literal[""], "context": Empty, "images": Empty},
     "InputMessage": {"type": Literal["message"], "id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), "phase": None},
     "CallItem": {
         "id": (str, GIVEN_BACK),
@@ -83,7 +147,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "background": Literal[False],
         "return_token_ids": Literal[False],
         **dict.fromkeys(("access_programs", "background_options", "context_management", "conversation", "image")),
-        **dict.fromkeys(("max_tool_calls", "moderation", "previous_response_id", "prompt", "prompt_cache_options")),
+        **dict.fromkeys(("max_tool_calls", "moderation", "previous_response_id", "prompt")),
         "reasoning": Reasoning,
     },
 }

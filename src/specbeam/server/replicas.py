@@ -230,6 +230,10 @@ class Replica:
         """As for :class:`specbeam.server.models.Models`."""
         return self._models.cache_limits
 
+    async def read_sound(self) -> bool:
+        """As for :class:`specbeam.server.models.Models`."""
+        return self._models.read_sound
+
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
         self._app.state.is_stopping = True
@@ -246,12 +250,14 @@ class Replicas:
 
     Attributes:
         metrics: the front's.
+        read_sound: whether one of their models transcribes.
     """
 
     def __init__(self, handle: Any) -> None:
         self.metrics = Metrics()
         self._handle = handle
         self._stream = handle.options(method_name="answer", stream=True)
+        self.read_sound: bool = handle.broadcast("read_sound").results(timeout_s=STATE_SECONDS)[0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give a request to a replica, and its answer to the client."""
@@ -298,7 +304,7 @@ class Replicas:
                     logger.warning("a replica died while it had a request")
                 if has_begun:
                     notes.outcome = "failed"
-                    frame = error_frame(_lost() if has_died else error)
+                    frame = error_frame(_lost() if has_died else error, asked.scope["path"])
                     await send({"type": "http.response.body", "body": frame, "more_body": False})
                     return
                 if not has_died:

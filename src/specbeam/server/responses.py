@@ -17,12 +17,12 @@ from specbeam.server.answers import FINISH_REASONS
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Count, TopLogprobs, Whole, content_of
+from specbeam.server.fields import NewTokens, TopLogprobs, Whole, content_of
 from specbeam.server.formats import FlatFormat
 from specbeam.server.json import to_json
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields, with_neutral_fields
+from specbeam.server.neutral import Fields, Verbosity, with_neutral_fields
 from specbeam.server.reading import ReadCall, Reading
 from specbeam.server.statistics import costs, token_counts
 from specbeam.server.streams import frame
@@ -114,7 +114,20 @@ class TextConfig(Fields):
     """The form of the answer."""
 
     format: FlatFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
+
+
+LOGPROBS = "message.output_text.logprobs"
+PartOfOtherModels = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+]
+"""What ``include`` may ask for, and no answer here has."""
 
 
 @with_neutral_fields
@@ -125,8 +138,8 @@ class ResponseRequest(ToolFields):
     instructions: str | None = Field(None, description="A system message to put first.")
     tools: Annotated[list[FlatFunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: FlatChoice | None = None
-    max_output_tokens: Count | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    max_output_tokens: NewTokens | None = None
+    include: list[Literal["message.output_text.logprobs"] | PartOfOtherModels] | None = None
     top_logprobs: TopLogprobs | None = None
     n: Annotated[Whole, Field(ge=1, le=1)] | None = Field(None, description="This endpoint gives one text.")
     text: TextConfig | None = None
@@ -137,12 +150,16 @@ class ResponseRequest(ToolFields):
     def format(self) -> Any:
         return None if self.text is None else self.text.format
 
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The request to the engine."""
         model.check_chat_template()
-        if self.top_logprobs is not None and not self.include:
-            raise Refusal('top_logprobs goes with include: ["message.output_text.logprobs"]', "top_logprobs")
-        top = (self.top_logprobs or 0) if self.include else None
+        if self.top_logprobs and not self.has_logprobs:
+            raise Refusal(f'top_logprobs goes with include: ["{LOGPROBS}"]', "top_logprobs")
+        top = (self.top_logprobs or 0) if self.has_logprobs else None
         plan = self.plan(model, limits, "max_output_tokens", limits.max_tokens, top)
         if plan.draws > 1:
             raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
@@ -267,7 +284,7 @@ class Answer:
 
     def _entries(self, part: Part) -> list[dict[str, Any]]:
         """The log-probabilities of a part's tokens, if they are asked for."""
-        return chat_log_probs(self._call.model.texts, part) if self._fields.include else []
+        return chat_log_probs(self._call.model.texts, part) if self._fields.has_logprobs else []
 
     def _of_text(self, text: str, is_cut: bool) -> list[dict[str, Any]]:
         """The log-probabilities of the message's tokens.

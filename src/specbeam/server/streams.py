@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specbeam.server.errors import Refusal, failed
+from specbeam.server.errors import ANTHROPIC_PATHS, OLLAMA_PATHS, Refusal, failed
 from specbeam.server.notes import Notes
 
 logger = logging.getLogger("specbeam.server")
@@ -58,31 +58,29 @@ async def while_connected(receive: Receive, work: Awaitable[T], call: Cancellabl
 class EventStream(Response):
     """Sends frames as they are made. When it ends, for whatever reason, the call is over."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, frames: AsyncIterator[bytes], call: Cancellable) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, frames: AsyncIterator[bytes], call: Cancellable, media_type: str = "text/event-stream") -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._frames = frames
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(send, Notes.of(scope).id), self._call)
+            await while_connected(receive, self._send(send, scope), self._call)
         except ClientGone:
             Notes.of(scope).outcome = "cancelled"
         finally:
             self._call.cancel()
 
-    async def _send(self, send: Send, request_id: str) -> None:
+    async def _send(self, send: Send, scope: Scope) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for one in self._frames:
                 await send({"type": "http.response.body", "body": one, "more_body": True})
         except Exception as error:
             if not isinstance(error, Refusal) or error.status >= 500:
-                logger.exception("the stream of request %s failed", request_id)
-            await send({"type": "http.response.body", "body": error_frame(error), "more_body": True})
+                logger.exception("the stream of request %s failed", Notes.of(scope).id)
+            await send({"type": "http.response.body", "body": error_frame(error, scope["path"]), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -92,6 +90,9 @@ def frame(data: str, event: str | None = None) -> bytes:
     return f"{head}data: {data}\n\n".encode(errors="replace")
 
 
-def error_frame(error: Exception) -> bytes:
-    """An error as the last frame of a stream, as OpenAI's clients read it."""
-    return frame(json.dumps((error if isinstance(error, Refusal) else failed()).body))
+def error_frame(error: Exception, path: str) -> bytes:
+    """An error as the last frame of a stream, as the clients of a path read it."""
+    data = json.dumps((error if isinstance(error, Refusal) else failed()).body_at(path))
+    if path.startswith(OLLAMA_PATHS):
+        return f"{data}\n".encode()
+    return frame(data, "error" if path.startswith(ANTHROPIC_PATHS) else None)

@@ -70,6 +70,7 @@ class Function(AsSent):
         return sent if self.parameters is not None else sent | {"parameters": NO_ARGUMENTS}
 
 
+@with_neutral_fields
 class FunctionTool(AsSent):
     """A tool of chat completions."""
 
