@@ -114,7 +114,7 @@ def instances(cases: Iterable[Case]) -> Counter[str]:
 def allows(description: JsonSchema, value: Any) -> bool:
     """Whether a value may be written, in tokens of one byte."""
     matcher = _llguidance().LLMatcher(_bytes(), description.text, log_level=0, limits=_limits(description))
-    written = [*json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")]
+    written = [*json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")]
     return bool(matcher.try_consume_tokens(written) == len(written) and matcher.is_accepting())
 
 

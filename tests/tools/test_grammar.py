@@ -129,15 +129,18 @@ def marked(*calls):
 FORMAT = JsonSchema({"enum": [1, {"a": 2}]})
 ALLOWED = {
     "hermes": [
-        ({}, ["", "Hello", "Hello <tool", marked(A), marked(A, B), f"Well.\n{marked(B)}", UNKNOWN, f"see {UNKNOWN}"],
-             [marked(WRONG), marked(UNKNOWN), "<tool_call>", f"{marked(A)} and", marked(A, A, A, A), WRONG, f"so: {WRONG}"]),  # noqa: E501
+        ({}, ["Hello", "Hello <tool", "\n4", "{4", marked(A), marked(A, B), f"Well.\n{marked(B)}", UNKNOWN,
+              f"see {UNKNOWN}"], ["", " \n", "{\n", "[]", marked(WRONG), marked(UNKNOWN), "<tool_call>", f"{marked(A)} and", marked(A, A, A, A), WRONG, f"so: {WRONG}"]),  # noqa: E501
         ({}, [A, f"So:\n```json\n{A}\n```", A.replace(" ", "\n  "), f"{A}; {B}", f"```\n{A}```\n```json\n{B}\n```"],
              [f"{A} and", f"{A}{B}{A}{B}"]),
         ({"most": 1}, [marked(B), A], [marked(A, B), f"{A}\n{B}"]),
         ({"is_required": True}, [marked(A), marked(A, B), A, f"```json\n{A}\n```"],
              ["", "Hello", f" {marked(A)}", f"Hi {A}", f"{marked(A)}\n", WRONG]),
         ({"is_required": True, "most": 1}, [marked(A)], [A, marked(A, B)]),
-        ({"content": FORMAT}, ["1", '{"a":2}', marked(A)], ["2", "Hello", "", f"1{marked(A)}"]),
+        ({"content": FORMAT}, ["1", '{"a": 2}', marked(A)], ["2", "Hello", "", f"1{marked(A)}"]),
+        ({"most": 0}, ["Hello", "\n-4", f"see {UNKNOWN}"],
+             ["", A, marked(A), f"Hello {A}", UNKNOWN, f"```json\n{A}\n```"]),
+        ({"most": 0, "content": FORMAT}, ["1", '{"a": 2}'], ["", "Hello", A, marked(A)]),
     ],
     "llama": [
         ({}, ["Hi", A.replace("arguments", "parameters"), A],
@@ -181,6 +184,8 @@ def test_other_tokens_may_stand_in_a_text(model):
     one = model({"<tool_call>": False, "</tool_call>": False, "<other>": True, "<word>": False})
     constraint = one.constraint("hermes")
     assert one.allows(constraint, f"a<word>b {marked(A)}")
+    assert one.allows(constraint, "<word>")
+    assert one.allows(one.constraint("hermes", most=0), "a<word>b")
     assert not one.allows(constraint, "a<other>")  # it is special: no text shows it
     assert not one.allows(constraint, "a<eos>")
     assert not one.allows(constraint, marked(A.replace("Paris", "<other>")))

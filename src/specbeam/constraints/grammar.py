@@ -140,7 +140,8 @@ class JsonSchema(Parsed):
 
     Args:
         schema: a dictionary, its JSON text, or a pydantic model. ``{}`` and ``True`` allow any JSON.
-        whitespace: allow up to 64 spaces and line breaks between the parts. Else JSON is compact.
+        whitespace: allow up to 64 spaces and line breaks between the parts. Else there is one space after a comma and a
+            colon, as in Python's ``json.dumps`` and in most JSON that models have read.
 
     Raises:
         SpecbeamError: it is no JSON Schema, or has something that cannot be enforced. Names the place.
@@ -158,17 +159,17 @@ class JsonSchema(Parsed):
     def text(self) -> str:
         return json.dumps({"grammars": [self.rule("json")]})
 
-    def rule(self, name: str, separators: tuple[str, str] = (",", ":"), whitespace: bool = False) -> Any:
+    def rule(self, name: str, whitespace: bool = False) -> Any:
         """The schema as one of llguidance's grammars, which others may name.
 
         Args:
-            separators: between items, and after keys.
             whitespace: allow it, whatever the schema says.
         """
+        is_free = self.whitespace or whitespace
         options = {
-            "item_separator": separators[0],
-            "key_separator": separators[1],
-            "whitespace_pattern": WHITESPACE if self.whitespace or whitespace else None,
+            "item_separator": "," if is_free else ", ",
+            "key_separator": ":" if is_free else ": ",
+            "whitespace_pattern": WHITESPACE if is_free else None,
             "whitespace_flexible": False,
             "coerce_one_of": False,
             "lenient": False,
