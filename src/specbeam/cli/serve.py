@@ -151,9 +151,8 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--schema-in-prompt",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="write the JSON schema of an answer into the prompt of chat and responses, too (default: %(default)s)",
+        action="store_true",
+        help="write the JSON schema of an answer into the prompt, too (of chat and responses; default: not)",
     )
     parser.add_argument("--log-prompts", action="store_true", help="write prompts into the log, too")
     parser.set_defaults(run=run)
