@@ -116,7 +116,7 @@ def allows(description: JsonSchema, value: Any) -> bool:
     """Whether a value may be written, in tokens of one byte."""
     limited = limits(description.lexer_fuel, description.max_symbols)
     matcher = LLMatcher(LLTokenizer("byte"), description.text, log_level=0, limits=limited)
-    written = [*json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")]
+    written = [*json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")]
     return bool(matcher.try_consume_tokens(written) == len(written) and matcher.is_accepting())
 
 

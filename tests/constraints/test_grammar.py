@@ -28,8 +28,8 @@ PERSON = {
 PEOPLE = [{"name": name} | old for name in ("Ada", "Alan", "Al") for old in ({}, {"old": True}, {"old": False})]
 
 
-def compact(value):
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+def dumped(value):
+    return json.dumps(value, ensure_ascii=False)
 
 
 def words(pattern, alphabet, longest):
@@ -44,7 +44,7 @@ FINITE = {
     "an expression": (Regex("a(b|cc)?d{1,2}|(bc){1,2}"), words("a(b|cc)?d{1,2}|(bc){1,2}", "abcd", 5)),
     "Lark": (Grammar(SUM), words("[12]{1,2}([+-][12]{1,2})?", "12+-", 5)),
     "GBNF": (Grammar(SUM_IN_GBNF), words("[12]{1,2}([+-][12]{1,2})?", "12+-", 5)),
-    "a schema": (JsonSchema(PERSON), [*map(compact, PEOPLE)]),
+    "a schema": (JsonSchema(PERSON), [*map(dumped, PEOPLE)]),
     "a choice": (Choice(["red", "green", "red"]), ["red", "green"]),
 }
 METHODS = [{}, {"num_beams": 4, "num_return_sequences": 4}, {"do_sample": True, "seed": 3}]
@@ -166,7 +166,7 @@ def test_schemas_of_applications_let_no_invalid_instance_through(tiny):
             continue
         taken += 1
         for test in case["tests"]:
-            found = walked(lm, constraint, compact(test["data"]))
+            found = walked(lm, constraint, dumped(test["data"]))
             if not test["valid"]:
                 assert not found, (case["name"], test["data"])
             valid += test["valid"]
@@ -244,22 +244,22 @@ NODE = {"type": "object", "properties": {"v": {}, "n": {"$ref": "#/$defs/a"}}, "
 @pytest.mark.parametrize(
     ("schema", "valid", "invalid"),
     [  # as zod and pydantic write records, and what is never there
-        ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, '{"a":1}', '{"a":"b"}'),
+        ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, '{"a": 1}', '{"a": "b"}'),
         (
             {"propertyNames": {"$ref": "#/$defs/x"}, "$defs": {"x": {"enum": ["a", "b"], "title": "x"}}},
-            '{"b":1}',
-            '{"c":1}',
+            '{"b": 1}',
+            '{"c": 1}',
         ),
-        ({"propertyNames": {"const": "a"}, "additionalProperties": {"type": "integer"}}, '{"a":1}', '{"a":"b"}'),
-        ({"properties": {"a": {"not": {}}, "b": {"anyOf": [{"not": True}, {"const": 1}]}}}, '{"b":1}', '{"a":1}'),
-        ({"properties": {"not": {}}, "required": ["not"]}, '{"not":1}', "{}"),
+        ({"propertyNames": {"const": "a"}, "additionalProperties": {"type": "integer"}}, '{"a": 1}', '{"a": "b"}'),
+        ({"properties": {"a": {"not": {}}, "b": {"anyOf": [{"not": True}, {"const": 1}]}}}, '{"b": 1}', '{"a": 1}'),
+        ({"properties": {"not": {}}, "required": ["not"]}, '{"not": 1}', "{}"),
         # a node that needs a next one: there is none
-        ({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": NODE}}, "{}", '{"a":{"v":1}}'),
-        ({"properties": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}, "$defs": {"a": NODE}}, '{"a":{"v":1}}', '"a"'),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": NODE}}, "{}", '{"a": {"v": 1}}'),
+        ({"properties": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}, "$defs": {"a": NODE}}, '{"a": {"v": 1}}', '"a"'),
         (
             {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
-            '{"next":{"next":null}}',
-            '{"next":{}}',
+            '{"next": {"next": null}}',
+            '{"next": {}}',
         ),
     ],
 )
@@ -308,8 +308,8 @@ def test_a_set_of_characters_keeps_out_what_it_excludes(tiny, pattern):
     keys = JsonSchema({"patternProperties": {f"^{pattern}$": {}}, "type": "object", "additionalProperties": False})
     keys = keys.compile(lm)
     for text, matches in texts.items():
-        assert walked(lm, values, compact(text)) == matches
-        assert walked(lm, keys, compact({text: 1})) == matches
+        assert walked(lm, values, dumped(text)) == matches
+        assert walked(lm, keys, dumped({text: 1})) == matches
 
 
 def test_a_pattern_without_lookahead_has_the_same_texts():
@@ -352,7 +352,7 @@ def test_no_control_character_is_left_out_of_a_text(tiny, pattern):
     ):
         if any(texts.values()):
             constraint = JsonSchema({"type": ["string", "object"], **schema}).compile(lm)
-            assert {text: walked(lm, constraint, compact(form(text))) for text in texts} == texts
+            assert {text: walked(lm, constraint, dumped(form(text))) for text in texts} == texts
         elif "pattern" in schema:
             with pytest.raises(SpecbeamError, match=r"\(at #/pattern\)$"):
                 JsonSchema({"type": "string", **schema})
@@ -381,7 +381,7 @@ def test_patterns_match_as_in_python():
     """Random ones, on all texts of up to two letters, by tokens of one byte."""
     draw = random.Random(4)
     texts = ["", *LETTERS, *map("".join, itertools.product(LETTERS, repeat=2))]
-    written = {text: [*compact(text).encode()] for text in texts}
+    written = {text: [*dumped(text).encode()] for text in texts}
     for _ in range(60):
         pattern = f"^(?:{random_pattern(draw, 3)})$"
         matching = {text for text in texts if re.fullmatch(pattern[1:-1], text, re.ASCII)}

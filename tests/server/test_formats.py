@@ -11,7 +11,9 @@ import pytest
 import specbeam
 from specbeam import JsonSchema
 from specbeam.constraints import grammar
-from tests.server.test_chat import CHAT, MESSAGES
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, of_transformers, random_model
+from tests.server.conftest import serving
+from tests.server.test_chat import CHAT, HI, MESSAGES
 
 SCHEMA = {
     "type": "object",
@@ -43,6 +45,94 @@ def test_a_schema_holds_for_every_method(served, chat_lm, how):
         options = {"constraint": JsonSchema(SCHEMA), "max_new_tokens": 40, "num_beams": how.get("num_beams", 1)}
         result = specbeam.generate(chat_lm, MESSAGES, options, num_return_sequences=how.get("n", 1))
         assert [one["message"]["content"] for one in choices] == [one.text for one in result.sequences]
+
+
+IN_PROMPT = "Answer in JSON. Here is the JSON schema that you must adhere to:\n<schema>\n%s\n</schema>"
+
+
+@pytest.fixture(scope="module")
+def long_lm(save):
+    return specbeam.load(
+        save(random_model("llama", max_position_embeddings=2048), byte_tokenizer(CHAT_TEMPLATE)), backend="cpu"
+    )
+
+
+@pytest.fixture(scope="module")
+def long(long_lm):
+    with serving({"tiny": long_lm}) as running:
+        yield running
+
+
+def prompt_of(running, path=CHAT, **fields):
+    """The prompt of a request, as text."""
+    made = running.post(path, **{"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True} | fields).json()
+    return running.post("/detokenize", tokens=made["prompt_token_ids"]).json()["prompt"]
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_schema_in_the_prompt(long, long_lm, system):
+    """Behind the system message or before the user's first, as transformers renders it, at every door."""
+    said = IN_PROMPT % json.dumps(SCHEMA)
+    asked = [*system, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}, HI]
+    changed = {"content": f"Be brief.\n\n{said}" if system else f"{said}\n\nHi"}
+    expected, plain = (
+        of_transformers(long_lm.tokenizer).apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+        for given in ([asked[0] | changed, *asked[1:]], asked)
+    )
+    for form in (
+        {"response_format": FORMAT},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+    ):
+        assert prompt_of(long, messages=asked, **form, schema_in_prompt=True) == expected
+        assert prompt_of(long, messages=asked, **form) == plain
+    fields = {"input": asked, "text": {"format": {"type": "json_schema", **NAMED}}, "max_output_tokens": 1}
+    for text, how in ((expected, {"schema_in_prompt": True}), (plain, {})):
+        usage = long.post("/v1/responses", **fields, **how).json()["usage"]
+        assert usage["input_tokens"] == len(long_lm.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def test_a_schema_beside_a_message_of_parts(long):
+    said, parts = IN_PROMPT % json.dumps(SCHEMA), [{"type": "text", "text": "Hi"}]
+    for messages in ([HI | {"content": parts}], [HI | {"content": parts, "role": "system"}, HI]):
+        assert prompt_of(long, messages=messages, response_format=FORMAT, schema_in_prompt=True).count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "says"),
+    [
+        (CHAT, {}, "schema_in_prompt: there is no JSON schema. Give one in response_format"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "schema_in_prompt: there is no JSON schema. "),
+        (CHAT, {"structured_outputs": {"regex": "a"}}, "schema_in_prompt: there is no JSON schema. "),
+        ("/v1/responses", {}, "schema_in_prompt: there is no JSON schema. Give one in text"),
+        ("/v1/completions", {"response_format": FORMAT}, "schema_in_prompt is not supported: remove it"),
+    ],
+)
+def test_a_prompt_without_a_schema_or_a_template(served, path, fields, says):
+    asked = {CHAT: {"messages": MESSAGES}, "/v1/responses": {"input": "Hi"}, "/v1/completions": {"prompt": "a"}}[path]
+    error = served.refused(path, **asked, **fields, schema_in_prompt=True)
+    assert (error["param"], error["message"][: len(says)]) == ("schema_in_prompt", says)
+
+
+def test_schemas_in_prompts_by_default(long_lm):
+    with serving({"tiny": long_lm}, schema_in_prompt=True) as running:
+        said, asked = IN_PROMPT % json.dumps(SCHEMA), {"response_format": FORMAT}
+        assert said in prompt_of(running, **asked)
+        assert said not in prompt_of(running, **asked, schema_in_prompt=False)
+        assert "schema" not in prompt_of(running)
+        assert running.choices("/v1/completions", prompt="a", **asked)[0]["text"]
+
+
+def test_a_schema_that_no_message_names_is_hinted_at_once(chat_lm, log):
+    with serving({"tiny": chat_lm}) as running:
+        named = [{"role": "user", "content": "Give name and age"}]
+        running.choices(CHAT, messages=named, response_format=FORMAT, max_tokens=1)
+        running.choices(CHAT, messages=MESSAGES, response_format=FORMAT, max_tokens=1, schema_in_prompt=False)
+        for _ in range(2):
+            running.choices(CHAT, messages=MESSAGES, response_format=FORMAT, max_tokens=1)
+        running.choices(CHAT, messages=MESSAGES, max_tokens=2)
+    (hint,) = [line for line in log.lines.queue if "schema" in line]
+    assert hint.startswith("the prompt does not name 'name' of the answer's JSON schema")
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,77 @@ def test_a_loop_of_calls_with_openais_client(tooled, lms):
     assert second.usage.input_tokens == answer.usage.prompt_tokens
 
 
+def called(number, result, name="weather", arguments='{"city": "Rome"}'):
+    """A call and its result. The id is the one of each call, as some clients have it."""
+    function = {"name": name, "arguments": arguments}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": number, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": number, "content": result},
+    ]
+
+
+REPEATED = [*ASKED, *called("a", "wet"), *called("b", "wet", arguments='{"city":"Rome"}')]
+GOES_ON = {
+    "first": REPEATED[:3],
+    "another result": [*ASKED, *called("a", "wet"), *called("a", "dry")],
+    "other arguments": [*ASKED, *called("a", "wet"), *called("b", "wet", arguments='{"city": "Paris"}')],
+    "another name": [*ASKED, *called("a", "wet"), *called("b", "wet", name="now")],
+    "a new question": [*ASKED, *called("a", "wet"), {"role": "user", "content": "And now?"}, *called("b", "wet")],
+    "a text since": [*REPEATED, {"role": "assistant", "content": "It is"}],
+}
+
+
+def test_calls_that_gave_the_same_result_twice_are_followed_by_a_text(tooled, lms):
+    """The likeliest token is the one that opens calls, and the model sees no tools, as after "none"."""
+    asked = {
+        "model": "hermes",
+        "tools": TOOLS,
+        "max_tokens": 400,
+        "temperature": 0,
+        "logit_bias": pushed(lms, "hermes"),
+    }
+    hidden = asked | {"tool_choice": "none", "logit_bias": {}}
+    (said,) = (answer := tooled.post(CHAT, **asked, messages=REPEATED).json())["choices"]
+    assert "tool_calls" not in said["message"]
+    assert answer["withheld_tools"].startswith("the last calls had been made before, with the same results")
+    assert (
+        answer["usage"]["prompt_tokens"]
+        == tooled.post(CHAT, **hidden, messages=REPEATED).json()["usage"]["prompt_tokens"]
+    )
+    assert answer["usage"]["prompt_tokens"] == len(tooled.tokens(model="hermes", messages=REPEATED, tools=TOOLS))
+    flat = {"type": "function_call", "name": "weather", "arguments": '{"city": "Rome"}'}
+    items = [
+        item
+        for one in "ab"
+        for item in (flat | {"call_id": one}, {"type": "function_call_output", "call_id": one, "output": "wet"})
+    ]
+    asked |= {"tools": FLAT, "max_output_tokens": asked.pop("max_tokens")}
+    answer = tooled.post(RESPONSES, **asked, input=[*ASKED, *items]).json()
+    assert [item["type"] for item in answer["output"]] == ["message"]
+    assert "withheld_tools" in answer
+    answer = tooled.post(RESPONSES, **asked, input=[*ASKED, *items], tool_choice="required").json()
+    assert answer["output"][0]["type"] == "function_call"
+    assert "withheld_tools" not in answer
+
+
+@pytest.mark.parametrize("why", GOES_ON)
+def test_other_calls_may_be_followed_by_calls(tooled, why):
+    answer = tooled.post(CHAT, model="hermes", tools=TOOLS, messages=GOES_ON[why], max_tokens=1).json()
+    assert "withheld_tools" not in answer
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"num_beams": 2}, {"seed": 1}, {"draft": "ngram"}])
+def test_an_answer_with_tools_is_not_empty(tooled, lms, how):
+    """The likeliest token is the one that ends texts."""
+    asked = {"model": "hermes", "max_tokens": 20, "messages": REPEATED[:3], **how}
+    asked["logit_bias"] = {str(end): 100 for end in lms["hermes"].eos_token_ids}
+    (free,) = tooled.choices(CHAT, **asked)
+    assert free["message"]["content"] == ""
+    (said,) = tooled.choices(CHAT, **asked, tools=TOOLS)
+    assert said["message"]["content"].strip()
+    assert said["finish_reason"] == "stop"
+
+
 def test_events_of_responses(tooled, lms):
     asked = {"model": "hermes", "input": "Weather?", "tools": FLAT, "max_output_tokens": 300, "temperature": 0}
     asked["extra_body"] = {"logit_bias": pushed(lms, "hermes")}

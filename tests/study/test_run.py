@@ -144,7 +144,7 @@ def test_a_constraint_holds_in_each_method_and_the_report_says_how_many_texts_sa
     assert texts.pop("free")[0][:1] != "{"
     assert texts["cut"] == ['{"a']
     assert [*map(json.loads, texts["whole"])] in ([{"a": "b"}], [{"a": "cd"}])
-    assert sorted(texts["beams"]) == ['{"a":"b"}', '{"a":"cd"}']
+    assert sorted(texts["beams"]) == ['{"a": "b"}', '{"a": "cd"}']
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["methods"]
     valid = {method["method"]: method["metrics"].get("valid", {}).get("mean") for method in found}
     assert valid == {"cut": 0.0, "whole": 1.0, "beams": 1.0, "free": None}

@@ -130,8 +130,8 @@ FORMAT = JsonSchema({"enum": [1, {"a": 2}]})
 PATTERN = JsonSchema({"type": "object", "properties": {"name": {"type": "string", "pattern": "^[^x]*$"}}})
 ALLOWED = {
     "hermes": [
-        ({}, ["", "Hello", "Hello <tool", marked(A), marked(A, B), f"Well.\n{marked(B)}", UNKNOWN, f"see {UNKNOWN}"],
-             [marked(WRONG), marked(UNKNOWN), "<tool_call>", f"{marked(A)} and", marked(A, A, A, A), WRONG, f"so: {WRONG}"]),  # noqa: E501
+        ({}, ["Hello", "Hello <tool", "\n4", "{4", marked(A), marked(A, B), f"Well.\n{marked(B)}", UNKNOWN,
+              f"see {UNKNOWN}"], ["", " \n", "{\n", "[]", marked(WRONG), marked(UNKNOWN), "<tool_call>", f"{marked(A)} and", marked(A, A, A, A), WRONG, f"so: {WRONG}"]),  # noqa: E501
         ({}, [A, f"So:\n```json\n{A}\n```", A.replace(" ", "\n  "), f"{A}; {B}", f"```\n{A}```\n```json\n{B}\n```"],
              [f"{A} and", f"{A}{B}{A}{B}"]),
         ({"most": 1}, [marked(B), A], [marked(A, B), f"{A}\n{B}"]),
@@ -144,6 +144,9 @@ ALLOWED = {
              [A, B, '{"name": "weather"}', '{"name": "weather", "a": {"arguments": {}}}', '{"name": "Ann", "age": 1}'],
              [WRONG, UNKNOWN, '{"name": "weather", "arguments": {"city": ""}}', "1"]),
         ({"content": PATTERN}, [A, '{"name": "y", "b": 1}'], [WRONG, '{"name": "weather", "arguments": 1}']),
+        ({"most": 0}, ["Hello", "\n-4", f"see {UNKNOWN}"],
+             ["", A, marked(A), f"Hello {A}", UNKNOWN, f"```json\n{A}\n```"]),
+        ({"most": 0, "content": FORMAT}, ["1", '{"a": 2}'], ["", "Hello", A, marked(A)]),
     ],
     "llama": [
         ({}, ["Hi", A.replace("arguments", "parameters"), A],
@@ -189,6 +192,8 @@ def test_other_tokens_may_stand_in_a_text(model):
     one = model({"<tool_call>": False, "</tool_call>": False, "<other>": True, "<word>": False})
     constraint = one.constraint("hermes")
     assert one.allows(constraint, f"a<word>b {marked(A)}")
+    assert one.allows(constraint, "<word>")
+    assert one.allows(one.constraint("hermes", most=0), "a<word>b")
     assert not one.allows(constraint, "a<other>")  # it is special: no text shows it
     assert not one.allows(constraint, "a<eos>")
     assert not one.allows(constraint, marked(A.replace("Paris", "<other>")))

@@ -150,6 +150,11 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="let control tokens in chat messages reach the model as such (default: as text)",
     )
+    parser.add_argument(
+        "--schema-in-prompt",
+        action="store_true",
+        help="write the JSON schema of an answer into the prompt, too (of chat and responses; default: not)",
+    )
     parser.add_argument("--log-prompts", action="store_true", help="write prompts into the log, too")
     parser.set_defaults(run=run)
 
@@ -225,6 +230,7 @@ def _serve(
         default_draft=drafts[0][0] if drafts else NO_DRAFT,
         limits=limits,
         allows_control_tokens=given.allow_control_tokens,
+        schema_in_prompt=given.schema_in_prompt,
         sampling=sampling,
     )
 

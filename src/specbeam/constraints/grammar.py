@@ -188,7 +188,8 @@ class JsonSchema(Parsed):
 
     Args:
         schema: a dictionary, its JSON text, or a pydantic model. ``{}`` and ``True`` allow any JSON.
-        whitespace: allow up to 64 spaces and line breaks between the parts. Else JSON is compact.
+        whitespace: allow up to 64 spaces and line breaks between the parts. Else there is one space after a comma and a
+            colon, as in Python's ``json.dumps`` and in most JSON that models have read.
 
     Raises:
         SpecbeamError: it is no JSON Schema, or has something that cannot be enforced. Names the place.
@@ -206,20 +207,20 @@ class JsonSchema(Parsed):
     def text(self) -> str:
         return json.dumps({"grammars": [self.rule("json")]})
 
-    def rule(self, name: str, separators: tuple[str, str] = (",", ":"), whitespace: bool = False) -> Any:
+    def rule(self, name: str, whitespace: bool = False) -> Any:
         """The schema as one of llguidance's grammars, which others may name.
 
         Args:
-            separators: between items, and after keys.
             whitespace: allow it, whatever the schema says.
         """
-        space = WHITESPACE if self.whitespace or whitespace else ""
+        is_free = self.whitespace or whitespace
+        space, item, key = (WHITESPACE, ",", ":") if is_free else ("", ", ", ": ")
         if self.schema in ({}, {"type": "object"}):
-            around = (space + separator.strip() + (space or separator[1:]) for separator in separators)
+            around = (space + separator + space for separator in (item, key))
             return {"name": name, "lark_grammar": ANY_JSON % (self.schema.get("type", "value"), space, *around)}
         options = {
-            "item_separator": separators[0],
-            "key_separator": separators[1],
+            "item_separator": item,
+            "key_separator": key,
             "whitespace_pattern": space or None,
             "whitespace_flexible": False,
             "coerce_one_of": False,

@@ -126,9 +126,9 @@ class ChatRequest(TemplateFields, ToolFields):
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         top = (self.top_logprobs or 0) if self.logprobs else None
         plan = self.plan(model, limits, name, limits.max_tokens, top)
-        tools = self.tool_use(model, limits.max_tool_calls)
-        sent = [message.for_template for message in self.messages]
-        messages, variables = conversation(model, sent, self.offered, "messages")
+        given = self.with_schema(model, [message.for_template for message in self.messages])
+        tools = self.tool_use(model, limits.max_tool_calls, given)
+        messages, variables = conversation(model, given, self.offered if tools and tools.most else (), "messages")
         rendering = replace(self.rendering(model), tools=variables)
         plan = plan if tools is None else tools.plan(plan)
         return Call(model, [messages], plan, limits, field="messages", rendering=rendering, tools=tools)

@@ -97,6 +97,14 @@ class StructuredOutputs(Fields):
         return lambda *_: described()
 
 
+def schema_of(given: Any) -> Schema | str | None:
+    """The schema of a format; None if it has none, or one that says nothing."""
+    if isinstance(given, StructuredOutputs):
+        return given.json_ or None
+    schema = given.json_schema if isinstance(given, SchemaFormat) else given
+    return schema.schema_ or None if isinstance(schema, NamedSchema) else None
+
+
 def describe_of(given: Any) -> Describe | None:
     """What describes a format; None for any text."""
     if isinstance(given, ObjectFormat):

@@ -50,7 +50,7 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_tokens: int = 4096
     max_beams: int = 32
-    max_tool_calls: int = 16
+    max_tool_calls: int = 4
     max_requests: int = 32
     max_waiting: int = 256
     max_cache_tokens: int | None = None

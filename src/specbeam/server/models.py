@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,9 +24,12 @@ from specbeam.prompts import DEFAULT_RENDERING, Rendering, encode
 from specbeam.sampling_defaults import sampling_defaults
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
+from specbeam.server.schema_prompt import HINT, unnamed
 from specbeam.server.tokens import TokenTexts
 from specbeam.speech import speech_engine
 from specbeam.tools import ToolFormat, format_of
+
+logger = logging.getLogger("specbeam.server")
 
 MAX_WEIGHTS_SHARE = 0.8
 """Of the free memory. The rest is for caches and passes."""
@@ -121,6 +125,7 @@ class ServedModel:
         texts: the texts of its tokens.
         drafts: what a request may draft with, by name.
         sampling: the sampling options of requests that do not say how to sample.
+        schema_in_prompt: requests that do not say otherwise have the JSON schema of the answer in the prompt.
         created: when it was loaded, in seconds since 1970.
     """
 
@@ -133,6 +138,7 @@ class ServedModel:
         limits: Limits,
         *,
         allows_control_tokens: bool = False,
+        schema_in_prompt: bool = False,
         sampling: Mapping[str, float] | None = None,
     ) -> None:
         if lm.tokenizer is None:
@@ -153,6 +159,8 @@ class ServedModel:
         prepare(lm)  # it takes up to 1.5 s, and holds the interpreter's lock
         self.created = int(time.time())
         self.drafts = drafts
+        self.schema_in_prompt = schema_in_prompt
+        self._has_hinted = False  # at a schema
         self._default_draft = self._found_default_draft(default_draft)
         self._tool_format = self._found_tool_format()
         marks = "" if self._tool_format is None else self._tool_format.marks
@@ -178,6 +186,12 @@ class ServedModel:
                 f"there is no draft {name!r}: give one of {', '.join(self.drafts)}", "draft", "draft_not_found"
             )
         return self.drafts[name]
+
+    def hint_at_schema(self, messages: Sequence[dict[str, Any]], schema: Any) -> None:
+        """Write into the log, once, that the model cannot know a schema that is not in the prompt."""
+        if not self._has_hinted and (name := unnamed(messages, schema)) is not None:
+            self._has_hinted = True
+            logger.info(HINT, name, self.name)
 
     def encode(
         self, prompt: Any, *, raw: bool = False, most: int | None = None, rendering: Rendering = DEFAULT_RENDERING
@@ -244,6 +258,7 @@ class Models:
             reverse.
         sharers: processes of this machine that serve these models, and share its memory.
         allows_control_tokens: control tokens in chat messages reach the models as such.
+        schema_in_prompt: as for each model.
         sampling: the operator's sampling options for requests that do not say how to sample. Each model's own come
             after them.
 
@@ -261,6 +276,7 @@ class Models:
         sharers: int = 1,
         *,
         allows_control_tokens: bool = False,
+        schema_in_prompt: bool = False,
         sampling: Mapping[str, float] | None = None,
     ) -> None:
         limits = limits or Limits()
@@ -285,6 +301,7 @@ class Models:
                 default_draft,
                 replace(limits, max_cache_tokens=slots[name]),
                 allows_control_tokens=allows_control_tokens,
+                schema_in_prompt=schema_in_prompt,
                 sampling=sampling,
             )
             for name, lm in lms.items()

@@ -163,8 +163,9 @@ class ResponseRequest(ToolFields):
         plan = self.plan(model, limits, "max_output_tokens", limits.max_tokens, top)
         if plan.draws > 1:
             raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
-        tools = self.tool_use(model, limits.max_tool_calls)
-        messages, variables = conversation(model, self._messages(), self.offered, "input")
+        given = self.with_schema(model, self._messages())
+        tools = self.tool_use(model, limits.max_tool_calls, given)
+        messages, variables = conversation(model, given, self.offered if tools and tools.most else (), "input")
         rendering = Rendering(tools=variables)
         plan = plan if tools is None else tools.plan(plan)
         return Call(model, [messages], plan, limits, field="input", rendering=rendering, tools=tools)

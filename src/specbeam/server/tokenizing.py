@@ -14,7 +14,7 @@ from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import TokenId
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields
-from specbeam.server.tools import MAX_TOOLS, FunctionTool, conversation
+from specbeam.server.tools import MAX_TOOLS, FunctionTool, conversation, goes_round
 
 
 class TokenizeRequest(TemplateFields):
@@ -42,7 +42,8 @@ class TokenizeRequest(TemplateFields):
             if self.messages is not None:
                 model.check_chat_template()
                 given = [message.for_template for message in self.messages]
-                messages, variables = conversation(model, given, self.tools or (), field)
+                visible = () if goes_round(given) else self.tools or ()
+                messages, variables = conversation(model, given, visible, field)
                 ids = model.encode(messages, rendering=replace(self.rendering(model), tools=variables))
             else:
                 special = self.add_special_tokens is not False

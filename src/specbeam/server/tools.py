@@ -16,9 +16,10 @@ from specbeam.errors import SpecbeamError, shown
 from specbeam.model import LanguageModel
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, Plan
-from specbeam.server.formats import Describe, Name
+from specbeam.server.formats import Describe, Name, schema_of
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, with_neutral_fields
+from specbeam.server.schema_prompt import with_schema
 from specbeam.tools import ToolFormat
 from specbeam.tools.grammar import Tool, ToolGrammar
 from specbeam.tools.reader import THOUGHTS
@@ -30,6 +31,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 EXAMPLES: dict[str, Any] = {"string": "", "integer": 0, "number": 0, "boolean": True, "array": []}
 EXAMPLE_LEVELS = 4
 """Of objects in each other."""
+GOES_ROUND = "the last calls had been made before, with the same results, so this answer is a text"
 LAST_TOKENS = 16
 """The end of a prompt, which says whether the answer begins within thoughts."""
 
@@ -191,6 +193,9 @@ class ToolFields(Decoding):
 
     tools: Any = None
     tool_choice: Any = None
+    schema_in_prompt: bool | None = Field(
+        None, description="Write the JSON schema of the answer into the prompt. The server's default if it is left out."
+    )
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls. It may.")
 
     @property
@@ -198,8 +203,30 @@ class ToolFields(Decoding):
         """The tools that a model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
-    def tool_use(self, model: ServedModel, most: int) -> ToolUse | None:
+    def with_schema(self, model: ServedModel, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, with the schema of the answer if it goes into the prompt.
+
+        Raises:
+            Refusal: it should, and there is none.
+        """
+        schema = schema_of(self.structured_outputs or self.format)
+        if schema in (None, True):
+            if self.schema_in_prompt:
+                says = f"schema_in_prompt: there is no JSON schema. Give one in {self.format_field}"
+                raise Refusal(says, "schema_in_prompt")
+            return messages
+        if model.schema_in_prompt if self.schema_in_prompt is None else self.schema_in_prompt:
+            return with_schema(messages, schema)
+        if self.schema_in_prompt is None:
+            model.hint_at_schema(messages, schema)
+        return messages
+
+    def tool_use(self, model: ServedModel, most: int, messages: Sequence[dict[str, Any]]) -> ToolUse | None:
         """How the tools are enforced and read; None without tools.
+
+        Args:
+            most: calls in one answer.
+            messages: of the conversation, as chat templates read them.
 
         Raises:
             Refusal: the model's template has none, or the fields contradict each other.
@@ -219,13 +246,15 @@ class ToolFields(Decoding):
         allowed = [_name(one) for one in ([choice] if named else getattr(choice, "tools", ()))]
         if unknown := [name for name in allowed if name not in names]:
             raise Refusal(f"tool_choice names {shown(unknown[0])}, and no tool has this name", "tool_choice")
+        if goes_round(messages) and not is_required:
+            most = 0
         use = ToolUse(
             model.tool_format("tools"),
             functions,
             allowed=allowed or names,
             is_required=is_required,
             has_form=getattr(self.format, "type", "text") != "text" and not is_required,
-            most=1 if named or self.parallel_tool_calls is False else most,
+            most=1 if named or (most and self.parallel_tool_calls is False) else most,
         )
         if self.structured_outputs is not None:
             raise Refusal("structured_outputs and tools both give the form: leave one out", "structured_outputs")
@@ -243,7 +272,7 @@ class ToolUse:
         allowed: the names of functions that may be called.
         is_required: the answer is a call.
         has_form: an answer without calls has a form of its own.
-        most: calls in one answer.
+        most: calls in one answer. 0: the conversation goes round, so the model does not see the tools.
         unenforced: why arguments are any object, by the tools whose schema cannot be enforced.
     """
 
@@ -258,7 +287,8 @@ class ToolUse:
     @property
     def details(self) -> dict[str, Any]:
         """What an answer says about the tools."""
-        return {"unenforced_tools": self.unenforced} if self.unenforced else {}
+        made: dict[str, Any] = {"unenforced_tools": self.unenforced} if self.unenforced else {}
+        return made if self.most else made | {"withheld_tools": GOES_ROUND}
 
     def plan(self, plan: Plan) -> Plan:
         """How to decode with the tools. The form that the plan has is the one of an answer without calls."""
@@ -351,6 +381,19 @@ def _example(schema: Any, levels: int = EXAMPLE_LEVELS) -> Any:
 def _name(choice: Any) -> str:
     """The name of the function that a choice is about."""
     return str(getattr(choice, "function", choice).name)
+
+
+def goes_round(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether a conversation ends with calls that had all been made since the user's message, with the same results."""
+    calls: dict[str, Any] = {}
+    earlier, last = list[Any](), list[Any]()
+    for message in messages:
+        if message["role"] == "tool":
+            last.append((calls.get(message.get("tool_call_id", "")), message["content"]))
+        else:
+            earlier, last = [] if message["role"] == "user" else [*earlier, *last], []
+            calls |= {call["id"]: call["function"] for call in message.get("tool_calls", ())}
+    return bool(last) and all(made in earlier for made in last)
 
 
 def conversation(

@@ -19,10 +19,10 @@ from specbeam.tools.tool_format import ToolFormat
 
 KEYS = ("arguments", "parameters")
 """Of the arguments in calls that are objects."""
-SEPARATORS = (", ", ": ")
-"""Between items and after keys, as chat templates write arguments."""
 JSON_PARTS = re.compile(r'"[^"]*"|[,:] |\{')
 """The parts that llguidance's lexer reads: a text, a separator, or a bracket."""
+SAYS = r"[^\s{}\[\]<>`]"
+"""What a text must have to say something: more than spaces and marks of JSON."""
 LEXER_FUEL, LEXER_FUEL_PER_CHARACTER = 200_000, 2_000
 """For a mask: llguidance's own limit, and more for each character of the tools' names."""
 
@@ -43,8 +43,9 @@ class ToolGrammar(Parsed):
     """Allows answers whose calls of tools are valid.
 
     Args:
-        is_required: the answer begins with a call. Otherwise it is any text up to the opening of a call.
-        most: calls in one answer.
+        is_required: the answer begins with a call. Otherwise it is any text up to the opening of a call, or to its end,
+            which does not come before something is said.
+        most: calls in one answer. 0: it is a text, and attempts no call.
         added: the ids of the tokens that a tokenizer finds in a text before all others, by their texts.
         shown: the ids of added tokens that an answer may show.
         thinks: the answer begins within thoughts, in which nothing is enforced. None: it may begin with thoughts.
@@ -89,11 +90,11 @@ class ToolGrammar(Parsed):
             begun = "thoughts SPACE?" if self.thinks else f"({self._literal(THOUGHTS[0])} thoughts SPACE?)?"
             answer = f"{begun} ({answer})"
             lines += self._up_to("thoughts", THOUGHTS[1])
-        rules = [tool.schema.rule(f"arguments_{i}", SEPARATORS) for i, tool in enumerate(self.tools)]
+        rules = [tool.schema.rule(f"arguments_{i}") for i, tool in enumerate(self.tools)]
         if self._reads_objects:
             rules += [tool.schema.rule(f"loose_{i}", whitespace=True) for i, tool in enumerate(self.tools)]
         if self.content is not None:
-            rules.append(self.content.rule("content", SEPARATORS))
+            rules.append(self.content.rule("content"))
         lark = "\n".join([f"start: {answer}", *lines])
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *rules]})
 
@@ -120,7 +121,7 @@ class ToolGrammar(Parsed):
         """The name of a tool whose call some content begins like; None if there is none."""
         from llguidance import LLMatcher
 
-        grammar = json.dumps({"grammars": [content.rule("json", SEPARATORS)]})
+        grammar = json.dumps({"grammars": [content.rule("json")]})
         limited = limits(content.lexer_fuel, content.max_symbols)
         matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limited)
         keys = [key for key in KEYS if re.fullmatch(self.tool_format.key, key)]
@@ -185,7 +186,8 @@ class ToolGrammar(Parsed):
         if self.is_required:
             return "calls | bare" if self._reads_objects else "calls"
         if self.content is not None:
-            return " | ".join(["@content", *["calls"] * bool(marker), *self._objects(lines)])
+            calls = [*["calls"] * bool(marker), *self._objects(lines)] if self.most else []
+            return " | ".join(["@content", *calls])
         if self._reads_objects:
             openings.append(bare([tool.name for tool in self.tools], self.tool_format.key))
         if marker:
@@ -193,9 +195,13 @@ class ToolGrammar(Parsed):
         is_text = bool(marker) and marker not in self.added
         if is_text:
             lines.append(rf"marked[lazy]: /(?s:.*){re.escape(marker)}/")
-        lines.append(f"TEXT: /(?s:.+)/{self._without(openings)}")
+        without, token = self._without(openings), self._token({marker, *THOUGHTS})
+        before = ".*" if self.most else r"\s*"  # without calls, a text that begins like one would be no answer
+        lines += [f"TEXT: /(?s:.+)/{without}", f"SAID: /(?s:{before}{SAYS}.*)/{without}"]
+        if not self.most:
+            return f"SAID ({token} TEXT?)*" if token else "SAID"
         lines.append(f"pre: {self._with_tokens('TEXT?', {marker, *THOUGHTS})}")
-        answers = ["pre TEXT?"]
+        answers = ["pre SAID", *([f"pre TEXT? {token} TEXT?"] if token else [])]
         if marker:
             answers.append("pre marked marked_calls" if is_text else "pre TEXT? calls")
         if self._reads_objects:
@@ -217,12 +223,17 @@ class ToolGrammar(Parsed):
 
     def _with_tokens(self, text: str, without: Collection[str]) -> str:
         """Any number of the tokens that stand in texts on their own, each with a text before it."""
+        token = self._token(without)
+        return f"({text} {token})*" if token else '""'
+
+    def _token(self, without: Collection[str]) -> str:
+        """One of the tokens that stand in texts on their own; empty if there is none."""
         ids = [number for name, number in self.added.items() if name not in without and number in self.shown]
-        return f"({text} <[{','.join(map(str, sorted(ids)))}]>)*" if ids else '""'
+        return f"<[{','.join(map(str, sorted(ids)))}]>" if ids else ""
 
     def _more(self, call: str) -> str:
         """Further calls."""
-        return "" if self.tool_format.between is None or self.most == 1 else f"({call}){{0,{self.most - 1}}}"
+        return "" if self.tool_format.between is None or self.most <= 1 else f"({call}){{0,{self.most - 1}}}"
 
     def _each(self, rule: str) -> str:
         """One of the rules of all tools."""
