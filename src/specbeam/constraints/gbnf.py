@@ -376,7 +376,7 @@ def _reaching(below: Mapping[str, set[str]], names: set[str]) -> set[str]:
 
 
 def _upwards(below: Mapping[str, set[str]]) -> list[str]:
-    """The rules without recursion, each behind those that it refers to."""
+    """The rules without recursion, each behind the rules that it refers to."""
     above, left = _above(below), {name: len(some) for name, some in below.items()}
     order = [name for name, number in left.items() if not number]
     for name in order:
