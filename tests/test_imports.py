@@ -123,7 +123,8 @@ def test_the_lowest_layers_stay_low():
     graph = layers()
     assert graph["generation_defaults"] == {"errors"}
     assert graph["errors"] == graph["tree"] == graph["detokenizing"] == graph["selection"] == set()
-    assert graph["constraints"] == graph["extras"] == {"errors"}
+    assert graph["child_processes"] == graph["extras"] == {"errors"}
+    assert graph["constraints"] == {"child_processes", "errors"}
     assert graph["callers"] == {"errors", "extras"}
     assert graph["options"] <= {"constraints", "errors", "generation_defaults", "option_names"}
     assert graph["cache"] == {"backends", "errors", "tree"}

@@ -26,12 +26,12 @@ SCHEMAS = {  # by words of the message: schemas, and the keyword that is the pla
     "has x-guidance": [({"x-guidance": {"lenient": True}}, "")],
     "Unimplemented keys": [
         *(({keyword: {"type": "string"}}, f"/{keyword}") for keyword in ("not", "if", "contains")),
-        ({"type": "array", "uniqueItems": True}, "/uniqueItems"),
     ],
     "oneOf has alternatives": [({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "/oneOf")],
     "look-around": [({"type": "string", "pattern": "(?<=a)b"}, "/pattern")],
     "does not fetch": [({"$ref": url}, "/$ref") for url in ("https://example.org/a.json", "file:///etc/passwd")],
     "does not exist": [({"$ref": "#/$defs/none"}, "/$ref")],
+    "has uniqueItems, which is enforced for": [({"type": "array", "uniqueItems": True}, "")],
     "has minProperties 3": [({"type": "object", "required": ["a"], "minProperties": 3}, "")],
     "control character": [
         ({"const": "\u0001"}, "/const"),

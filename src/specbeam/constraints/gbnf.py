@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import NoReturn
 
 from specbeam.errors import ConstraintError
@@ -126,7 +127,11 @@ class _Reader:
         parts = list[Node]()
         while (part := self._part(depth)) is not None:
             self._skip(SPACE_AND_LINES if depth else SPACE)
-            while (counts := self._counts()) is not None:
+            for number in count():
+                if (counts := self._counts()) is None:
+                    break
+                if number == MAX_NESTING:
+                    self._fail(f"a part has more than {MAX_NESTING} quantifiers")
                 part = Repetition(part, *counts)
                 self._skip(SPACE_AND_LINES if depth else SPACE)
             parts.append(part)
@@ -253,6 +258,8 @@ class _Writer:
         self.rules = rules
         self.lines = list[str]()
         self._large, self._repeats = set[str](), set[str]()
+        self._empty, self._known = set[str](), set[str]()
+        self._asked = list[str]()
 
     def grammar(self) -> str:
         self._numbers = {name: number for number, name in enumerate(self.rules)}
@@ -260,15 +267,19 @@ class _Writer:
             name: {part.name for part in _walk(node) if isinstance(part, Reference)}
             for name, node in self.rules.items()
         }
-        self._recursive = _recursive(below)
+        order = _upwards(below)
+        self._recursive = below.keys() - order
+        for name in order:
+            if self._may_be_empty(self.rules[name]):
+                self._empty.add(name)
         self._large = _reaching(below, {n for n, node in self.rules.items() if self._has_large_set(node)})
         self._repeats = _reaching(below, {n for n, node in self.rules.items() if self._repeats_large_set(node)})
-        for name, node in self.rules.items():
-            if name in self._recursive:
-                self.lines.append(f"r{self._numbers[name]}: {self._rule(node)}")
-            else:
-                self.lines.append(f"R{self._numbers[name]}: {self._terminal(node)}")
-        return "\n".join([f"start: {self._rule(Reference('root'), is_whole=True)}", *self.lines])
+        for name in order:
+            self.lines.append(f"R{self._numbers[name]}: {self._terminal(self.rules[name])}")
+        self.lines.append(f"start: {self._rule(Reference('root'), is_whole=True)}")
+        for name in self._asked:  # grows meanwhile
+            self.lines.append(f"r{self._numbers[name]}: {self._rule(self.rules[name])}")
+        return "\n".join(self.lines)
 
     def _terminal(self, node: Node) -> str:
         if isinstance(node, Reference):
@@ -284,11 +295,12 @@ class _Writer:
         if self._is_regular(node) and (is_whole or self._repeats_large_set(node)):
             name = f"T{len(self.lines)}"
             self.lines.append(f"{name}: ({self._terminal(node)}) & /(?s:.+)/")
-            return f"{name}?" if self._may_be_empty(node, set()) else name
+            return f"{name}?" if self._may_be_empty(node) else name
         if isinstance(node, Reference):
-            if node.name in self._recursive:
-                return f"r{self._numbers[node.name]}"
-            return f"({self._rule(self.rules[node.name])})"
+            if node.name not in self._known:
+                self._known.add(node.name)
+                self._asked.append(node.name)
+            return f"r{self._numbers[node.name]}"
         if isinstance(node, Sequence):
             return self._written(Sequence(tuple(self._runs(node.parts))), self._rule)
         return self._written(node, self._rule)
@@ -336,12 +348,12 @@ class _Writer:
             for part in _walk(node)
         )
 
-    def _may_be_empty(self, node: Node, asked: set[str]) -> bool:
+    def _may_be_empty(self, node: Node) -> bool:
         if isinstance(node, Reference):
-            return node.name not in asked and self._may_be_empty(self.rules[node.name], asked | {node.name})
+            return node.name in self._empty
         if isinstance(node, Repetition):
-            return not node.least or self._may_be_empty(node.part, asked)
-        each = (self._may_be_empty(part, asked) for part in getattr(node, "parts", ()))
+            return not node.least or self._may_be_empty(node.part)
+        each = (self._may_be_empty(part) for part in getattr(node, "parts", ()))
         return all(each) if isinstance(node, Sequence) else any(each)
 
 
@@ -354,16 +366,30 @@ def _walk(node: Node) -> Iterator[Node]:
 
 def _reaching(below: Mapping[str, set[str]], names: set[str]) -> set[str]:
     """The rules that lead to some of these, and these."""
-    found, before = {*names}, -1
-    while len(found) > before:
-        before = len(found)
-        found |= {name for name, some in below.items() if not found.isdisjoint(some)}
+    above, found, waiting = _above(below), {*names}, [*names]
+    while waiting:
+        for name in above.get(waiting.pop(), ()):
+            if name not in found:
+                found.add(name)
+                waiting.append(name)
     return found
 
 
-def _recursive(below: Mapping[str, set[str]]) -> set[str]:
-    """The rules that lead to a rule that leads to itself."""
-    rest = {*below}
-    while done := {name for name in rest if rest.isdisjoint(below[name])}:
-        rest -= done
-    return rest
+def _upwards(below: Mapping[str, set[str]]) -> list[str]:
+    """The rules without recursion, each behind the rules that it refers to."""
+    above, left = _above(below), {name: len(some) for name, some in below.items()}
+    order = [name for name, number in left.items() if not number]
+    for name in order:
+        for one in above.get(name, ()):
+            left[one] -= 1
+            if not left[one]:
+                order.append(one)
+    return order
+
+
+def _above(below: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    above = dict[str, list[str]]()
+    for name, some in below.items():
+        for one in some:
+            above.setdefault(one, []).append(name)
+    return above

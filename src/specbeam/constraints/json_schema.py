@@ -214,7 +214,7 @@ def _with_unique_items(schema: dict[str, Any], place: str, root: Any) -> dict[st
     values = _listed(schema.get("items"), root)
     rest = {*others} - {"type", "items", "minItems", "maxItems", "$defs", "definitions"} - {*ANNOTATIONS}
     is_plain = schema["uniqueItems"] is True and schema.get("type") == "array" and not rest
-    if not is_plain or values is None or len(values) > MAX_UNIQUE or not isinstance(least, int | float):
+    if not is_plain or values is None or len(values) > MAX_UNIQUE or not {type(least), type(most)} <= {int, float}:
         raise NotEnforceable(
             f"{place} has uniqueItems, which is enforced for items with an enum of at most {MAX_UNIQUE} values, and "
             "with maxItems 1: list the values, or leave uniqueItems out and remove what is repeated yourself"
@@ -236,7 +236,9 @@ def _listed(schema: Any, root: Any) -> list[Any] | None:
     values = [schema["const"]] if "const" in schema else schema.get("enum", {"boolean": [False, True]}.get(str(kind)))
     if not isinstance(values, list) or ("const" in schema and "enum" in schema):
         return None
-    if kind is not None and any(json_type(value) != ("number" if kind == "integer" else kind) for value in values):
+    if kind == "integer" and all(isinstance(value, int) for value in values):
+        kind = "number"
+    if kind is not None and any(json_type(value) != kind for value in values):
         return None
     return [*{written(value): value for value in values}.values()]
 
