@@ -38,7 +38,7 @@ OF_ROWS = ("column", "template", "choices", "labels", "tokens", "strategy", "sys
 MAX_WAITING = 1 << 20
 """Requests that are answered at a time, each with all its texts, wait for a place without an end."""
 BATCHES_AT_ONCE = 2
-"""Of requests that are answered at a time: while those of one share passes, the others are read."""
+"""Requests that are answered at a time are this many batches: one shares passes while the next is read."""
 
 
 class RequestRows(JsonlRows):
