@@ -87,8 +87,9 @@ def test_each_line_has_the_answer_of_the_server(run, folder):
 
 
 def test_a_killed_batch_goes_on(run, folder, tmp_path):
-    """The process is killed in its second job, and what the first one has made stays."""
-    (tmp_path / "in.jsonl").write_text("\n".join(LINES[:5]) + "\n")
+    """The process is killed when four answers are kept, which stay."""
+    lines = [*LINES[:4], *LINES[:4], LINES[4]]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     program = (
         "import os, sys\n"
         "from specbeam import cli\n"
@@ -104,10 +105,10 @@ def test_a_killed_batch_goes_on(run, folder, tmp_path):
     process = subprocess.run([sys.executable, "-c", program, *command], cwd=tmp_path, capture_output=True, check=False)
     assert process.returncode == -9, process.stderr
     kept = [json.loads(one) for one in (tmp_path / "out.jsonl.partial.jsonl").read_text().splitlines()[1:]]
-    assert [answer["row"] for answer in kept] == [0, 1, 2, 3]
-    status, err, answers = run("--batch-size", "1", lines=LINES[:5])
-    assert (status, len(answers)) == (0, 5)
-    assert [answer["id"] for answer in answers[:4]] == [answer["id"] for answer in kept]
+    assert len(kept) == 4
+    status, err, answers = run("--batch-size", "1", lines=lines)
+    assert (status, len(answers)) == (0, 9)
+    assert [answers[answer["row"]]["id"] for answer in kept] == [answer["id"] for answer in kept]
     assert "(4 of them earlier)" in err
 
 

@@ -44,7 +44,7 @@ def test_json_is_the_result_and_nothing_else(run, model):
         (
             "--json-schema",
             '{"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}',
-            '{"a":(1|23).*',
+            '{"a": (1|23).*',
         ),
         ("--grammar", 'start: "x" /[0-9]{2}/', "x[0-9]{2}"),
         ("--grammar", 'root ::= "x" [0-9] [0-9]', "x[0-9]{2}"),

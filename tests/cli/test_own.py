@@ -70,16 +70,16 @@ def test_verify_says_that_it_cannot_make_it_again(run, specbeam_command, tmp_pat
 def test_batch_goes_on_with_the_same_strategy_only(run, own, tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n' * 6)
     words = ("in.jsonl", "out.jsonl", "--strategy", "own_methods:shortest", "--batch-size", "1")
-    generate, jobs = batch.generate, iter([1])
+    answer, first = batch.answer, iter(range(4))
 
-    def once(*given):
-        if next(jobs, None) is None:
+    def interrupted(*given):
+        if next(first, None) is None:
             raise KeyboardInterrupt
-        return generate(*given)
+        return answer(*given)
 
-    monkeypatch.setattr(batch, "generate", once)
+    monkeypatch.setattr(batch, "answer", interrupted)
     run("batch", *words, status=130)
-    monkeypatch.setattr(batch, "generate", generate)
+    monkeypatch.setattr(batch, "answer", answer)
     (tmp_path / "own_methods.py").write_text(OWN + "# changed")
     assert "is of another run" in run("batch", *words, status=2)
     (tmp_path / "own_methods.py").write_text(OWN)

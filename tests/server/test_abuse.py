@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import random
 import re
@@ -384,11 +385,12 @@ def test_bodies_that_stop_keep_no_others_out(start, chat_lm):
             server.http.get("/health")
 
 
-def test_files_of_sound_are_refused_before_they_come_where_nothing_reads_sound(served):
-    with socket.create_connection(("127.0.0.1", served.port)) as client:
-        head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000000\r\n\r\n"
-        client.sendall(head)
-        assert b"no model of this server reads sound" in client.makefile("rb").read()
+def test_audio_is_refused_before_it_comes_where_nothing_transcribes(served):
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", served.port)) as client:
+        client.putrequest("POST", "/v1/audio/transcriptions")
+        client.putheader("Content-Length", "20000000")
+        client.endheaders()  # and nothing of the body
+        assert b"no model of this server transcribes audio" in client.getresponse().read()
 
 
 def test_large_bodies_are_on_the_disk():

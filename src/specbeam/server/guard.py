@@ -131,7 +131,7 @@ class Guard:
         if scope["app"].state.is_stopping and scope["method"] == "POST":
             raise stopping()
         if scope["path"] in AUDIO_PATHS and scope["method"] == "POST" and not scope["app"].state.models.read_sound:
-            raise Refusal("no model of this server reads sound: start it with a Whisper model", "model")
+            raise Refusal("no model of this server transcribes audio: start it with a Whisper model", "model")
         encoding = ", ".join(headers.getlist("content-encoding")) or "identity"
         if encoding.lower() != "identity":
             raise Refusal(
