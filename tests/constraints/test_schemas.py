@@ -172,9 +172,8 @@ def test_sets_of_pydantic_are_enforced():
         valid = jsonschema.Draft202012Validator(schema)
         expected = {written(one) for one in arrays(values) if valid.is_valid(one)}
         assert allows(JsonSchema(schema), map(written, arrays(values))) == expected
-    assert allows(JsonSchema(Tags), ['{"some":["b","a"],"few":[2]}', '{"some":["b","b"],"few":[2]}']) == {
-        '{"some":["b","a"],"few":[2]}'
-    }
+    tags = [written({"some": some, "few": [2]}) for some in (["b", "a"], ["b", "b"])]
+    assert allows(JsonSchema(Tags), tags) == {tags[0]}
 
 
 def test_unique_items_of_more_values_come_in_order():

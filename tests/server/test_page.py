@@ -512,8 +512,9 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
             "schema",
             '{"uniqueItems": true}',
             "JSON schema",
-            "the JSON schema cannot be enforced: # has uniqueItems, which is enforced for items with an enum of at most "
-            "10 values, and with maxItems 1: list the values, or leave uniqueItems out and remove what is repeated yourself",
+            "the JSON schema cannot be enforced: # has uniqueItems, which is enforced for items with an enum of at "
+            "most 10 values, and with maxItems 1: list the values, or leave uniqueItems out and remove what is "
+            "repeated yourself",
         ),
     ],
 )
