@@ -125,7 +125,7 @@ FEW = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "
         ({"bad_words_ids": [[3], [4, VOCAB]]}, "bad_words_ids: the token 20"),
         ({"sequence_bias": {(VOCAB,): 1.0}}, "sequence_bias: the token 20"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "pad prompts on the left"),
-        ({CACHE: transformers.DynamicCache(), "num_beams": 2}, f"{CACHE} with beams"),
+        ({CACHE: transformers.DynamicCache(), "num_beams": 2}, "(cache|past_key_values) with beams"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"output_logits": True, "return_dict_in_generate": True, "num_beams": 2}, "output_logits with beams"),
