@@ -11,7 +11,7 @@ import specbeam
 from specbeam import Choice, Grammar, JsonSchema, Regex
 from tests.conftest import examples, fast_tokenizer, random_model, run_alone
 from tests.constraints.test_ends import union
-from tests.constraints.test_schemas import compact
+from tests.constraints.test_schemas import written
 
 
 def merging_tokenizer():
@@ -36,9 +36,9 @@ def merging(save):
 KINDS = {
     "an expression": (lambda texts: Regex(union(texts)), str),
     "a grammar": (lambda texts: Grammar("root ::= " + " | ".join(f'"{text}"' for text in texts)), str),
-    "an enum": (lambda texts: JsonSchema({"enum": [*texts]}), compact),
+    "an enum": (lambda texts: JsonSchema({"enum": [*texts]}), written),
     "an object": (lambda texts: JsonSchema({"type": "array", "items": {"enum": texts}, "minItems": 1, "maxItems": 1}),
-                  lambda text: compact([text])),
+                  lambda text: written([text])),
 }  # fmt: skip
 
 
