@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.constraints.trials import limits
+from specbeam.constraints.trials import byte_tokenizer, limits
 
 MAX_TEXTS, MAX_STEPS = 256, 5_000
 """A longer list is not made, nor one that takes more steps: a step takes 20 microseconds."""
@@ -16,9 +16,9 @@ LEXER_FUEL = 5_000
 
 def texts_of(grammar: str, max_symbols: int) -> tuple[str, ...] | None:
     """All texts of a grammar as llguidance reads it; None if there are many, or if it takes long to find them."""
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-    start = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits(LEXER_FUEL, max_symbols))
+    start = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limits(LEXER_FUEL, max_symbols))
     found, level, steps = list[bytes](), [(b"", start)], 0
     while level:
         below = list[tuple[bytes, Any]]()
