@@ -28,7 +28,7 @@ from machine import describe
 import specbeam
 from specbeam import Engine, LanguageModel, Result
 from specbeam.control.deferring import Deferred, LikelyNeeded
-from specbeam.decoding import Strategy
+from specbeam.core.strategy import Strategy
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.drafter import Drafter

@@ -40,7 +40,7 @@ from prompts import CODING, PROSE, add_prompt_options, kinds
 import specbeam
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
 
 PARTS = ("load", "memory", "greedy", "beams", "batch", "prefill", "passes", "drafts")
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}

@@ -31,8 +31,8 @@ from specbeam import Engine, LanguageModel
 from specbeam.backends.torch.gpu import GpuBackend
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints.config import Config, Layer, Rope
-from specbeam.generation_defaults import GenerationDefaults
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
+from specbeam.options.generation_defaults import GenerationDefaults
 
 PROMPT = np.random.default_rng(0).integers(1, 1000, 128).tolist()
 SMALL = "Qwen3-0.6B"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specbeam.prompts import render, token_ids
+from specbeam.models.prompts import render, token_ids
 from specbeam.study.config import Data
 from specbeam.study.data import read_rows
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import specbeam
 from specbeam.cache.slots import Slots
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
 
 LICENCES = Path("/usr/share/common-licenses")
 WINDOW_TOKENS = 512

@@ -35,7 +35,7 @@ from table import Table
 
 import specbeam
 from specbeam.backends.contract import Segment
-from specbeam.selection import Selection
+from specbeam.core.selection import Selection
 from specbeam.server.limits import Limits
 
 PARTS = ("shares", "beside", "long", "prefix", "samples", "context", "large")

@@ -15,8 +15,8 @@ import pytest
 
 import specbeam
 from specbeam import Engine
+from specbeam.api.scoring import score
 from specbeam.engine import CostTable
-from specbeam.scoring import score
 from tests.conftest import head_of, in_thorough_mode, random_model, reference_model, run_alone
 from tests.server.conftest import serving
 

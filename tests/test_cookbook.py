@@ -16,7 +16,7 @@ pytestmark = pytest.mark.models
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
     """Where the paths of the pages begin, and where the names of models are the reference models."""
-    for module in ("specbeam.model", "specbeam.checkpoints"):
+    for module in ("specbeam.models.model", "specbeam.checkpoints"):
         monkeypatch.setattr(f"{module}.locate", lambda source, *_, **__: reference_model(source.removesuffix(".gguf")))
     monkeypatch.chdir(ROOT)
 

@@ -26,7 +26,7 @@ import specbeam
 from docs.hooks import help_of
 from specbeam import cli
 from specbeam.errors import BAD_INPUT
-from specbeam.option_names import OTHER_NAMES
+from specbeam.options.names import OTHER_NAMES
 from specbeam.plugins import GROUPS
 from specbeam.server.chat import ChatRequest
 from tests.backends.test_encoder_decoder import make
@@ -72,7 +72,7 @@ def workplace(stand_ins, tmp_path, monkeypatch):
         kinds = [kind for name, kind in KINDS.items() if name in str(source)]
         return stand_ins[kinds[0] if kinds else "causal"]
 
-    for module in ("specbeam.model", "specbeam.checkpoints", "specbeam.study.run"):  # the others read the second
+    for module in ("specbeam.models.model", "specbeam.checkpoints", "specbeam.study.run"):  # the others read the second
         monkeypatch.setattr(f"{module}.locate", locate)
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(loader, "from_pretrained", from_folder(loader.from_pretrained, locate))

@@ -121,25 +121,10 @@ def test_the_files_of_another_package_are_a_dependency(reader, read):
 def test_the_lowest_layers_stay_low():
     """A constraint or a tree can be used, and read, without the rest."""
     graph = layers()
-    assert graph["generation_defaults"] == {"errors"}
-    assert graph["errors"] == graph["tree"] == graph["detokenizing"] == graph["selection"] == set()
-    assert graph["child_processes"] == graph["extras"] == {"errors"}
-    assert graph["constraints"] == {"child_processes", "errors"}
-    assert graph["callers"] == {"errors", "extras"}
-    assert graph["options"] <= {"constraints", "errors", "generation_defaults", "option_names"}
-    assert graph["cache"] == {"backends", "errors", "tree"}
-    assert graph["streaming"] == {"detokenizing"}
-    below = {
-        "callers",
-        "constraints",
-        "control",
-        "detokenizing",
-        "errors",
-        "generation_defaults",
-        "options",
-        "selection",
-        "streaming",
-        "tree",
-    }
-    assert graph["control"] == {"options", "tree"}
-    assert graph["decoding"] <= below
+    assert graph["errors"] == set()
+    assert graph["system"] == {"errors"}
+    assert graph["core"] == graph["text"] == graph["constraints"] == {"errors", "system"}
+    assert graph["options"] == {"constraints", "errors"}
+    assert graph["cache"] == {"backends", "core", "errors"}
+    assert graph["control"] == {"core", "options"}
+    assert graph["decoding"] <= {"constraints", "control", "core", "errors", "options", "text"}

@@ -9,7 +9,7 @@ from specbeam.backends.torch.transformer import Transformer
 from tests.backends.test_conformance import FAMILIES
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import EOS, beams_of_transformers, random_model
-from tests.test_selection import needs_compiler
+from tests.core.test_selection import needs_compiler
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
 TOKENS = 8

@@ -46,7 +46,7 @@ def test_precision_is_logged_and_in_the_statistics_and_in_the_name(sources, capl
 def begin_anew(monkeypatch):
     """As in a process that begins, without logging."""
     monkeypatch.setattr(logging.getLogger("specbeam"), "propagate", False)
-    monkeypatch.setattr(specbeam.model, "shown_precisions", set())
+    monkeypatch.setattr(specbeam.models.model, "shown_precisions", set())
 
 
 def test_a_quantization_that_nobody_asked_for_is_shown_once(sources, capsys, monkeypatch):
@@ -71,7 +71,7 @@ def test_each_model_is_shown_once(sources, capsys, monkeypatch):
 
 
 def test_a_dtype_that_nobody_knows_is_named_before_a_missing_package(sources, monkeypatch):
-    monkeypatch.setattr("specbeam.extras.are_installed", lambda *packages: False)
+    monkeypatch.setattr("specbeam.system.extras.are_installed", lambda *packages: False)
     source = next(iter(sources.values()))
     with pytest.raises(SpecbeamError, match=r"pip install 'specbeam\[torch\]'"):
         specbeam.load(source, dtype="bfloat16")

@@ -92,7 +92,7 @@ WITHOUT_TORCH = """
 import sys
 sys.modules |= {"torch": None, "transformers": None}
 import specbeam
-from specbeam.callers import call
+from specbeam.core.callers import call
 for statement in sys.argv[1:]:
     try: exec(statement)
     except specbeam.SpecbeamError as error: print(error)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import specbeam
 from specbeam import Engine
 from specbeam.checkpoints import open_checkpoint
-from specbeam.prompts import encode, render
+from specbeam.models.prompts import encode, render
 from tests.conftest import beams_of_transformers, in_thorough_mode, reference_model, run_alone
 
 pytestmark = pytest.mark.models

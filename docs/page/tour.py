@@ -9,8 +9,8 @@ the passes of the same search without a draft.
 from pathlib import Path
 
 import specbeam
-from specbeam.options import Options
-from specbeam.prompts import encode
+from specbeam.models.prompts import encode
+from specbeam.options.options import Options
 from specbeam.recording import event_line, events
 
 FILE = Path(specbeam.__file__).parent / "page/tour.jsonl"

@@ -30,26 +30,26 @@ if TYPE_CHECKING:
     from specbeam import reference as reference
     from specbeam import scoring as scoring
     from specbeam import speech as speech
-    from specbeam.callers import tensors as tensors
+    from specbeam.api.generation import generate as generate
+    from specbeam.api.generation import nbest as nbest
+    from specbeam.api.generation import stream as stream
     from specbeam.constraints import Choice as Choice
     from specbeam.constraints import Grammar as Grammar
     from specbeam.constraints import JsonSchema as JsonSchema
     from specbeam.constraints import Regex as Regex
     from specbeam.constraints import TokenTrie as TokenTrie
+    from specbeam.core.callers import tensors as tensors
     from specbeam.drafting.lookup import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
     from specbeam.engine import Request as Request
     from specbeam.errors import NotFinite as NotFinite
     from specbeam.errors import QueueFull as QueueFull
     from specbeam.errors import SpecbeamError as SpecbeamError
-    from specbeam.generation import generate as generate
-    from specbeam.generation import nbest as nbest
-    from specbeam.generation import stream as stream
-    from specbeam.model import LanguageModel as LanguageModel
-    from specbeam.model import load as load
-    from specbeam.options import Options as Options
-    from specbeam.prompt_length import PromptTooLong as PromptTooLong
-    from specbeam.prompts import show_prompt as show_prompt
+    from specbeam.models.model import LanguageModel as LanguageModel
+    from specbeam.models.model import load as load
+    from specbeam.models.prompt_length import PromptTooLong as PromptTooLong
+    from specbeam.models.prompts import show_prompt as show_prompt
+    from specbeam.options.options import Options as Options
     from specbeam.results import Piece as Piece
     from specbeam.results import Result as Result
     from specbeam.results import Sequence as Sequence
@@ -58,15 +58,15 @@ if TYPE_CHECKING:
     from specbeam.speech import Transcript as Transcript
     from specbeam.speech import transcribe as transcribe
     from specbeam.speech import transcribe_stream as transcribe_stream
-    from specbeam.tokenizer import Tokenizer as Tokenizer
+    from specbeam.text.tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {
     "Engine": "engine",
-    "LanguageModel": "model",
+    "LanguageModel": "models.model",
     "NotFinite": "errors",
     "Options": "options",
     "Piece": "results",
-    "PromptTooLong": "prompt_length",
+    "PromptTooLong": "models.prompt_length",
     "QueueFull": "errors",
     "Request": "engine",
     "Result": "results",
@@ -80,14 +80,14 @@ _HOMES = {
     "Grammar": "constraints",
     "JsonSchema": "constraints",
     "Regex": "constraints",
-    "Tokenizer": "tokenizer",
-    "generate": "generation",
-    "load": "model",
-    "nbest": "generation",
-    "show_prompt": "prompts",
-    "stream": "generation",
+    "Tokenizer": "text.tokenizer",
+    "generate": "api.generation",
+    "load": "models.model",
+    "nbest": "api.generation",
+    "show_prompt": "models.prompts",
+    "stream": "api.generation",
     "suffix_automaton": "drafting.lookup",
-    "tensors": "callers",
+    "tensors": "core.callers",
     "transcribe": "speech",
     "transcribe_stream": "speech",
 }
@@ -114,7 +114,7 @@ def __dir__() -> list[str]:
     ``help`` imports all of them. So a module that needs more packages is listed only if these are installed, and
     ``lm_eval`` only once it is imported.
     """
-    from specbeam.extras import MODULES, are_installed
+    from specbeam.system.extras import MODULES, are_installed
 
     there = [name for name in _MODULES if name not in MODULES or (name != "lm_eval" and are_installed(*MODULES[name]))]
     return [*_HOMES, *there, *(name for name in globals() if name == "lm_eval" or name.startswith("__"))]

@@ -1,7 +1,7 @@
 """specbeam inside transformers; the public name of :mod:`specbeam.integrations.transformers`."""
 # ruff: noqa: E402
 
-from specbeam.extras import require_for
+from specbeam.system.extras import require_for
 
 require_for(__name__)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from specbeam.extras import require_for
+from specbeam.system.extras import require_for
 
 require_for(__name__)
 
@@ -32,20 +32,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbeam.api.generation import generate
 from specbeam.backends.contract import Backend, Segment
 from specbeam.backends.devices import kind, peak_memory, reset_peak_memory
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.backends.torch.transformer import TreeSegment
 from specbeam.cache.slots import Slots
-from specbeam.detokenizing import shared_length
+from specbeam.core.tree import Tree
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.errors import SpecbeamError
-from specbeam.generation import generate
-from specbeam.generation_defaults import GenerationDefaults
-from specbeam.model import LanguageModel
-from specbeam.streaming import NewText
-from specbeam.tree import Tree
+from specbeam.models.model import LanguageModel
+from specbeam.options.generation_defaults import GenerationDefaults
+from specbeam.text.detokenizing import shared_length
+from specbeam.text.streaming import NewText
 
 RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, compiled", 5: "engine"}
 COMPILED = (2, 4)
@@ -308,7 +308,7 @@ def climb(
     has compiled with ``torch.compile`` are forgotten.
 
     Args:
-        prompt: token ids (:func:`specbeam.prompts.encode`), fewer than the model's context.
+        prompt: token ids (:func:`specbeam.models.prompts.encode`), fewer than the model's context.
         max_new_tokens: the most new tokens. A text may end before, at one of the model's end-of-sequence tokens.
         rungs: keys of :data:`RUNGS`. Texts are compared with the text of the first rung that does not fail.
         runs: the number of timed runs, after one untimed run.

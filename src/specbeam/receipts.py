@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from specbeam.constraints.grammar import description_of
 from specbeam.errors import SpecbeamError, shown
-from specbeam.generation_defaults import GenerationDefaults
-from specbeam.options import Options
+from specbeam.options.generation_defaults import GenerationDefaults
+from specbeam.options.options import Options
 from specbeam.results import DIGITS, INPUTS_FORMAT, Result, Sequence, receipt_of
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
-    from specbeam.model import LanguageModel
+    from specbeam.models.model import LanguageModel
 
 CUT_SHORT = ("cancelled", "timeout")
 """The reasons of an end that no other run has at the same token."""

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from specbeam.options import Options
+from specbeam.options.options import Options
 from specbeam.results import Result
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
-    from specbeam.model import LanguageModel
+    from specbeam.models.model import LanguageModel
 
 Event = dict[str, Any]
 FORMAT = 1

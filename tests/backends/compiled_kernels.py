@@ -18,8 +18,8 @@ from specbeam.backends.torch import kernels
 from specbeam.backends.torch.gpu import GpuBackend
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import locate, open_checkpoint
-from specbeam.selection import SelectionRequest
-from specbeam.tree import Tree
+from specbeam.core.selection import SelectionRequest
+from specbeam.core.tree import Tree
 
 GPUS = {"H100": (90, 227), "A100": (80, 163), "RTX 4090": (89, 99)}
 """Compute capability, and kilobytes of shared memory for a program (CUDA C++ Programming Guide)."""

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam.backends.contract import Segment
-from specbeam.selection import Edit, NextBeams, Noise, SelectionRequest
+from specbeam.core.selection import Edit, NextBeams, Noise, SelectionRequest
 from tests.backends.test_cpu import of_one_sequence
 from tests.conftest import examples, head_of, random_model
-from tests.test_selection import assert_equal_bits
+from tests.core.test_selection import assert_equal_bits
 
 VOCAB = 259
 PROMPT_TOKENS = 20

@@ -13,9 +13,9 @@ from specbeam.backends.cpu import CpuBackend
 from specbeam.backends.cpu.library import library
 from specbeam.backends.torch.selecting import select
 from specbeam.checkpoints import open_checkpoint
-from specbeam.selection import Edit, Noise, SelectionRequest
+from specbeam.core.selection import Edit, Noise, SelectionRequest
 from tests.conftest import random_model
-from tests.test_selection import ARRAYS, assert_equal_bits
+from tests.core.test_selection import ARRAYS, assert_equal_bits
 
 ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "portable") if library().specbeam_isa(isa.encode())]
 VOCABS = [1, 7, 40, 513, 5000]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam.backends.devices import choose_device
 from specbeam.cache.slots import Slots
+from specbeam.core.tree import Tree
 from specbeam.errors import SpecbeamError
-from specbeam.tree import Tree
 from tests.conftest import (
     LLAMA3_ROPE,
     LONGROPE,

@@ -33,8 +33,8 @@ from specbeam.backends.cpu import CpuBackend, weights
 from specbeam.backends.cpu.library import FUNCTIONS, ModelConfigStruct, SegmentStruct, choose_isa, find, library
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
-from specbeam.model import LanguageModel
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
+from specbeam.models.model import LanguageModel
 from tests.backends.test_conformance import FAMILIES
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model

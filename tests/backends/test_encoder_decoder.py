@@ -23,7 +23,7 @@ from transformers import (
 import specbeam
 from specbeam import SpecbeamError, hf
 from specbeam.cache.slots import Slots
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
 from tests.conftest import EOS, beams_of_transformers, examples, random_model
 
 PAD, START = 258, 256

@@ -14,13 +14,13 @@ from specbeam.backends.torch.cache import KeyValues
 from specbeam.backends.torch.selecting import choose
 from specbeam.backends.transformers import CausalBackend
 from specbeam.cache.slots import Slots
+from specbeam.core.selection import Edit, Noise, SelectionRequest
+from specbeam.core.tree import Tree
 from specbeam.engine import CostTable
-from specbeam.selection import Edit, Noise, SelectionRequest
-from specbeam.tree import Tree
 from tests.backends.test_conformance import FAMILIES, evaluate
 from tests.conftest import random_model, run_alone
+from tests.core.test_selection import assert_equal_bits
 from tests.fake_cuda import fake_cuda, twin
-from tests.test_selection import assert_equal_bits
 
 CUDA = "cuda:0"
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
@@ -34,7 +34,7 @@ def gpu(monkeypatch):
 
     with fake_cuda() as gpu:
         monkeypatch.setattr("specbeam.backends.torch.read_all", read_here)
-        monkeypatch.setattr("specbeam.model._torch_backend", TorchBackend)  # kernels need a real device
+        monkeypatch.setattr("specbeam.models.model._torch_backend", TorchBackend)  # kernels need a real device
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))

@@ -9,7 +9,7 @@ import torch
 import specbeam
 from specbeam import Engine
 from specbeam.cache.slots import Slots
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
 from tests.backends.test_conformance import FAMILIES, ONE_PER_ARCHITECTURE, evaluate
 from tests.conftest import random_model
 from tests.engine.test_ahead import BEAMS, KINDS

@@ -39,7 +39,7 @@ from specbeam.backends.torch.selecting import highest as by_sorting
 from specbeam.backends.torch.transformer import ACTIVATIONS
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
 from tests.backends.test_conformance import FAMILIES, ONE_PER_ARCHITECTURE, evaluate
 from tests.conftest import in_thorough_mode, random_model
 

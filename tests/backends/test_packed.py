@@ -18,7 +18,7 @@ from specbeam.backends.cpu import weights
 from specbeam.checkpoints import open_checkpoint, packed
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.cli import main
-from specbeam.machine import Memory, mapped_bytes
+from specbeam.system.machine import Memory, mapped_bytes
 from tests.checkpoints.test_folder import change_tensors
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model

@@ -19,10 +19,10 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.core.selection import Watch
+from specbeam.core.tree import NO_NODES, Tree
 from specbeam.engine.features import Sound
-from specbeam.generation_defaults import GenerationDefaults
-from specbeam.selection import Watch
-from specbeam.tree import NO_NODES, Tree
+from specbeam.options.generation_defaults import GenerationDefaults
 from tests.backends.test_cpu import ALIKE
 from tests.conftest import (
     EOS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specbeam.cache.pool import NOBODY, EngineCache, FreeList, pool_of
 from specbeam.cache.slots import NOWHERE, Slots
-from specbeam.tree import NO_NODES, Tree
+from specbeam.core.tree import NO_NODES, Tree
 from tests.calls import calls_made
 from tests.conftest import examples
 

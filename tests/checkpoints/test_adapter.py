@@ -17,7 +17,7 @@ from specbeam import SpecbeamError
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.cli import main
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
 from tests.backends.test_conformance import evaluate
 from tests.backends.test_packed import replace_at_the_same_time
 from tests.checkpoints.test_folder import change_tensors

@@ -14,7 +14,7 @@ import specbeam
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
 from specbeam.checkpoints.gguf_tokenizer import LLAMA3
-from specbeam.prompts import render
+from specbeam.models.prompts import render
 from tests.conftest import in_thorough_mode, random_model
 
 PIECES = [
@@ -242,8 +242,8 @@ import sys
 from pathlib import Path
 from specbeam import chat_templates
 from specbeam.checkpoints import open_checkpoint
-from specbeam.control_tokens import ControlTokens
-from specbeam.detokenizing import Detokenizer
+from specbeam.text.control_tokens import ControlTokens
+from specbeam.text.detokenizing import Detokenizer
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 tokenizer = checkpoint.tokenizer
 checkpoint.check_tokenizer(len(tokenizer))
@@ -377,7 +377,7 @@ def test_a_unigram_model_needs_transformers(clean, folders, monkeypatch):
     write(clean, "llama", folders[1]["sentencepiece"], {})
     (clean / "tokenizer.json").unlink()
     (clean / "tokenizer.model").write_bytes(sentencepiece_file(1))
-    monkeypatch.setattr("specbeam.extras.are_installed", lambda *packages: False)
+    monkeypatch.setattr("specbeam.system.extras.are_installed", lambda *packages: False)
     with pytest.raises(specbeam.SpecbeamError, match=r"specbeam\[torch\]"):
         open_checkpoint(clean).tokenizer  # noqa: B018
 

@@ -128,7 +128,7 @@ def test_options_of_rows_are_refused(run, arguments, says):
 
 
 def test_without_the_server_its_extra_is_named(run, monkeypatch):
-    monkeypatch.setattr("specbeam.extras.are_installed", lambda package: package != "fastapi")
+    monkeypatch.setattr("specbeam.system.extras.are_installed", lambda package: package != "fastapi")
     status, err, _ = run()
     assert status == 2
     assert "needs fastapi: pip install 'specbeam[server]'" in err

@@ -14,7 +14,7 @@ from prompt_toolkit.output import DummyOutput
 import specbeam
 from specbeam.cli import main
 from specbeam.cli.chat import line_reader
-from specbeam.sampling_defaults import FALLBACK
+from specbeam.models.sampling_defaults import FALLBACK
 from tests.backends.test_encoder_decoder import make
 from tests.cli.conftest import flags, press_ctrl_c_in
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, random_model, rewrite

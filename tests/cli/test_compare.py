@@ -140,7 +140,7 @@ def test_ctrl_c_shows_the_means_of_the_finished_prompts(run, monkeypatch):
             raise KeyboardInterrupt
         return check(lm, prompt, **how)
 
-    monkeypatch.setattr("specbeam.generation.generate", interrupted)
+    monkeypatch.setattr("specbeam.api.generation.generate", interrupted)
     status, out, err = run("one", "two", "three", "four", "--strategies", "greedy", "--max-new-tokens", "4")
     assert status == 130
     assert err == "specbeam: interrupted: 2 of 4 prompts are finished; give only the others to go on\n"

@@ -8,10 +8,10 @@ from itertools import chain
 import pytest
 
 import specbeam
+from specbeam.api.labels import probabilities
+from specbeam.api.scoring import score
 from specbeam.cli import batch
-from specbeam.labels import probabilities
-from specbeam.prompts import encode_answers
-from specbeam.scoring import score
+from specbeam.models.prompts import encode_answers
 
 REVIEWS = ["It broke, twice.", "Great lamp", 'So "good"\nit is']
 TEMPLATE = "Use {{braces}}.\n\nReview {id}: {review}\nSentiment:"

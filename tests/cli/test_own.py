@@ -9,7 +9,7 @@ import specbeam
 from specbeam.cli import batch
 
 OWN = """
-from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.core.strategy import Evaluate, Hypothesis
 
 calls = []
 
@@ -119,5 +119,5 @@ def test_compare_shows_own_strategies_beside_ours(run):
     ],
 )
 def test_a_wrong_name_is_refused_before_a_model_is_loaded(run, monkeypatch, words, says):
-    monkeypatch.setattr("specbeam.model.load", None)
+    monkeypatch.setattr("specbeam.models.model.load", None)
     assert says in run(*words, status=2)

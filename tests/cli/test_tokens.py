@@ -14,8 +14,8 @@ import specbeam
 from specbeam.checkpoints.folder import FolderCheckpoint
 from specbeam.cli import main
 from specbeam.cli.tokens import tokens_of
-from specbeam.prompts import encode
-from specbeam.token_texts import BYTES
+from specbeam.models.prompts import encode
+from specbeam.text.token_texts import BYTES
 from tests.checkpoints.test_gguf import tokenizer_of_file, write_gguf
 from tests.conftest import byte_tokenizer, fast_tokenizer, random_model
 

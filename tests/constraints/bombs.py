@@ -156,10 +156,10 @@ def main() -> None:
 
     from llguidance import LLMatcher, LLTokenizer
 
-    from specbeam import child_processes
     from specbeam.constraints.grammar import description_of
     from specbeam.constraints.trials import limits
     from specbeam.errors import SpecbeamError
+    from specbeam.system import child_processes
 
     most = child_processes.memory_of_this_process() + (300 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

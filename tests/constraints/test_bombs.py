@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from specbeam import JsonSchema, SpecbeamError, child_processes
+from specbeam import JsonSchema, SpecbeamError
 from specbeam.constraints import trials
+from specbeam.system import child_processes
 from tests.constraints import bombs
 
 MOST_BOMBS = 100

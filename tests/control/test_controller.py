@@ -11,7 +11,7 @@ from specbeam.control import SKIPPED, DraftTokens
 from specbeam.control.acceptance import PRIOR_WEIGHT, Acceptance
 from specbeam.control.controller import Controller, fewest_seconds
 from specbeam.control.sizes import Sizes
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
 
 AUTO = (None, None, None)
 KINDS = ["lookup", "chains", "tree", "levels"]

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from specbeam import Options
 from specbeam.control.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.core.tree import Tree
 from specbeam.decoding.chains import Chains
 from specbeam.decoding.copies import Copies
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
-from specbeam.tree import Tree
 
 PROMPT, EOS, VOCAB = [0, 1], 9, 10
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=30)

@@ -5,8 +5,8 @@ import math
 import pytest
 
 import specbeam
+from specbeam.core.tree import Tree
 from specbeam.decoding.stopping import Stopping
-from specbeam.tree import Tree
 from tests.conftest import EOS
 
 

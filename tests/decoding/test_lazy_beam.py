@@ -20,7 +20,8 @@ from specbeam.backends.torch.selecting import select
 from specbeam.control import DraftTokens
 from specbeam.control.acceptance import Rounds
 from specbeam.control.deferring import Deferred, LikelyNeeded
-from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.core.strategy import Evaluate, Hypothesis
+from specbeam.core.tree import Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.chains import Chains
@@ -33,7 +34,6 @@ from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.trace import Trace
 from specbeam.engine import CostTable
 from specbeam.engine.setup import make_search
-from specbeam.tree import Tree
 from tests.conftest import examples, head_of, random_model
 from tests.decoding.test_record import Replayed
 from tests.engine.conftest import ended

@@ -10,10 +10,11 @@ import torch
 import specbeam
 from specbeam import Engine
 from specbeam.backends.torch.selecting import select
-from specbeam.decoding import Evaluate, Hypothesis, node_notes
+from specbeam.core.selection import SelectionRequest
+from specbeam.core.strategy import Evaluate, Hypothesis
+from specbeam.core.tree import Tree
+from specbeam.decoding import node_notes
 from specbeam.decoding.node_notes import Alternatives
-from specbeam.selection import SelectionRequest
-from specbeam.tree import Tree
 from tests.engine.conftest import ended
 
 METHODS = {

@@ -9,14 +9,14 @@ from scipy.stats import chisquare
 from transformers.generation import logits_process as theirs
 
 from specbeam.backends.torch.selecting import select
+from specbeam.core.selection import Noise, SelectionRequest
+from specbeam.core.tree import Tree
 from specbeam.decoding.checkpoint_processors import processors_of_checkpoint
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.errors import SpecbeamError
-from specbeam.generation_defaults import GenerationDefaults
-from specbeam.options import Options
-from specbeam.selection import Noise, SelectionRequest
-from specbeam.tree import Tree
+from specbeam.options.generation_defaults import GenerationDefaults
+from specbeam.options.options import Options
 from tests.calls import calls_made
 
 SCORES = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x)[None])

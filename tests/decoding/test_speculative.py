@@ -14,11 +14,11 @@ import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.control.controller import Controller
 from specbeam.control.sizes import Sizes
+from specbeam.core.tree import Tree
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
 from specbeam.drafting.model import ModelDrafter
-from specbeam.tree import Tree
 from tests.conftest import (
     assert_are_beams_of_transformers,
     beams_of_transformers,

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specbeam.backends.torch.selecting import select
 from specbeam.control import DraftTokens
+from specbeam.core.tree import NO_NODES, Tree
 from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.tree import NO_NODES, Tree
 from tests.conftest import examples, fast_tokenizer
 
 STORY = """The keeper of a lighthouse walked down to the sea, and saw that it was good. He said nothing about them!

@@ -6,12 +6,12 @@ import pytest
 
 import specbeam
 from specbeam import Engine, Options
-from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.core.selection import Selection
+from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.engine.costs import CostTable, nominal_cost, pass_times
 from specbeam.engine.output import Output
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.setup import make_setup
-from specbeam.selection import Selection
 from tests.conftest import random_model, run_alone, table_of_costs
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token

@@ -11,9 +11,9 @@ import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.cache.slots import Slots
-from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.core.strategy import Evaluate, Hypothesis
+from specbeam.core.tree import Tree
 from specbeam.engine import CostTable
-from specbeam.tree import Tree
 from tests.conftest import random_model, run_alone
 from tests.engine.conftest import ended, in_use
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
-from specbeam import Engine, SpecbeamError, prompts
+from specbeam import Engine, SpecbeamError
 from specbeam.cache import budget
-from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.engine.costs import PassTimes
+from specbeam.models import prompts
 from tests.calls import calls_made
 from tests.conftest import examples, table_of_costs
 

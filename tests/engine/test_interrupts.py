@@ -9,10 +9,11 @@ from signal import SIGINT
 import pytest
 
 import specbeam
-from specbeam import Engine, scoring
+from specbeam import Engine
+from specbeam.api import scoring
 from specbeam.cache.pool import pool_of
 from specbeam.engine.scheduler import Passing, Scheduler
-from specbeam.interrupts import HeldInterrupts
+from specbeam.system.interrupts import HeldInterrupts
 from tests.calls import check_interrupts, press_within
 from tests.conftest import in_thorough_mode
 from tests.engine.conftest import in_use
@@ -36,7 +37,7 @@ def hang():
     press()
 
 
-HOLDING = [specbeam.interrupts, contextlib, Scheduler.passing, *filter(callable, vars(Passing).values())]
+HOLDING = [specbeam.system.interrupts, contextlib, Scheduler.passing, *filter(callable, vars(Passing).values())]
 """What holds interrupts, and lets them come."""
 
 

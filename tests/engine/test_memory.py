@@ -9,7 +9,7 @@ import torch
 from specbeam import Engine, SpecbeamError
 from specbeam.cache.pool import pool_of
 from specbeam.cache.slots import Slots
-from specbeam.tree import Tree
+from specbeam.core.tree import Tree
 from tests.conftest import needs_torch, run_alone
 from tests.engine.conftest import ended, in_use
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 import specbeam
 from specbeam import Engine, SpecbeamError
-from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.api.scoring import score
+from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.errors import NotFinite
-from specbeam.scoring import score
 from specbeam.server.errors import refusal_of
 from tests.conftest import random_model
 from tests.engine.conftest import ended

@@ -4,7 +4,7 @@ import pytest
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.receipts import Saved
 from tests.conftest import run_alone
 

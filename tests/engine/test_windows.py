@@ -5,9 +5,9 @@ import torch
 
 import specbeam
 from specbeam import Engine
+from specbeam.api.scoring import score
 from specbeam.cache.pool import pool_of
-from specbeam.decoding import Evaluate, Hypothesis
-from specbeam.scoring import score
+from specbeam.core.strategy import Evaluate, Hypothesis
 from tests.conftest import random_model, run_alone
 from tests.engine.conftest import ended
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 from unittest.mock import patch
 
-from specbeam.extras import are_installed
+from specbeam.system.extras import are_installed
 from tests.fuzz import tokenizer_files
 from tests.fuzz.json_mutator import mutate_json as mutate
 
@@ -38,7 +38,7 @@ def run(data: bytes) -> None:
         return "transformers" not in packages and are_installed(*packages)
 
     with (
-        patch("specbeam.extras.are_installed", hidden),
+        patch("specbeam.system.extras.are_installed", hidden),
         patch("specbeam.checkpoints.folder_tokenizer.are_installed", hidden),
         patch.object(tokenizer_files, "write", write),
     ):

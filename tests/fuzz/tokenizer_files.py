@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from specbeam.checkpoints import open_checkpoint
-from specbeam.prompts import render, tokenize
+from specbeam.models.prompts import render, tokenize
 from tests.fuzz.json_mutator import mutate_json as mutate
 from tests.fuzz.toys import command, model_folder, room
 

@@ -101,7 +101,7 @@ def test_at_each_moment_an_interrupt_leaves_a_whole_file_and_no_lock(tmp_path, m
             file.write(b"new")
 
     generators = filter(callable, vars(contextlib._GeneratorContextManager).values())
-    places = [jobs.lock, jobs.atomic, specbeam.interrupts, *generators, work]
+    places = [jobs.lock, jobs.atomic, specbeam.system.interrupts, *generators, work]
     for moment in range(0, press_within(places, work)[0], 1 if in_thorough_mode() else 3):
         path.write_bytes(b"before")
         assert press_within(places, work, [moment])[1] is KeyboardInterrupt

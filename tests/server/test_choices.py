@@ -3,7 +3,7 @@
 import pytest
 
 import specbeam
-from specbeam.sampling_defaults import FALLBACK
+from specbeam.models.sampling_defaults import FALLBACK
 from tests.server.test_rounds import watched
 
 CHOICES = ["abc", "abd", "ba", "bab", "zz"]

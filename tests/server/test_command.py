@@ -19,8 +19,8 @@ import specbeam
 from specbeam import cli
 from specbeam.backends.cpu import weights
 from specbeam.cli import serve
-from specbeam.machine import Memory
 from specbeam.server.limits import Access
+from specbeam.system.machine import Memory
 from tests.pages import ROOT, blocks
 from tests.server.conftest import serving_alone
 
@@ -225,7 +225,7 @@ def test_models_too_large_for_memory_are_refused_before_they_load(reference, cha
     """Two models of the same size: alone each fits, and together they do not."""
     size = sum(4 * parameter.numel() for parameter in reference.parameters())
     command = ["serve", "--port", "0", "--backend", backend, "--dtype", "float32", "--model", f"a={chat_lm.source}"]
-    monkeypatch.setattr("specbeam.model.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("specbeam.models.model.load", lambda *_, **__: 1 / 0)
     monkeypatch.setattr("specbeam.backends.devices.usable_memory", lambda **_: Memory(10 * size, int(1.5 * size)))
     with pytest.raises(ZeroDivisionError):  # it loads
         cli.main(command)
@@ -248,7 +248,7 @@ def test_a_port_that_another_server_takes(chat_lm, capsys, monkeypatch, early):
             other.listen()
             return chat_lm
 
-        monkeypatch.setattr("specbeam.model.load", load)
+        monkeypatch.setattr("specbeam.models.model.load", load)
         port = str(other.getsockname()[1])
         assert cli.main(["serve", "--model", str(chat_lm.source), "--port", port]) == 2
     (line,) = capsys.readouterr().err.splitlines()

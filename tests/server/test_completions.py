@@ -8,7 +8,7 @@ import torch
 from tokenizers import AddedToken
 
 import specbeam
-from specbeam.sampling_defaults import FALLBACK
+from specbeam.models.sampling_defaults import FALLBACK
 from tests.conftest import UNUSED, beams_of_transformers, byte_tokenizer, random_model
 from tests.prefix_spaces import prefix_space_tokenizer
 from tests.server.conftest import given_costs

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import specbeam
-from specbeam.options import Options
+from specbeam.options.options import Options
 from specbeam.recording import event_line, events
 from specbeam.server.limits import Access
 from specbeam.server.page import HEADERS

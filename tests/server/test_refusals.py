@@ -7,7 +7,7 @@ import re
 import pytest
 from openai import NotFoundError
 
-from specbeam import prompts
+from specbeam.models import prompts
 from specbeam.server.limits import Limits
 from tests.conftest import of_transformers
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import specbeam
-from specbeam.sampling_defaults import FALLBACK
+from specbeam.models.sampling_defaults import FALLBACK
 
 SIZES = {"num_draft_tokens": 3, "draft_width": 2, "draft_budget": 6}
 BEAMS = {"num_beams": 4, "draft": "ngram", "temperature": 0, **SIZES}

@@ -3,7 +3,7 @@
 import pytest
 
 import specbeam
-from specbeam.sampling_defaults import FALLBACK
+from specbeam.models.sampling_defaults import FALLBACK
 from tests.server.conftest import serving_alone
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specbeam import SpecbeamError, child_processes
+from specbeam import SpecbeamError
 from specbeam.speech import audio
+from specbeam.system import child_processes
 from tests.speech.sounds import recorded, tones, write_wav
 
 av = pytest.importorskip("av")

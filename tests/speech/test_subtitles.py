@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specbeam import SpecbeamError
-from specbeam.option_names import TRANSCRIPT_FORMATS
+from specbeam.options.names import TRANSCRIPT_FORMATS
 from specbeam.speech import Segment, Transcript
 from specbeam.speech.results import Word
 from specbeam.speech.subtitles import PLAIN, STREAMED, Layout, document, written

@@ -12,9 +12,9 @@ import pytest
 
 import specbeam
 from specbeam import SpecbeamError, transcribe
-from specbeam.decoding import Evaluate, Hypothesis, SelectionRequest
-from specbeam.generation_defaults import GenerationDefaults
-from specbeam.selection import Watch
+from specbeam.core.selection import SelectionRequest, Watch
+from specbeam.core.strategy import Evaluate, Hypothesis
+from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.speech import Settings
 from specbeam.speech.alignment import alignment_heads, attention, median_filter, token_times, warp
 from specbeam.speech.clips import Clip

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import specbeam
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
-from specbeam.options import Options
+from specbeam.options.options import Options
 from specbeam.study import results, tracking, work
 from specbeam.study.composition import compose
 from specbeam.study.config import check
@@ -387,7 +387,7 @@ def first_study(here, folder, save, monkeypatch):
     """The folder of the guide with the configuration of the first study, whose models are tiny ones here."""
     draft = str(save(random_model("llama", seed=1), byte_tokenizer(CHAT_TEMPLATE)))
     sources = {"Qwen/Qwen2.5-3B-Instruct": folder, "Qwen/Qwen2.5-0.5B-Instruct": draft}
-    monkeypatch.setattr("specbeam.model.locate", lambda source, *_: Path(sources.get(source, source)))
+    monkeypatch.setattr("specbeam.models.model.locate", lambda source, *_: Path(sources.get(source, source)))
     monkeypatch.setattr("specbeam.study.run.locate", lambda source, *_: Path(sources.get(source, source)))
     write_files_of_the_guide(here, "first-study")
     return here / "first-study" / "config.yaml"

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import specbeam
 from specbeam import Options
-from specbeam.keywords import OptionKeywords
+from specbeam.options.keywords import OptionKeywords
 from tests.conftest import needs_torch
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends import devices
-from specbeam.selection import Logits, NextBeams, Selection, SelectionRequest, Watch
+from specbeam.core.selection import Logits, NextBeams, Selection, SelectionRequest, Watch
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from specbeam.errors import SpecbeamError
-from specbeam.extras import are_installed, require
-from specbeam.machine import mapped_bytes, usable_memory
+from specbeam.system.extras import are_installed, require
+from specbeam.system.machine import mapped_bytes, usable_memory
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The bytes of a number."""

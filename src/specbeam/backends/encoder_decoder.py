@@ -15,13 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from specbeam.backends.compat import DecoderPositions
 from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.torch.digest import digest_of
 from specbeam.backends.torch.transfer import to_device
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
-from specbeam.compat import DecoderPositions
-from specbeam.interrupts import HeldInterrupts
+from specbeam.system.interrupts import HeldInterrupts
 
 MAX_ENCODED_TOKENS = 8192
 """Tokens that the encoder reads together, padding included. A longer prompt is read alone."""
@@ -44,7 +44,7 @@ class Source:
 class EncoderDecoderBackend(TransformersBackend):
     """A loaded ``AutoModelForSeq2SeqLM``.
 
-    The decoders of such models count positions. :class:`specbeam.compat.DecoderPositions` replaces them
+    The decoders of such models count positions. :class:`specbeam.backends.compat.DecoderPositions` replaces them
     during a pass.
     """
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, Cache
 from transformers.pytorch_utils import Conv1D
 
+from specbeam.backends.compat import cache_argument
 from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
@@ -34,7 +35,6 @@ from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.config_keys import scaled_context
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import not_finite
-from specbeam.compat import cache_argument
 from specbeam.errors import SpecbeamError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -11,7 +11,7 @@ import numpy as np
 from specbeam.backends.contract import Backend, Segment
 from specbeam.cache.pool import BLOCK_SLOTS, EngineCache, locked
 from specbeam.cache.prefixes import NO_SLOTS, Ints, common_length
-from specbeam.tree import NO_NODES, Nodes, Tree
+from specbeam.core.tree import NO_NODES, Nodes, Tree
 
 NOWHERE = -1
 MIN_TOKENS_AWAITED = 64

@@ -23,8 +23,8 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.checkpoints.parameters import stacked_rows
 from specbeam.errors import SpecbeamError
-from specbeam.generation_defaults import GenerationDefaults
-from specbeam.machine import usable_processors
+from specbeam.options.generation_defaults import GenerationDefaults
+from specbeam.system.machine import usable_processors
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I16": "int16", "I8": "int8"}
 """Names of number types in PyTorch, by the names in safetensors and GGUF files."""

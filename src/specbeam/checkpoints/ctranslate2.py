@@ -23,7 +23,7 @@ from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
 from specbeam.errors import SpecbeamError, shown
-from specbeam.generation_defaults import GenerationDefaults
+from specbeam.options.generation_defaults import GenerationDefaults
 
 NAMES = {"layer_norm.weight": "layer_norm/gamma", "layer_norm.bias": "layer_norm/beta"}
 NAMES |= {"position_encodings.weight": "position_encodings/encodings"}

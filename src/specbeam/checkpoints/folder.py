@@ -36,8 +36,8 @@ from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
 from specbeam.checkpoints.quantized import check_not_quantized, quantization_of
 from specbeam.checkpoints.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
 from specbeam.errors import SpecbeamError, Unsupported
-from specbeam.extras import require
-from specbeam.generation_defaults import FILE, GenerationDefaults, defaults_of_config
+from specbeam.options.generation_defaults import FILE, GenerationDefaults, defaults_of_config
+from specbeam.system.extras import require
 
 logger = logging.getLogger("specbeam")
 

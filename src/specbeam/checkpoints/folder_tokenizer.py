@@ -21,8 +21,8 @@ from specbeam.checkpoints.gguf_tokenizer import QWEN2, check_lengths, cuts, sent
 from specbeam.checkpoints.sentencepiece_model import BPE, CONTROL, USER_DEFINED, SentencePiece, read_sentencepiece
 from specbeam.checkpoints.whisper_tokenizer import BEGIN, WhisperTokenizer
 from specbeam.errors import SpecbeamError, shown
-from specbeam.extras import are_installed
-from specbeam.tokenizer import NAMED, Tokenizer
+from specbeam.system.extras import are_installed
+from specbeam.text.tokenizer import NAMED, Tokenizer
 
 PLAIN, WHISPER = "TokenizersBackend", "WhisperTokenizer"
 AS_THE_FILE_SAYS = (PLAIN, "PreTrainedTokenizer", "PythonBackend")

@@ -26,7 +26,7 @@ from specbeam.checkpoints.gguf_transformers import check_transformers
 from specbeam.checkpoints.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
 from specbeam.checkpoints.gguf_vocabulary import ID_KEYS, Vocabulary, vocabulary_from_gguf
 from specbeam.errors import SpecbeamError
-from specbeam.generation_defaults import GenerationDefaults
+from specbeam.options.generation_defaults import GenerationDefaults
 
 logger = logging.getLogger("specbeam")
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from specbeam.checkpoints import packed
 from specbeam.checkpoints.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 from specbeam.errors import SpecbeamError
-from specbeam.tokenizer import Tokenizer
+from specbeam.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("specbeam")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from specbeam.tokenizer import Tokenizer
+from specbeam.text.tokenizer import Tokenizer
 
 START, PREVIOUS = "<|startoftranscript|>", "<|startofprev|>"
 BEGIN = (START, "<|notimestamps|>")

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from specbeam.cli.printing import buffered, one_line
 from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
-from specbeam.option_names import nearest_name
+from specbeam.options.names import nearest_name
 
 COMMANDS = [
     *("generate", "chat", "serve", "demo", "compare", "batch", "transcribe"),

@@ -9,15 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam import chat_templates, plugins
+from specbeam import plugins
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError, shown
-from specbeam.escapes import unescaped
-from specbeam.option_names import BACKENDS, LOOKUPS
-from specbeam.options import Options
+from specbeam.options.names import BACKENDS, LOOKUPS
+from specbeam.options.options import Options
+from specbeam.text import chat_templates
+from specbeam.text.escapes import unescaped
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
-    from specbeam.model import LanguageModel
+    from specbeam.models.model import LanguageModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -183,7 +184,7 @@ auto_or_int.__name__ = "number"  # in error messages
 
 
 def typed_text(text: str) -> str:
-    """A text with its escapes read (:mod:`specbeam.escapes`)."""
+    """A text with its escapes read (:mod:`specbeam.text.escapes`)."""
     try:
         return unescaped(text)
     except SpecbeamError as error:
@@ -332,7 +333,7 @@ def check_source(source: str) -> None:
 
 
 def placement_of(given: argparse.Namespace) -> dict[str, Any]:
-    """What the options of ``add_placement_to`` say: the fields of :class:`specbeam.model.Placement`."""
+    """What the options of ``add_placement_to`` say: the fields of :class:`specbeam.models.model.Placement`."""
     return {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
 
 
@@ -344,7 +345,7 @@ def load_model(given: argparse.Namespace, says_precision: bool = True) -> Langua
     """
     if not given.raw:
         chat_templates.render.start()  # while this process imports and loads
-    from specbeam.model import Placement, load, load_silently, warn_of_settings
+    from specbeam.models.model import Placement, load, load_silently, warn_of_settings
 
     placement = placement_of(given)
     if says_precision:

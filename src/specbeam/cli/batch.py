@@ -34,13 +34,13 @@ from specbeam.cli.rows import (
 )
 from specbeam.cli.templates import Template
 from specbeam.errors import SpecbeamError, located
-from specbeam.options import Options
+from specbeam.options.options import Options
 
 if TYPE_CHECKING:
+    from specbeam.api.scoring import Text
     from specbeam.engine.request import Request
     from specbeam.jobs.formats import Rows, Type
     from specbeam.results import Result
-    from specbeam.scoring import Text
 
 OF_EACH: dict[str, Type] = {
     "text": "string",
@@ -138,7 +138,7 @@ def labels_of(given: argparse.Namespace) -> list[str] | None:
         if getattr(given, option, None) != usual.get(option):
             flag = "a constraint" if option == "constraint" else f"--{option.replace('_', '-')}"
             raise SpecbeamError(f"{flag} is for generated texts, and {name} chooses labels: leave one out")
-    from specbeam.labels import check_labels
+    from specbeam.api.labels import check_labels
 
     if given.labels is None:
         labels, where = given.choices, name
@@ -168,7 +168,7 @@ def task_of(
     content_free = content_free_prompts(template) if template is not None and given.calibrate else None
     work = partial(make_work, given, options, labels, content_free)
     if labels is not None:
-        from specbeam.labels import collapse
+        from specbeam.api.labels import collapse
 
         check_counts = partial(collapse, remedy="" if given.calibrate else "--calibrate")
         return Task(reads, item, label_types(labels), facts, work, counted="label", check_counts=check_counts)
@@ -192,7 +192,7 @@ def prompt_of(column: str, cells: Mapping[str, Any]) -> Any:
 
 def content_free_prompts(template: Template) -> list[Any]:
     """The prompts of rows without content."""
-    from specbeam.labels import CONTENT_FREE
+    from specbeam.api.labels import CONTENT_FREE
 
     filled = [template.fill(dict.fromkeys(template.columns, text)) for text in CONTENT_FREE]
     return [prompt for prompt in filled if prompt]  # a template of nothing but a column may be empty
@@ -207,7 +207,7 @@ def make_work(
     """Load the models. Returns the function that makes answers."""
     lm = load_model(given)
     if labels is not None:
-        from specbeam.labels import prior
+        from specbeam.api.labels import prior
 
         how = {"system": given.system, "raw": given.raw, "max_contexts": given.batch_size}
         without = None if content_free is None else prior(lm, content_free, labels, **how)
@@ -269,7 +269,7 @@ def label(
     Args:
         without: the probabilities of the labels without content, to calibrate with; None: they are not calibrated.
     """
-    from specbeam.labels import Question, calibrated, question
+    from specbeam.api.labels import Question, calibrated, question
 
     def ask(prompt: Any) -> tuple[Question, list[Text]]:
         asked = question(lm, prompt, labels, system=given.system, raw=given.raw)

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from specbeam.cli.arguments import load_draft, load_model
 from specbeam.cli.rows import OPTION_NAMES, Answer, Answers, NumberedItem, Task
 from specbeam.errors import SpecbeamError, shown
-from specbeam.extras import require
 from specbeam.jobs.atomic import replacing
 from specbeam.jobs.formats import ROW_DECODER, JsonlRows, Row, Rows, seekable
 from specbeam.jobs.journal import json_line
-from specbeam.option_names import LOOKUPS, NO_DRAFT
+from specbeam.options.names import LOOKUPS, NO_DRAFT
+from specbeam.system.extras import require
 
 if TYPE_CHECKING:
     from specbeam.jobs.formats import Type

@@ -26,15 +26,15 @@ from specbeam.cli.arguments import (
 from specbeam.cli.generate import drain, summary
 from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import one_line, printing_to
+from specbeam.cli.repetition import repeated_end
 from specbeam.errors import FAILED, SpecbeamError, shown
-from specbeam.escapes import unescaped
-from specbeam.option_names import nearest_name
-from specbeam.options import SAMPLING_OPTIONS, Options, check_names
-from specbeam.repetition import repeated_end
-from specbeam.sampling_defaults import DRAWN_BY, FALLBACK, SamplingDefaults, sampling_defaults
+from specbeam.models.sampling_defaults import DRAWN_BY, FALLBACK, SamplingDefaults, sampling_defaults
+from specbeam.options.names import nearest_name
+from specbeam.options.options import SAMPLING_OPTIONS, Options, check_names
+from specbeam.text.escapes import unescaped
 
 if TYPE_CHECKING:
-    from specbeam.model import LanguageModel
+    from specbeam.models.model import LanguageModel
     from specbeam.results import Result
 
 MAX_NEW_TOKENS = 1024
@@ -274,8 +274,8 @@ class Chat:
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
-        from specbeam.prompt_length import PromptTooLong
-        from specbeam.prompts import encode, room
+        from specbeam.models.prompt_length import PromptTooLong
+        from specbeam.models.prompts import encode, room
 
         most = room(self.lm)
         try:

@@ -17,7 +17,7 @@ from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError, located
-from specbeam.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
+from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
 """The strategies in the order they run. Each has the strategy whose text it must reproduce, or None."""
@@ -116,8 +116,8 @@ def run(given: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
+    from specbeam.api.generation import generate
     from specbeam.engine import Engine
-    from specbeam.generation import generate
 
     drafted = {*ONLY["draft"]} & {*chosen}
     if drafted and given.draft is None:

@@ -28,8 +28,8 @@ from specbeam.cli.printing import check_writable, json_line, one_line, print_lin
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
 from specbeam.errors import FAILED, SpecbeamError, located
-from specbeam.option_names import OTHER_NAMES
-from specbeam.options import Options, check_names
+from specbeam.options.names import OTHER_NAMES
+from specbeam.options.options import Options, check_names
 
 if TYPE_CHECKING:
     from specbeam.engine.request import Request
@@ -173,7 +173,7 @@ def resembles(name: str, names: list[str]) -> bool:
 def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
     """Generate the texts and print them. Returns how many prompts failed."""
     from specbeam.engine import Engine
-    from specbeam.prompts import last_message, show_prompt
+    from specbeam.models.prompts import last_message, show_prompt
 
     lm = load_model(given)
     draft, strategy = load_draft(given, lm), load_strategy(given)

@@ -12,8 +12,8 @@ from specbeam.cli.arguments import add_model_to, load_model, some_of
 from specbeam.cli.printing import json_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError, Unsupported
-from specbeam.extras import require
-from specbeam.options import Options
+from specbeam.options.options import Options
+from specbeam.system.extras import require
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.ladder import Rung

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
-from specbeam.escapes import hint_for_prompt
+from specbeam.text.escapes import hint_for_prompt
 
 
 @dataclass(frozen=True)

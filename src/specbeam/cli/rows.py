@@ -20,14 +20,14 @@ from specbeam.cli.arguments import load_strategy, own_drafter, typed_text
 from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError, located, shown_counts
-from specbeam.option_names import LOOKUPS
-from specbeam.options import ARGUMENTS, Options, check_names
+from specbeam.options.names import LOOKUPS
+from specbeam.options.options import ARGUMENTS, Options, check_names
 
 if TYPE_CHECKING:
+    from specbeam.api.scoring import Text
     from specbeam.jobs import Work
     from specbeam.jobs.finished_rows import FinishedRows
     from specbeam.jobs.formats import Rows, Type
-    from specbeam.scoring import Text
 
 Asked = TypeVar("Asked")
 NumberedItem = tuple[int, Any]
@@ -510,7 +510,7 @@ def _log_probs(
 
     All rows are scored together. If that fails, whatever the reason, each is scored alone, so that the others go on.
     """
-    from specbeam.scoring import score_by_owner
+    from specbeam.api.scoring import score_by_owner
 
     known = set()
     try:

@@ -25,8 +25,8 @@ from specbeam.cli.rows import (
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:
+    from specbeam.api.scoring import Text
     from specbeam.jobs.formats import Rows, Type
-    from specbeam.scoring import Text
 
 MEASURES: dict[str, Type] = {"log_prob": "float64", "perplexity": "float64", "tokens": "int64"}
 """The columns for a text, and the fields of a candidate beside its text."""
@@ -110,8 +110,8 @@ def make_work(given: argparse.Namespace, ranks: bool) -> Answers:
 
 def measure(lm: Any, given: argparse.Namespace, ranks: bool, items: Iterable[NumberedItem]) -> Iterator[Answer]:
     """The measures of numbered texts, in the order in which they are known."""
-    from specbeam.prompts import encode_answers
-    from specbeam.scoring import check_length
+    from specbeam.api.scoring import check_length
+    from specbeam.models.prompts import encode_answers
 
     def ask(question: Question) -> tuple[list[tuple[str, int]], list[Text]]:
         prompt, texts = question

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any
 
-from specbeam import chat_templates, plugins
+from specbeam import plugins
 from specbeam.cli.arguments import (
     DEFAULT_MODEL,
     SAMPLING,
@@ -30,10 +30,11 @@ from specbeam.cli.arguments import (
     placement_of,
 )
 from specbeam.errors import SpecbeamError
-from specbeam.option_names import LOOKUPS, NO_DRAFT
-from specbeam.options import Options
-from specbeam.sampling_defaults import FALLBACK
+from specbeam.models.sampling_defaults import FALLBACK
+from specbeam.options.names import LOOKUPS, NO_DRAFT
+from specbeam.options.options import Options
 from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
+from specbeam.text import chat_templates
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from starlette.applications import Starlette
@@ -348,7 +349,7 @@ def _make_models(
 ) -> Models:
     """Load the models and the drafts. ``how``: further arguments of :class:`specbeam.server.models.Models`."""
     chat_templates.render.start()  # while this process imports and loads
-    from specbeam.model import Placement, load
+    from specbeam.models.model import Placement, load
     from specbeam.server.models import Models, check_memory
 
     own = {name: source for name, source in drafts if plugins.is_own_drafter(source)}

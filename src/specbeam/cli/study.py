@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
-from specbeam.escapes import hint_for_prompt
+from specbeam.text.escapes import hint_for_prompt
 
 EPILOG = """examples:
   specbeam study 'prompts=["Why is the sky blue?"]'

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import SpecbeamError
-from specbeam.option_names import nearest_name
+from specbeam.options.names import nearest_name
 
 if TYPE_CHECKING:
     from specbeam.jobs.formats import Rows

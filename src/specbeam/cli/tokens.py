@@ -11,7 +11,7 @@ from specbeam.cli.arguments import add_revision_to, add_source_to, check_source,
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
-from specbeam.token_texts import text_of
+from specbeam.text.token_texts import text_of
 
 
 def add_to(commands: Any) -> None:
@@ -50,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
     check_source(given.model)
 
     from specbeam.checkpoints import locate, open_checkpoint
-    from specbeam.prompts import render
+    from specbeam.models.prompts import render
 
     tokenizer = open_checkpoint(locate(given.model, given.revision)).tokenizer
     if tokenizer is None:
@@ -80,7 +80,7 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
     Raises:
         SpecbeamError: the text is not valid Unicode, or the tokenizer is damaged.
     """
-    from specbeam.prompts import tokenize
+    from specbeam.models.prompts import tokenize
 
     details = {"return_offsets_mapping": tokenizer.is_fast, "return_special_tokens_mask": True}
     seen = tokenize(tokenizer, text, add_special_tokens, **details)

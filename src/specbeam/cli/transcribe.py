@@ -25,7 +25,7 @@ from specbeam.cli.arguments import (
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.rows import SECONDS_PER_LINE, fingerprint
 from specbeam.errors import BAD_INPUT, FAILED, SpecbeamError
-from specbeam.option_names import LOOKUPS, TRANSCRIPT_FORMATS
+from specbeam.options.names import LOOKUPS, TRANSCRIPT_FORMATS
 
 if TYPE_CHECKING:
     from specbeam.jobs.finished_files import FinishedFiles

@@ -18,7 +18,7 @@ from specbeam.errors import FAILED, SpecbeamError, located
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
     from specbeam.engine import Request
-    from specbeam.model import LanguageModel
+    from specbeam.models.model import LanguageModel
     from specbeam.receipts import Saved
 
     Named = tuple[str, Saved]
@@ -97,7 +97,7 @@ def model_of(numbered: tuple[int, Named]) -> tuple[str, str, str, str]:
 
 def load_model(given: argparse.Namespace, source: str, backend: str, numbers: str) -> LanguageModel:
     """Load the model of some results as it was loaded for them. Raises SpecbeamError if it cannot be loaded."""
-    from specbeam.model import load
+    from specbeam.models.model import load
 
     how: dict[str, Any] = {"revision": given.revision, "adapter": given.adapter, "threads": given.threads}
     how["quantize" if backend == "cpu" else "dtype"] = numbers

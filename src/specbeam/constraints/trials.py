@@ -1,8 +1,8 @@
 """Trial compilations: what a grammar costs is found in a child process with limits, before this process compiles it.
 
 A description of a few kilobytes can take all memory or time within one call of llguidance, or overflow its stack, and
-nothing can interrupt such a call. So a grammar is compiled in a child first (:mod:`specbeam.child_processes`), which is
-this module run as a program. All descriptions pass it, whatever they are made of.
+nothing can interrupt such a call. So a grammar is compiled in a child first (:mod:`specbeam.system.child_processes`),
+which is this module run as a program. All descriptions pass it, whatever they are made of.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from specbeam import child_processes
+from specbeam.system import child_processes
 
 CPU_SECONDS, CPU_SECONDS_PER_BYTE = 0.8, 10e-6
 """Processor time for one grammar, and more for each byte of it. Schemas of applications take up to 40 ms."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.tree import NO_NODES, Nodes
+from specbeam.core.tree import NO_NODES, Nodes
 
 Cost = Callable[[int], float]
 """The cost of a pass over a number of nodes, in seconds."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from specbeam.control import SKIPPED, Cost, DraftTokens
 from specbeam.control.acceptance import Acceptance, Rounds, match_bucket
 from specbeam.control.sizes import Shape, Sizes
-from specbeam.tree import Nodes, Tree
+from specbeam.core.tree import Nodes, Tree
 
 MATCH_PRIOR = (0.2, 0.45, 0.65, 0.75, 0.9)
 """By the length of a match, the chance to assume below a single tip (docs/decisions/lookup-matches.md)."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from specbeam.control import Cost
 from specbeam.control.acceptance import Rounds
 from specbeam.control.controller import Controller
-from specbeam.tree import Nodes
+from specbeam.core.tree import Nodes
 
 MIN_DRAFTS_SAVING = 0.1
 """Draft below the best beam alone if that is expected to save this share of the seconds to come."""

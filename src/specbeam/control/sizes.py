@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbeam.options import MAX_DRAFT_SIZES
+from specbeam.options.options import MAX_DRAFT_SIZES
 
 MAX_ADAPTIVE_DEPTH = 12
 """Tokens drafted ahead, where ``num_draft_tokens`` adapts."""

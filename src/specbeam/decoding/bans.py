@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.tree import Nodes, Tree
+from specbeam.core.tree import Nodes, Tree
 
 NONE = np.empty(0, dtype=np.int64)
 

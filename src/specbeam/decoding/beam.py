@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
+from specbeam.core.selection import NextBeams, Selection, SelectionRequest
+from specbeam.core.strategy import Evaluate, Hypothesis
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.candidates import (
     FORBIDDEN_SCORE,
     Candidates,
@@ -25,8 +27,6 @@ from specbeam.decoding.candidates import (
 from specbeam.decoding.search import Search
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.selection import NextBeams
-from specbeam.tree import Nodes, Tree
 
 ROUNDING = 1e-5
 """The relative error of comparisons in float32 is far below this."""

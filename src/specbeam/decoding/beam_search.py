@@ -13,7 +13,8 @@ import numpy as np
 
 from specbeam.control import SKIPPED, DraftTokens
 from specbeam.control.deferring import LikelyNeeded
-from specbeam.decoding import Evaluate, Strategy
+from specbeam.core.strategy import Evaluate, Strategy
+from specbeam.core.tree import NO_NODES, Nodes
 from specbeam.decoding.copies import Copies
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.forced import ForcedTokens
@@ -21,7 +22,6 @@ from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
 from specbeam.decoding.search import Known, Search, Step
 from specbeam.errors import NotFinite, TooManyNodes
-from specbeam.tree import NO_NODES, Nodes
 
 Round = Generator[Evaluate, Any, None]
 """A part of the strategy: a forward pass, and the steps that it allows."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.tree import Nodes, Tree
+from specbeam.core.tree import Nodes, Tree
 
 FORBIDDEN_SCORE = -1e9
 """Marks the scores of candidates that must not be chosen. Finite as in transformers: it is above -inf."""

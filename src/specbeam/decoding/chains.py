@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from specbeam.control import DraftTokens
+from specbeam.core.tree import NO_NODES, Nodes, Tree
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
-from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Chains:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from specbeam.decoding.bans import BadWords, BannedTokens, Bans, SequenceBias, SourceNgrams
 from specbeam.errors import SpecbeamError
-from specbeam.generation_defaults import GenerationDefaults, is_number
-from specbeam.options import MAX_LOGIT_BIAS, Options
+from specbeam.options.generation_defaults import GenerationDefaults, is_number
+from specbeam.options.options import MAX_LOGIT_BIAS, Options
 
 LARGEST_RAISE = 1e30
 """The most that a score is multiplied by. float32 has no numbers over 3e38."""

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.constraints import Constraint, State
-from specbeam.decoding.node_states import NodeStates
+from specbeam.core.node_states import NodeStates
+from specbeam.core.tree import Nodes, Tree
 from specbeam.errors import SpecbeamError
-from specbeam.tree import Nodes, Tree
 
 MIN_STATES_TO_FORGET = 8
 """A grammar's state takes 10 to 100 kB."""

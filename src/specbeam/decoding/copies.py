@@ -13,9 +13,9 @@ from specbeam.control import Cost, DraftTokens
 from specbeam.control.acceptance import Acceptance, Rounds, match_bucket
 from specbeam.control.controller import MIN_GAIN, fewest_seconds
 from specbeam.control.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.chains import Chains
 from specbeam.decoding.matches import occurrences
-from specbeam.tree import Nodes, Tree
 
 MATCH_PRIOR = (0.3, 0.5, 0.8, 0.9, 0.95)
 """By the length of a match, the chance to assume that the next token is the same."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding import Hypothesis, Selection, SelectionRequest
+from specbeam.core.selection import Selection, SelectionRequest
+from specbeam.core.strategy import Hypothesis
+from specbeam.core.tree import NO_NODES, Nodes
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Mask
 from specbeam.decoding.search import Search
-from specbeam.tree import NO_NODES, Nodes
 
 
 class DiverseBeamSearch(Search):

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from specbeam.control import DraftTokens as DraftTokens
 from specbeam.control.controller import Controller
-from specbeam.decoding import Evaluate
-from specbeam.tree import Nodes, Tree
+from specbeam.core.strategy import Evaluate
+from specbeam.core.tree import Nodes, Tree
 
 Proposal = Generator[Evaluate, Any, DraftTokens]
 

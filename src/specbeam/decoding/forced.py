@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from specbeam.control import SKIPPED, DraftTokens
 from specbeam.control.controller import Controller
+from specbeam.core.tree import Nodes
 from specbeam.decoding.chains import Chains
 from specbeam.decoding.constraint_mask import ConstraintMask
 from specbeam.decoding.drafter import Drafter, Proposal
-from specbeam.tree import Nodes
 
 MAX_FORCED_TOKENS = 32
 """Evaluate at most this many forced tokens in a pass."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Selection, Strategy
+from specbeam.core.selection import MASKED, Selection
+from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
+from specbeam.core.tree import Tree
 from specbeam.decoding.record import Record
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.selection import MASKED
-from specbeam.tree import Tree
 
 
 def greedy(tree: Tree, selector: Selector, stop: Stopping, record: Record) -> Strategy:

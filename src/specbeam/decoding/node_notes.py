@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from specbeam.decoding import Selection, SelectionRequest
-from specbeam.tree import Nodes, Tree
+from specbeam.core.selection import Selection, SelectionRequest
+from specbeam.core.tree import Nodes, Tree
 
 V = TypeVar("V")
 

@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam import callers
-from specbeam.decoding import Selection
+from specbeam.core import callers
+from specbeam.core.node_states import NodeStates
+from specbeam.core.selection import MASKED, Edit, Selection
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.bans import BadWords, BannedTokens, Bans, RepeatedNgrams, SequenceBias
 from specbeam.decoding.checkpoint_processors import CheckpointProcessors
 from specbeam.decoding.constraint_mask import ConstraintMask, packed
-from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
-from specbeam.options import Options
-from specbeam.selection import MASKED, Edit
-from specbeam.tree import Nodes, Tree
+from specbeam.options.options import Options
 
 
 class Processors:

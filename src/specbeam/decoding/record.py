@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.core.tree import NO_NODES, Nodes, Tree
 from specbeam.decoding.trace import Trace
-from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Record:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
+from specbeam.core.tree import Tree
 from specbeam.decoding.greedy import chosen
 from specbeam.decoding.record import Record
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
 from specbeam.errors import TooManyNodes
-from specbeam.tree import Tree
 
 
 def sample_several(tree: Tree, selector: Selector, stop: Stopping, record: Record, count: int) -> Strategy:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
+from specbeam.core.selection import Selection, SelectionRequest, gather
+from specbeam.core.strategy import Evaluate, Hypothesis
+from specbeam.core.tree import NO_NODES, Nodes, Tree
 from specbeam.decoding.candidates import Mask, Scores
-from specbeam.selection import gather
-from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Known:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding.node_states import NodeStates
+from specbeam.core.node_states import NodeStates
+from specbeam.core.selection import Noise, SelectionRequest
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
-from specbeam.options import NEUTRAL_VALUES, Options
-from specbeam.selection import Noise, SelectionRequest
-from specbeam.tree import Nodes, Tree
+from specbeam.options.options import NEUTRAL_VALUES, Options
 
 
 class Selector:

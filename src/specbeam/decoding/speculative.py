@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
+from specbeam.core.tree import Tree
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import chosen, greedy, greedy_round
 from specbeam.decoding.record import Record
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
 from specbeam.errors import NotFinite, TooManyNodes
-from specbeam.tree import Tree
 
 
 def speculative(tree: Tree, selector: Selector, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding.node_states import NodeStates
-from specbeam.detokenizing import shared_length
-from specbeam.streaming import NewText, Progress
-from specbeam.tree import Nodes, Tree
+from specbeam.core.node_states import NodeStates
+from specbeam.core.tree import Nodes, Tree
+from specbeam.text.detokenizing import shared_length
+from specbeam.text.streaming import NewText, Progress
 
 
 class Stopping:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.constraint_mask import ConstraintMask
 from specbeam.decoding.node_notes import Alternatives
-from specbeam.tree import Nodes, Tree
 
 
 class Trace:

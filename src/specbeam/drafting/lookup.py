@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.control.controller import Controller
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.chains import Chains
 from specbeam.decoding.drafter import Proposal
 from specbeam.decoding.matches import MAX_MATCH_TOKENS, occurrences
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel, TokenIds
-from specbeam.prompts import as_list, encode
-from specbeam.tree import Nodes, Tree
+from specbeam.models.model import LanguageModel, TokenIds
+from specbeam.models.prompts import as_list, encode
 
 MAX_MATCHES = 32
 """Look at this many matches at most, the latest first."""

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from specbeam.control import SKIPPED, DraftTokens
 from specbeam.control.controller import Controller
-from specbeam.decoding import Evaluate, Selection
+from specbeam.core.selection import Selection
+from specbeam.core.strategy import Evaluate
+from specbeam.core.tree import NO_NODES, Nodes, Tree
 from specbeam.decoding.drafter import Proposal
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.tree import NO_NODES, Nodes, Tree
 
 MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
 """Draft among the first token ids of the vocabulary, enough of them to contain this share of the latest tokens."""

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from specbeam import plugins
 from specbeam.control import DraftTokens
 from specbeam.control.controller import Controller
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.chains import Chains
 from specbeam.decoding.drafter import Drafter, Proposal
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel
+from specbeam.models.model import LanguageModel
 from specbeam.plugins import PluginError
-from specbeam.tree import Nodes, Tree
 
 Propose = Callable[[list[int], LanguageModel], Sequence[int] | Sequence[Sequence[int]]]
 """A function of the token ids of a sequence, prompt included, and the model. It returns the token ids that may follow,

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from specbeam.control import SKIPPED, DraftTokens
 from specbeam.control.controller import Controller
-from specbeam.decoding import Evaluate, SelectionRequest
+from specbeam.core.selection import SelectionRequest
+from specbeam.core.strategy import Evaluate
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.chains import Chains
 from specbeam.decoding.drafter import Proposal
-from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
 from specbeam.drafting.encoding import EncodedEnd, extend, shorten
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel
-from specbeam.tree import Nodes, Tree
+from specbeam.models.model import LanguageModel
+from specbeam.text.detokenizing import INCOMPLETE, Detokenizer, TextEnd
 
 
 @dataclass(frozen=True)

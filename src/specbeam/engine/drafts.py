@@ -11,9 +11,9 @@ from specbeam.drafting.lookup import Continued, SuffixAutomaton
 from specbeam.drafting.own import MakeDrafter, Propose
 from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
-from specbeam.model import LanguageModel
-from specbeam.option_names import LOOKUPS
-from specbeam.options import Options
+from specbeam.models.model import LanguageModel
+from specbeam.options.names import LOOKUPS
+from specbeam.options.options import Options
 
 Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
 """A draft model or its source, "ngram", "suffix", an automaton over earlier texts, one of these three for a text that

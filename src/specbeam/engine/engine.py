@@ -26,11 +26,11 @@ from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.setup import MakeStrategy
 from specbeam.errors import SpecbeamError
-from specbeam.fork_guard import fork_guard
-from specbeam.interrupts import HeldInterrupts
-from specbeam.model import LanguageModel
-from specbeam.options import Options
-from specbeam.prompts import Prompt, encode, room
+from specbeam.models.model import LanguageModel
+from specbeam.models.prompts import Prompt, encode, room
+from specbeam.options.options import Options
+from specbeam.system.fork_guard import fork_guard
+from specbeam.system.interrupts import HeldInterrupts
 
 Key = TypeVar("Key")
 
@@ -156,8 +156,8 @@ class Engine:
                 not which text comes (docs/exactness.md).
             strategy: a decoding method of your own, used in place of the one that the options name. It is called with a
                 :class:`specbeam.engine.Setup` and the drafter or None, and returns a
-                :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished sequences. "module:name"
-                and the name of an entry point of the group ``specbeam.strategies`` stand for one.
+                :data:`specbeam.core.strategy.Strategy`. It keeps at most ``num_beams`` unfinished sequences.
+                "module:name" and the name of an entry point of the group ``specbeam.strategies`` stand for one.
             priority: waiting requests with lower numbers start first, and equal ones in the order of submission. Yet
                 one start in eight belongs to the request that has waited longest. Live requests share passes equally.
             timeout: seconds after which the request ends before the next pass, with the text so far and the

@@ -11,7 +11,7 @@ from specbeam.engine.companions import while_others_come
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.errors import SpecbeamError
-from specbeam.fork_guard import InterpreterEnds, fork_guard
+from specbeam.system.fork_guard import InterpreterEnds, fork_guard
 
 logger = logging.getLogger("specbeam")
 SECONDS_FOR_ANOTHER = 0.0005

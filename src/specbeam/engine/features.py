@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend, HearingBackend
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel
+from specbeam.models.model import LanguageModel
 
 
 class Sound:

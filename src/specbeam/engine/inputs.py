@@ -9,8 +9,8 @@ from typing import Any
 
 from specbeam.constraints.grammar import DESCRIPTIONS
 from specbeam.engine.setup import Setup
-from specbeam.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS
-from specbeam.model import LanguageModel
+from specbeam.models.model import LanguageModel
+from specbeam.options.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS
 from specbeam.results import INPUTS_FORMAT
 from specbeam.version import __version__
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specbeam import plugins
-from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
+from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.engine.setup import MakeStrategy, Setup
 from specbeam.errors import SpecbeamError, shown

@@ -13,10 +13,10 @@ from typing import Any, cast
 import numpy as np
 
 from specbeam.backends.contract import AheadBackend, EncodingBackend, HearingBackend
+from specbeam.core.selection import Logits, Selection
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
-from specbeam.selection import Logits, Selection
 
 NO_LOGITS = np.empty((0, 0), np.float32)
 NORMALIZERS = attrgetter("normalizers")

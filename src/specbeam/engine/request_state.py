@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from specbeam.backends.contract import Segment
 from specbeam.cache.budget import Budget
-from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
+from specbeam.core.selection import MASKED, Logits, Selection, SelectionRequest, one_after_another
+from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
+from specbeam.core.tree import NO_NODES, Nodes
 from specbeam.decoding.forced import MAX_FORCED_TOKENS
 from specbeam.decoding.node_notes import NodeNotes
 from specbeam.engine.clients import Clients
@@ -29,10 +31,8 @@ from specbeam.engine.request import Request
 from specbeam.engine.setup import MakeStrategy, make_drafter, make_setup, make_strategy
 from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
-from specbeam.model import LanguageModel
-from specbeam.options import Options
-from specbeam.selection import MASKED, Logits, Selection, SelectionRequest, one_after_another
-from specbeam.tree import NO_NODES, Nodes
+from specbeam.models.model import LanguageModel
+from specbeam.options.options import Options
 
 MAX_HELD = 8
 """The strategy of a sequence that goes ahead takes its steps after at most this many passes."""

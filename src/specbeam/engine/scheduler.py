@@ -10,14 +10,14 @@ from typing import cast
 
 from specbeam.backends.contract import AheadBackend, Backend
 from specbeam.cache.budget import Budget
+from specbeam.core.tree import Nodes
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import TILE_NODES, Costs
 from specbeam.engine.queue import Queue
 from specbeam.engine.request_state import RequestState
 from specbeam.errors import QueueFull
-from specbeam.fork_guard import fork_guard
-from specbeam.interrupts import HeldInterrupts, ReleasedInterrupts
-from specbeam.tree import Nodes
+from specbeam.system.fork_guard import fork_guard
+from specbeam.system.interrupts import HeldInterrupts, ReleasedInterrupts
 
 Batch = list[tuple[RequestState, Nodes]]
 """Pending nodes of live requests, all of them for the same model."""

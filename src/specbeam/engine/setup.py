@@ -12,7 +12,8 @@ from specbeam.control import Cost
 from specbeam.control.controller import Controller
 from specbeam.control.deferring import LikelyNeeded
 from specbeam.control.sizes import Sizes
-from specbeam.decoding import Strategy
+from specbeam.core.strategy import Strategy
+from specbeam.core.tree import Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.chains import Chains
@@ -37,10 +38,9 @@ from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel
-from specbeam.options import Options
-from specbeam.prompts import room, too_long
-from specbeam.tree import Tree
+from specbeam.models.model import LanguageModel
+from specbeam.models.prompts import room, too_long
+from specbeam.options.options import Options
 
 MIN_LAZY_BEAMS = 16
 """Without drafts, fewer beams are all evaluated: passes over few nodes cost nearly as much."""

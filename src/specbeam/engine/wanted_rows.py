@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.selection import Logits
-from specbeam.tree import Nodes
+from specbeam.core.selection import Logits
+from specbeam.core.tree import Nodes
 
 Join = Callable[[list[Logits]], Logits]
 """:meth:`specbeam.backends.contract.Backend.join`"""

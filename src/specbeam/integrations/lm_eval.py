@@ -17,14 +17,14 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
+from specbeam.api.scoring import score
 from specbeam.engine import Engine
 from specbeam.engine.drafts import check_draft
 from specbeam.errors import BAD_INPUT, SpecbeamError
-from specbeam.model import LanguageModel, load
-from specbeam.option_names import LOOKUPS
-from specbeam.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
-from specbeam.prompts import apply_chat_template, first_token
-from specbeam.scoring import score
+from specbeam.models.model import LanguageModel, load
+from specbeam.models.prompts import apply_chat_template, first_token
+from specbeam.options.names import LOOKUPS
+from specbeam.options.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
-from specbeam.callers import tensors
+from specbeam.core.callers import tensors
 from specbeam.errors import SpecbeamError
 
 BANS_AND_PENALTIES = (

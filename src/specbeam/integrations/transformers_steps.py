@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from specbeam.backends.compat import ranks_draws
 from specbeam.backends.torch.selecting import changed
-from specbeam.compat import ranks_draws
-from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
+from specbeam.core.selection import Selection, SelectionRequest
+from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
+from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
@@ -31,7 +33,6 @@ from specbeam.engine.setup import make_search, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import BatchRows
 from specbeam.integrations.transformers_prompts import KeysAndValues
-from specbeam.tree import Nodes, Tree
 
 
 class Details:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from specbeam.interrupts import HeldInterrupts
+from specbeam.system.interrupts import HeldInterrupts
 
 KEPT_OF_NAME = 40
 """Characters of a file's name that its temporary name has, too. File systems allow 255 bytes."""

@@ -6,9 +6,9 @@ import hashlib
 from pathlib import Path
 
 from specbeam.errors import SpecbeamError
-from specbeam.interrupts import HeldInterrupts
 from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.journal import Entry, Journal
+from specbeam.system.interrupts import HeldInterrupts
 
 
 class FinishedFiles:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
-from specbeam.interrupts import HeldInterrupts
 from specbeam.jobs.journal import Entry, Journal
+from specbeam.system.interrupts import HeldInterrupts
 
 NOT_FINISHED = -1
 

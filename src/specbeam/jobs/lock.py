@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from specbeam.errors import SpecbeamError
-from specbeam.interrupts import HeldInterrupts
+from specbeam.system.interrupts import HeldInterrupts
 
 
 @contextmanager

@@ -8,25 +8,26 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from specbeam import chat_templates, child_processes
-from specbeam.decoding import Hypothesis, Strategy
+from specbeam.api.scoring import PromptScores, score_prompt
+from specbeam.core.strategy import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.drafting.lookup import Continued
 from specbeam.engine import Request
 from specbeam.engine.drafts import Draft, is_lookup
 from specbeam.engine.setup import MakeStrategy, Setup, make_strategy
 from specbeam.errors import SpecbeamError
-from specbeam.infilling import infilling_prompt
-from specbeam.options import Options
-from specbeam.prompt_length import PromptTooLong
-from specbeam.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, room
+from specbeam.models.infilling import infilling_prompt
+from specbeam.models.prompt_length import PromptTooLong
+from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, room
+from specbeam.options.options import Options
 from specbeam.results import Piece, Result
-from specbeam.scoring import PromptScores, score_prompt
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tools import ToolUse
+from specbeam.system import child_processes
+from specbeam.text import chat_templates
 
 T = TypeVar("T")
 TOO_LONG = "context_length_exceeded"

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from specbeam import chat_templates
 from specbeam.errors import SpecbeamError
-from specbeam.prompts import Rendering
+from specbeam.models.prompts import Rendering
 from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
@@ -29,6 +28,7 @@ from specbeam.server.tools import (
     ToolFields,
     conversation,
 )
+from specbeam.text import chat_templates
 from specbeam.tools.reader import Said
 
 ROLES = {"developer": "system"}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specbeam.engine import Request
-from specbeam.prompts import is_batch
+from specbeam.models.prompts import is_batch
 from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from specbeam.errors import ConstraintError, NotFinite, QueueFull, SpecbeamError
-from specbeam.option_names import nearest_name
-from specbeam.options import Options
+from specbeam.options.names import nearest_name
+from specbeam.options.options import Options
 from specbeam.plugins import PluginError
 from specbeam.server.json import json_response
 

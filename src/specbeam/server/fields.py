@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticKnownError
 
 from specbeam.errors import SpecbeamError
-from specbeam.option_names import OTHER_NAMES
-from specbeam.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
+from specbeam.options.names import OTHER_NAMES
+from specbeam.options.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
 from specbeam.server.limits import Limits

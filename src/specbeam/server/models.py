@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 from specbeam.backends.devices import free_memory
 from specbeam.cache.pool import MAX_FREE_SHARE
 from specbeam.constraints.grammar import prepare
-from specbeam.control_tokens import ControlTokens
 from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError
-from specbeam.extras import require
-from specbeam.model import LanguageModel, Placement, weights_of
-from specbeam.option_names import LOOKUPS, NO_DRAFT
-from specbeam.prompts import DEFAULT_RENDERING, Rendering, encode
-from specbeam.sampling_defaults import sampling_defaults
+from specbeam.models.model import LanguageModel, Placement, weights_of
+from specbeam.models.prompts import DEFAULT_RENDERING, Rendering, encode
+from specbeam.models.sampling_defaults import sampling_defaults
+from specbeam.options.names import LOOKUPS, NO_DRAFT
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.schema_prompt import HINT, unnamed
 from specbeam.server.tokens import TokenTexts
 from specbeam.speech import speech_engine
+from specbeam.system.extras import require
+from specbeam.text.control_tokens import ControlTokens
 from specbeam.tools import ToolFormat, format_of
 
 logger = logging.getLogger("specbeam.server")
@@ -196,7 +196,7 @@ class ServedModel:
     def encode(
         self, prompt: Any, *, raw: bool = False, most: int | None = None, rendering: Rendering = DEFAULT_RENDERING
     ) -> list[int]:
-        """Token ids of a prompt, as :func:`specbeam.prompts.encode` makes them.
+        """Token ids of a prompt, as :func:`specbeam.models.prompts.encode` makes them.
 
         Control tokens in messages are read as text, unless the operator allows them.
         """

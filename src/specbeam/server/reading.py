@@ -9,7 +9,7 @@ from specbeam.server.answers import FINISH_REASONS
 from specbeam.server.call import Call
 from specbeam.server.tokens import Part
 from specbeam.server.tools import ToolUse
-from specbeam.streaming import NewText, TextStream
+from specbeam.text.streaming import NewText, TextStream
 from specbeam.tools.reader import THOUGHTS, Reader, Said
 
 

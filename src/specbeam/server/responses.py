@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from specbeam.errors import shown
-from specbeam.prompts import Rendering
+from specbeam.models.prompts import Rendering
 from specbeam.results import Piece, Result
 from specbeam.server.answers import FINISH_REASONS
 from specbeam.server.call import Call

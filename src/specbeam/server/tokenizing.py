@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from specbeam.errors import SpecbeamError
-from specbeam.prompts import token_ids
+from specbeam.models.prompts import token_ids
 from specbeam.server.chat import Message, TemplateFields
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import TokenId

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbeam.detokenizing import Detokenizer
-from specbeam.model import LanguageModel
+from specbeam.models.model import LanguageModel
 from specbeam.results import Piece, TopLogProbs
 from specbeam.results import Sequence as Text
+from specbeam.text.detokenizing import Detokenizer
 
 MAX_SPACE = 64
 """At most this many characters of space are looked for around a special token of a prompt."""

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAtt
 from specbeam.constraints import JsonSchema
 from specbeam.constraints.grammar import MAX_SCHEMA_BYTES
 from specbeam.errors import SpecbeamError, shown
-from specbeam.model import LanguageModel
+from specbeam.models.model import LanguageModel
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, Plan
 from specbeam.server.formats import Describe, Name, schema_of

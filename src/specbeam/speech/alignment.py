@@ -13,12 +13,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
+from specbeam.core.selection import Selection, SelectionRequest, Watch
+from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel
-from specbeam.selection import Watch
+from specbeam.models.model import LanguageModel
 
 POSITIONS_PER_SECOND = 50
 """Of the encoder's output."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
+from specbeam.core.selection import Selection, SelectionRequest
+from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.engine.features import Sound

@@ -24,11 +24,11 @@ from typing import IO, Any, BinaryIO, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam import child_processes
 from specbeam.errors import SpecbeamError, located, shown
-from specbeam.extras import require
 from specbeam.speech import av_decoder
 from specbeam.speech.av_decoder import CPU_SECONDS, SAMPLE_RATE, Report
+from specbeam.system import child_processes
+from specbeam.system.extras import require
 
 Samples: TypeAlias = NDArray[np.int16] | NDArray[np.float32]
 """One dimension, 16 kHz. int16 stands for values from -1 to 1 in steps of 1 / 32768."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from specbeam import child_processes
+from specbeam.system import child_processes
 
 if TYPE_CHECKING:
     from av import AudioFrame

@@ -12,10 +12,10 @@ import numpy as np
 
 from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft, check_draft, load_draft
-from specbeam.generation_defaults import GenerationDefaults
-from specbeam.model import LanguageModel
-from specbeam.options import Options
-from specbeam.prompts import as_list
+from specbeam.models.model import LanguageModel
+from specbeam.models.prompts import as_list
+from specbeam.options.generation_defaults import GenerationDefaults
+from specbeam.options.options import Options
 from specbeam.speech.audio import Samples, load
 from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from specbeam.errors import SpecbeamError, shown
-from specbeam.option_names import nearest_name
+from specbeam.options.names import nearest_name
 
 _TABLE = """
 af afrikaans, am amharic, ar arabic, as assamese, az azerbaijani, ba bashkir, be belarusian, bg bulgarian, bn bengali,

@@ -9,8 +9,8 @@ from math import isfinite
 from typing import Any
 
 from specbeam.errors import SpecbeamError, shown
-from specbeam.generation_defaults import is_number
-from specbeam.options import check_names
+from specbeam.options.generation_defaults import is_number
+from specbeam.options.options import check_names
 from specbeam.speech.languages import code_of
 from specbeam.speech.vocabulary import TASKS
 

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from specbeam.extras import require
 from specbeam.speech.audio import Samples, release
 from specbeam.speech.av_decoder import SAMPLE_RATE
+from specbeam.system.extras import require
 
 WINDOW = 512
 """Samples that have one probability."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel
-from specbeam.prompts import token_ids
+from specbeam.models.model import LanguageModel
+from specbeam.models.prompts import token_ids
 from specbeam.speech.languages import CODE
 
 TASKS = ("transcribe", "translate")

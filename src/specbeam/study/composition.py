@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from specbeam.errors import SpecbeamError, located
-from specbeam.escapes import unescaped
 from specbeam.plugins import entry_point_names, is_name
+from specbeam.text.escapes import unescaped
 
 ABOVE_STUDY = "study_and_config"
 """The name under which Hydra knows the user's ``config.yaml``."""
@@ -33,7 +33,7 @@ INSTEAD_OF_HYDRAS = {
 }
 """The study's own words for Hydra's keys. Hydra composes the configuration here, but does not run the study."""
 TEXT_KEYS = ("template", "system_prompt", "stop_strings")
-"""Settings in whose typed texts escapes are read (:mod:`specbeam.escapes`). Texts of files stay as they are."""
+"""Settings in whose typed texts escapes are read (:mod:`specbeam.text.escapes`). Texts of files stay as they are."""
 Keys = tuple[Any, ...]
 """The keys, and the places in lists, that lead to a value of the configuration."""
 SET_BY_HYDRA = ("hydra.overrides", "hydra.runtime", "hydra.searchpath", "hydra.job.config_name", "hydra.job.override")

@@ -16,7 +16,7 @@ from typing import Any
 from specbeam.checkpoints.hub import no_answer
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.formats import TextRows, ending_of, open_rows
-from specbeam.option_names import nearest_name
+from specbeam.options.names import nearest_name
 from specbeam.study.config import Columns, Data
 
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from specbeam import plugins
+from specbeam.api.scoring import score
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel, load
-from specbeam.option_names import LOOKUPS
-from specbeam.options import Options
-from specbeam.prompts import encode, last_message, show_prompt, tokenize
+from specbeam.models.model import LanguageModel, load
+from specbeam.models.prompts import encode, last_message, show_prompt, tokenize
+from specbeam.options.names import LOOKUPS
+from specbeam.options.options import Options
 from specbeam.recording import LIKELIEST, Event, events, finite
-from specbeam.scoring import score
 from specbeam.study.config import Method, Study, check, methods
 from specbeam.study.data import Row
 from specbeam.study.results import Record

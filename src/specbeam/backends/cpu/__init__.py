@@ -28,10 +28,10 @@ from specbeam.backends.cpu.library import AheadStruct, ModelConfigStruct, addres
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
+from specbeam.core.selection import NextBeams, Selection, SelectionRequest, Watch
 from specbeam.errors import SpecbeamError
-from specbeam.fork_guard import fork_guard
-from specbeam.machine import usable_processors
-from specbeam.selection import NextBeams, Selection, SelectionRequest, Watch
+from specbeam.system.fork_guard import fork_guard
+from specbeam.system.machine import usable_processors
 
 logger = logging.getLogger("specbeam")
 

@@ -1,4 +1,4 @@
-"""Selections in native code, for requests of ``specbeam.selection``. Fills the structures of native/select.h."""
+"""Selections in native code, for requests of ``specbeam.core.selection``. Fills the structures of native/select.h."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, SelectionRequestStruct, address
-from specbeam.callers import returned_scores
-from specbeam.selection import MASKED, Edit, Selection, SelectionRequest
+from specbeam.core.callers import returned_scores
+from specbeam.core.selection import MASKED, Edit, Selection, SelectionRequest
 
 EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2, "set": 3, "raise": 4}
 """As ``EditKind`` in native/select.h."""

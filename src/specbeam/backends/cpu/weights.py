@@ -22,7 +22,7 @@ from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.checkpoints.finite import not_finite
 from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.errors import SpecbeamError
-from specbeam.machine import keep_in_memory, usable_processors
+from specbeam.system.machine import keep_in_memory, usable_processors
 
 logger = logging.getLogger("specbeam")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment
 from specbeam.backends.torch.transfer import to_device
-from specbeam.selection import MASKED, NextBeams, Selection
+from specbeam.core.selection import MASKED, NextBeams, Selection
 
 PASSES_IN_FLIGHT = 2
 """Passes whose flags the host has not seen, beside the one that it launches. So a GPU does not wait for the host."""

@@ -44,7 +44,7 @@ from specbeam.backends.torch.transfer import Values, to_cpu, to_device
 from specbeam.backends.torch.transformer import Block, GatedMLP, Norm, Weights, cap
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
-from specbeam.selection import NextBeams, Selection, SelectionRequest
+from specbeam.core.selection import NextBeams, Selection, SelectionRequest
 
 MAX_CAPTURED_NODES = 64
 """Passes over more nodes are not captured: their kernels take longer than the launches of these."""

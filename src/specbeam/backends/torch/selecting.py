@@ -24,8 +24,8 @@ from specbeam.backends.torch.warpers import (
     top_p,
     typical_p,
 )
-from specbeam.callers import returned_scores
-from specbeam.selection import MASKED, Edit, Noise, Selection, SelectionRequest
+from specbeam.core.callers import returned_scores
+from specbeam.core.selection import MASKED, Edit, Noise, Selection, SelectionRequest
 
 BLOCK_SIZE = 128
 """The highest of many scores are searched in blocks of this size."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.checkpoints.config import Config, Rope
 from specbeam.checkpoints.parameters import FILTER_FRAMES
-from specbeam.selection import Watch
+from specbeam.core.selection import Watch
 
 MAX_ROWS_TRANSPOSED = 64
 """Up to this many rows, a product of float32 on a CPU is formed transposed: see :func:`linear`."""

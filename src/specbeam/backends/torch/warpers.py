@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specbeam.backends.torch.transfer import to_device
-from specbeam.selection import MASKED
+from specbeam.core.selection import MASKED
 
 
 def only_the_likeliest(scores: Tensor, tokens: Sequence[int]) -> Tensor:

@@ -1,0 +1,1 @@
+"""Generate, score and label: the calls of Python."""

@@ -1,0 +1,1 @@
+"""Loaded models, their prompts, and the sampling that their makers recommend."""

@@ -1,0 +1,201 @@
+"""A checkpoint's generation settings: transformers' ``GenerationConfig``, and what each of its fields does here.
+
+A test compares these lists with transformers, so that a new field needs a decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from specbeam.errors import SpecbeamError, shown
+
+FILE = "generation_config.json"
+APPLIED = (
+    "min_length",
+    "min_new_tokens",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "eos_token_id",
+    "bos_token_id",
+    "decoder_start_token_id",
+)
+"""Applied to every text. The last two begin the texts of an encoder-decoder model."""
+APPLIED_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+APPLIED_WITH_BEAMS = ("length_penalty", "early_stopping", "renormalize_logits")
+"""Without beams, the last of them has no effect on a text: probabilities keep their order and their ratios."""
+NOT_UNDER_A_CONSTRAINT = (
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+"""They forbid or force tokens. A constraint says itself which tokens may follow, and the caller has asked for it."""
+LEFT_TO_THE_CALLER = (
+    "do_sample",
+    "num_beams",
+    "num_beam_groups",
+    "diversity_penalty",
+    "num_return_sequences",
+    "max_length",
+    "max_new_tokens",
+)
+"""Never taken from a checkpoint: docs/exactness.md, "Differences from transformers on purpose"."""
+WITHOUT_EFFECT = {
+    "a draft changes no text": (
+        "use_mtp",
+        "is_assistant",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "assistant_early_exit",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "assistant_ensemble_weight",
+        "speculation_type",
+    ),
+    "the KV cache and the forward passes are specbeam's own": (
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "max_cache_len",
+        "prefill_chunk_size",
+        "low_memory",
+        "compile_config",
+        "disable_compile",
+        "continuous_batching_config",
+    ),
+    "a result has fields of its own": (
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+    ),
+    "there is no padding": ("pad_token_id",),
+    "logits that are not finite end the request with an error": ("remove_invalid_values",),
+    "it is about the file": ("transformers_version",),
+}
+"""Fields that change no text here, by the reason."""
+
+
+class Lacking(NamedTuple):
+    """A field that is not applied.
+
+    Attributes:
+        neutral: values that ask for nothing.
+        why: the reason, for the warning.
+    """
+
+    neutral: tuple[Any, ...]
+    why: str
+
+
+NOT_APPLIED = {
+    "guidance_scale": Lacking((1,), "no second pass without the prompt"),
+    "watermarking_config": Lacking((), "no watermarks"),
+    "token_healing": Lacking((False,), "the prompt is used as it is"),
+    "top_h": Lacking((), "no such truncation"),
+    "epsilon_cutoff": Lacking((0,), "no such truncation"),
+    "eta_cutoff": Lacking((0,), "no such truncation"),
+    "penalty_alpha": Lacking((0,), "no contrastive search"),
+    "dola_layers": Lacking((), "no DoLa"),
+    "constraints": Lacking((), "no constrained beam search of this kind"),
+    "force_words_ids": Lacking((), "no constrained beam search of this kind"),
+    "max_time": Lacking((), "give a timeout to the engine"),
+    "stop_strings": Lacking(((), []), "give stop_strings yourself"),
+}
+"""Fields that transformers applies and specbeam does not: a model that asks for one gets a warning."""
+
+FIELDS = (
+    *APPLIED,
+    *APPLIED_WHEN_SAMPLING,
+    *APPLIED_WITH_BEAMS,
+    *LEFT_TO_THE_CALLER,
+    *(name for names in WITHOUT_EFFECT.values() for name in names),
+    *NOT_APPLIED,
+)
+
+
+class GenerationDefaults(dict[str, Any]):
+    """Generation settings by transformers' names. A setting that is None is left out.
+
+    Attributes:
+        file: where they stand, for messages.
+        when_sampling: further ones, for chat and the server alone (:mod:`specbeam.models.sampling_defaults`).
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any] | None = None,
+        file: str = FILE,
+        when_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__({name: value for name, value in (settings or {}).items() if value is not None})
+        self.file = file
+        self.when_sampling = when_sampling or {}
+
+    @property
+    def of_texts(self) -> dict[str, Any]:
+        """The settings that change texts in transformers, without the tokens that begin and end them."""
+        names = (*APPLIED, *APPLIED_WHEN_SAMPLING, *APPLIED_WITH_BEAMS, *LEFT_TO_THE_CALLER, *NOT_APPLIED)
+        ends = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
+        return {name: self[name] for name in names if name in self and name not in ends}
+
+    @property
+    def under_constraint(self) -> GenerationDefaults:
+        """The settings that hold under a constraint: they change scores, and take no token from it."""
+        kept = {name: value for name, value in self.items() if name not in NOT_UNDER_A_CONSTRAINT}
+        return GenerationDefaults(kept, self.file, self.when_sampling)
+
+    @property
+    def not_applied(self) -> str:
+        """What the settings ask for in vain, in words; empty if there is nothing."""
+        asked = {
+            name: self[name] for name, (neutral, _) in NOT_APPLIED.items() if self.get(name) not in (None, *neutral)
+        }
+        listed = ", ".join(f"{name}={shown(value)} ({NOT_APPLIED[name].why})" for name, value in asked.items())
+        return f"{self.file} asks for {listed}: not applied" if asked else ""
+
+    def refused(self, name: str, allowed: str) -> SpecbeamError:
+        """The error for the value of a field, which names the file."""
+        return SpecbeamError(f"the model's {self.file}: {name}={shown(self[name])} is not allowed: give {allowed}")
+
+
+def is_number(value: Any, whole: bool = False) -> bool:
+    """Whether a value is a number, or a whole number, that arrays can hold."""
+    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+        return False
+    number: Any = value
+    return bool(abs(number) < 2**63)
+
+
+def defaults_of_config(config: Mapping[str, Any]) -> GenerationDefaults:
+    """The settings in a config.json, which count where there is no generation_config.json, as in transformers.
+
+    A setting of the whole model comes before the same one of its decoder.
+    """
+    parts = (config.get(name) for name in ("decoder", "generator", "text_config"))
+    decoder = next((part for part in parts if part), None)
+    both = GenerationDefaults(decoder if isinstance(decoder, dict) else None) | GenerationDefaults(config)
+    settings = {name: both[name] for name in FIELDS if name in both}
+    if config.get("force_bos_token_to_be_generated"):  # of BART's first configurations
+        settings["forced_bos_token_id"] = both.get("bos_token_id")
+    return GenerationDefaults(settings, "config.json")
