@@ -27,12 +27,12 @@ from machine import describe
 
 import specbeam
 from specbeam import Engine, LanguageModel, Result
-from specbeam.control.deferring import Deferred, LikelyNeeded
 from specbeam.core.strategy import Strategy
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
-from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
+from specbeam.drafting.drafter import Drafter
+from specbeam.drafting.policy.deferring import Deferred, LikelyNeeded
 from specbeam.engine.setup import MakeStrategy, Setup, make_search
 
 MAX_TOKENS = 48

@@ -48,15 +48,15 @@ from prompts import CODING, PROSE, RETRIEVAL, TITLES, Ask, add_prompt_options, k
 
 import specbeam
 from specbeam import Engine, TokenTrie
-from specbeam.control.deferring import LikelyNeeded
 from specbeam.core.strategy import Strategy
 from specbeam.core.tree import Tree
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
-from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
-from specbeam.decoding.record import Record
+from specbeam.drafting.drafter import Drafter
+from specbeam.drafting.policy.deferring import LikelyNeeded
 from specbeam.engine.setup import Setup, make_copies, make_search
+from specbeam.recording.record import Record
 
 REPEATED = "Repeat this text three times. The early bird catches the worm, but the second mouse gets the cheese.\n" * 4
 

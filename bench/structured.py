@@ -33,8 +33,8 @@ from machine import describe
 
 import specbeam
 from specbeam import Engine, JsonSchema, SpecbeamError
-from specbeam.constraints.grammar import GrammarConstraint
 from specbeam.engine import setup
+from specbeam.structured.grammar import GrammarConstraint
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},

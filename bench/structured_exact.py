@@ -33,7 +33,7 @@ from machine import describe
 
 import specbeam
 from specbeam import Engine, JsonSchema, SpecbeamError
-from specbeam.constraints.trials import limits
+from specbeam.structured.trials import limits
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -91,7 +91,7 @@ def modules():
 
 @pytest.mark.parametrize(
     ("graph", "importer", "imported"),
-    [(layers, "drafting", "decoding"), (modules, "specbeam.engine.model_state", "specbeam.cache.slots")],
+    [(layers, "decoding", "drafting"), (modules, "specbeam.engine.model_state", "specbeam.cache.slots")],
 )
 def test_no_two_layers_and_no_two_modules_import_each_other(graph, importer, imported):
     assert imported in graph()[importer]  # imports are found at all
@@ -123,8 +123,9 @@ def test_the_lowest_layers_stay_low():
     graph = layers()
     assert graph["errors"] == set()
     assert graph["system"] == {"errors"}
-    assert graph["core"] == graph["text"] == graph["constraints"] == {"errors", "system"}
-    assert graph["options"] == {"constraints", "errors"}
+    assert graph["core"] == graph["text"] == {"errors", "system"}
+    assert graph["structured"] == {"core", "errors", "system"}
+    assert graph["options"] == {"errors", "structured"}
+    assert graph["logits"] == {"core", "errors", "options", "structured", "text"}
     assert graph["cache"] == {"backends", "core", "errors"}
-    assert graph["control"] == {"core", "options"}
-    assert graph["decoding"] <= {"constraints", "control", "core", "errors", "options", "text"}
+    assert graph["decoding"] <= {"core", "drafting", "errors", "logits", "recording", "structured"}

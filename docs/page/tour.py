@@ -11,7 +11,7 @@ from pathlib import Path
 import specbeam
 from specbeam.models.prompts import encode
 from specbeam.options.options import Options
-from specbeam.recording import event_line, events
+from specbeam.recording.events import event_line, events
 
 FILE = Path(specbeam.__file__).parent / "page/tour.jsonl"
 MODEL = "smollm2-135m-instruct"

@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from specbeam.api.generation import generate as generate
     from specbeam.api.generation import nbest as nbest
     from specbeam.api.generation import stream as stream
-    from specbeam.constraints import Choice as Choice
-    from specbeam.constraints import Grammar as Grammar
-    from specbeam.constraints import JsonSchema as JsonSchema
-    from specbeam.constraints import Regex as Regex
-    from specbeam.constraints import TokenTrie as TokenTrie
     from specbeam.core.callers import tensors as tensors
     from specbeam.drafting.lookup import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
@@ -58,6 +53,11 @@ if TYPE_CHECKING:
     from specbeam.speech import Transcript as Transcript
     from specbeam.speech import transcribe as transcribe
     from specbeam.speech import transcribe_stream as transcribe_stream
+    from specbeam.structured import Choice as Choice
+    from specbeam.structured import Grammar as Grammar
+    from specbeam.structured import JsonSchema as JsonSchema
+    from specbeam.structured import Regex as Regex
+    from specbeam.structured import TokenTrie as TokenTrie
     from specbeam.text.tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {
@@ -74,12 +74,12 @@ _HOMES = {
     "Segment": "speech",
     "SpecbeamError": "errors",
     "Stats": "results",
-    "TokenTrie": "constraints",
+    "TokenTrie": "structured",
     "Transcript": "speech",
-    "Choice": "constraints",
-    "Grammar": "constraints",
-    "JsonSchema": "constraints",
-    "Regex": "constraints",
+    "Choice": "structured",
+    "Grammar": "structured",
+    "JsonSchema": "structured",
+    "Regex": "structured",
     "Tokenizer": "text.tokenizer",
     "generate": "api.generation",
     "load": "models.model",

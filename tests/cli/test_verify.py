@@ -8,7 +8,7 @@ import pytest
 import specbeam
 from specbeam import Choice, Engine, Grammar, JsonSchema, Regex, TokenTrie
 from specbeam.backends.cpu import CpuBackend
-from specbeam.receipts import Saved
+from specbeam.recording.receipts import Saved
 from specbeam.results import receipt_of
 from tests.backends.test_cpu import ALIKE, loaded
 from tests.backends.test_encoder_decoder import make

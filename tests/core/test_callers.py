@@ -134,8 +134,9 @@ def test_scores_of_another_kind_are_refused(lm, returned, says):
 
 
 def test_the_engine_and_all_strategies_import_no_pytorch():
-    modules = "engine", "decoding", "drafting", "selection", "scoring", "callers", "keywords", "constraints"
-    lines = [f"import specbeam.{name}" for name in (*modules, "backends.contract", "backends.devices", "cache.slots")]
+    modules = "api.generation", "api.scoring", "core.callers", "options.keywords", "structured", "cache.slots"
+    modules += "decoding.beam_search", "decoding.speculative", "drafting.model", "backends.contract", "backends.devices"
+    lines = [f"import specbeam.{name}" for name in modules]
     lines += ["from specbeam.backends import devices", "devices.choose_device('cpu'), devices.memory_for_caches('cpu')"]
     lines += ["import sys", "print(sorted({'torch', 'transformers', 'threadpoolctl'} & {*sys.modules}))"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)

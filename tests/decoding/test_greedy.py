@@ -6,7 +6,7 @@ import pytest
 
 import specbeam
 from specbeam.core.tree import Tree
-from specbeam.decoding.stopping import Stopping
+from specbeam.logits.stopping import Stopping
 from tests.conftest import EOS
 
 

@@ -17,26 +17,26 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, Options
 from specbeam.backends.torch.selecting import select
-from specbeam.control import DraftTokens
-from specbeam.control.acceptance import Rounds
-from specbeam.control.deferring import Deferred, LikelyNeeded
 from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.core.tree import Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
-from specbeam.decoding.chains import Chains
-from specbeam.decoding.copies import Copies
 from specbeam.decoding.lazy_beam import LazyBeamSearch
-from specbeam.decoding.processors import Processors
-from specbeam.decoding.record import Record
-from specbeam.decoding.selector import Selector
-from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.trace import Trace
+from specbeam.drafting.chains import Chains
+from specbeam.drafting.copies import Copies
+from specbeam.drafting.policy import DraftTokens
+from specbeam.drafting.policy.acceptance import Rounds
+from specbeam.drafting.policy.deferring import Deferred, LikelyNeeded
 from specbeam.engine import CostTable
 from specbeam.engine.setup import make_search
+from specbeam.logits.processors import Processors
+from specbeam.logits.selector import Selector
+from specbeam.logits.stopping import Stopping
+from specbeam.recording.record import Record
+from specbeam.recording.trace import Trace
 from tests.conftest import examples, head_of, random_model
-from tests.decoding.test_record import Replayed
 from tests.engine.conftest import ended
+from tests.recording.test_record import Replayed
 
 PROMPT = [0, 1]
 

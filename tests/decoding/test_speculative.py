@@ -12,13 +12,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
-from specbeam.control.controller import Controller
-from specbeam.control.sizes import Sizes
 from specbeam.core.tree import Tree
-from specbeam.decoding.processors import Processors
-from specbeam.decoding.selector import Selector
-from specbeam.decoding.stopping import Stopping
 from specbeam.drafting.model import ModelDrafter
+from specbeam.drafting.policy.controller import Controller
+from specbeam.drafting.policy.sizes import Sizes
+from specbeam.logits.processors import Processors
+from specbeam.logits.selector import Selector
+from specbeam.logits.stopping import Stopping
 from tests.conftest import (
     assert_are_beams_of_transformers,
     beams_of_transformers,

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.core.tree import Tree
-from specbeam.decoding.matches import MAX_MATCH_TOKENS, occurrences
 from specbeam.drafting.lookup import (
     Lookup,
     SuffixAutomaton,
@@ -21,6 +20,7 @@ from specbeam.drafting.lookup import (
     latest_first,
     likeliest,
 )
+from specbeam.drafting.matches import MAX_MATCH_TOKENS, occurrences
 from tests.conftest import byte_tokenizer, random_model
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specbeam.backends.torch.selecting import select
-from specbeam.control import DraftTokens
 from specbeam.core.tree import NO_NODES, Tree
+from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from tests.conftest import examples, fast_tokenizer
 

@@ -8,8 +8,8 @@ import pytest
 
 import specbeam
 from specbeam import Options, SpecbeamError
-from specbeam.control.controller import Controller
-from specbeam.control.sizes import Sizes
+from specbeam.drafting.policy.controller import Controller
+from specbeam.drafting.policy.sizes import Sizes
 from specbeam.engine import costs
 from specbeam.engine.costs import CostTable, PassTimes, SharedCost
 from specbeam.engine.setup import make_setup

@@ -5,7 +5,7 @@ import pytest
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.core.strategy import Evaluate, Hypothesis
-from specbeam.receipts import Saved
+from specbeam.recording.receipts import Saved
 from tests.conftest import run_alone
 
 PROMPT = [5, 6, 7]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 import specbeam
-from specbeam import Options, TokenTrie, recording
+from specbeam import Options, TokenTrie
+from specbeam.recording import events
 from specbeam.server.tokens import CompletionLogProbs, Part, TokenTexts
 from specbeam.text.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, shared_length
 from specbeam.text.streaming import NewText, TextStream
@@ -109,7 +110,7 @@ def test_texts_go_on_from_their_prompts(models, kind):
 def test_tokens_of_recordings_have_their_spaces(models):
     for lm in models.values():
         ids = lm.tokenizer("The is\nParis<turn>").input_ids
-        prompt = recording.begin(lm, ids, Options(), None)["prompt"]
+        prompt = events.begin(lm, ids, Options(), None)["prompt"]
         assert "".join(token["text"] for token in prompt) == "<s> The is\nParis<turn>"
 
 

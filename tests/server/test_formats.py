@@ -10,7 +10,7 @@ import pytest
 
 import specbeam
 from specbeam import JsonSchema
-from specbeam.constraints import grammar
+from specbeam.structured import grammar
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, of_transformers, random_model
 from tests.server.conftest import serving
 from tests.server.test_chat import CHAT, HI, MESSAGES

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from specbeam.constraints import grammar
+from specbeam.structured import grammar
 from tests.server.test_chat import CHAT, MESSAGES
 
 MAX_SECONDS = 2.0

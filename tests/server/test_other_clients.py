@@ -13,7 +13,7 @@ from specbeam.server.limits import Access
 from tests.conftest import byte_tokenizer, random_model
 from tests.server.conftest import serving
 from tests.server.test_tools import TOOLS, WEATHER
-from tests.tools.templates import TEMPLATES, TOKENS
+from tests.structured.tools.templates import TEMPLATES, TOKENS
 
 CHAT, NAME = "/v1/chat/completions", "hermes"
 HI = [{"role": "user", "content": "Hi"}]

@@ -12,7 +12,7 @@ import pytest
 
 import specbeam
 from specbeam.options.options import Options
-from specbeam.recording import event_line, events
+from specbeam.recording.events import event_line, events
 from specbeam.server.limits import Access
 from specbeam.server.page import HEADERS
 from tests.conftest import reference_model

@@ -27,7 +27,7 @@ from specbeam.server.tools import FlatFunctionTool, ToolUse
 from tests.conftest import byte_tokenizer, of_transformers, random_model
 from tests.server.conftest import serving
 from tests.server.test_chat import CHAT
-from tests.tools.templates import TEMPLATES, TOKENS
+from tests.structured.tools.templates import TEMPLATES, TOKENS
 
 RESPONSES = "/v1/responses"
 WEATHER = {

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from specbeam import Engine
 from specbeam.core.selection import SelectionRequest
 from specbeam.core.tree import Tree
-from specbeam.decoding.constraint_mask import ConstraintMask
 from specbeam.speech.timestamps import TranscriptRules, split
 from specbeam.speech.vocabulary import Vocabulary
+from specbeam.structured.constraint_mask import ConstraintMask
 from tests.conftest import needs_torch, torch, transformers
 from tests.speech.conftest import BANDS, END, NO_TIMES, POSITIONS, START, TIMES, TRANSCRIBE
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from specbeam.core.tree import Tree
-from specbeam.decoding.stopping import Stopping
+from specbeam.logits.stopping import Stopping
 from specbeam.text.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, TextEnd
 from specbeam.text.streaming import NewText, TextStream
 from tests.conftest import EOS, examples, needs_torch

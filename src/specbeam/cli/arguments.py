@@ -211,7 +211,7 @@ class Choices(argparse.Action):
     """Collects texts in a description of a constraint."""
 
     def __call__(self, parser: Any, given: argparse.Namespace, text: Any, option: str | None = None) -> None:
-        from specbeam.constraints import Choice
+        from specbeam.structured import Choice
 
         before = getattr(given, self.dest)
         try:
@@ -261,10 +261,10 @@ def content_of(path: str) -> str:
 
 def described(kind: str, given: Any) -> Any:
     """A description of a constraint. Its packages are imported only for that."""
-    from specbeam import constraints
+    from specbeam import structured
 
     try:
-        return getattr(constraints, kind)(given)
+        return getattr(structured, kind)(given)
     except SpecbeamError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

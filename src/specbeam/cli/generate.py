@@ -123,7 +123,7 @@ def options_to_record(given: argparse.Namespace, options: list[Options]) -> Opti
     Raises:
         SpecbeamError: there are several prompts, or the recording cannot be written.
     """
-    from specbeam.recording import LIKELIEST
+    from specbeam.recording.events import LIKELIEST
 
     if len(options) > 1:
         raise SpecbeamError(f"--record goes with one prompt, and there are {len(options)}")
@@ -200,8 +200,8 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
         raise KeyboardInterrupt
     if given.record is not None and not printer.failed:
         from specbeam.jobs.atomic import write_whole
-        from specbeam.recording import event_line, events
-        from specbeam.replay import replay_page
+        from specbeam.recording.events import event_line, events
+        from specbeam.recording.replay import replay_page
 
         message = last_message(lm, rows[0].prompt, raw=given.raw)
         recording = events(lm, requests[0].prompt_ids, options[0], given.draft, requests[0].result(), message)

@@ -19,7 +19,7 @@ from specbeam.errors import FAILED, SpecbeamError, located
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
     from specbeam.engine import Request
     from specbeam.models.model import LanguageModel
-    from specbeam.receipts import Saved
+    from specbeam.recording.receipts import Saved
 
     Named = tuple[str, Saved]
     """The place of a result, and the result."""
@@ -67,7 +67,7 @@ def read_results(file: str) -> Iterator[Named]:
     Raises:
         SpecbeamError: the file or a line is no result.
     """
-    from specbeam.receipts import Saved
+    from specbeam.recording.receipts import Saved
 
     lines = [*read_lines(file)]
     if len(lines) > 1:

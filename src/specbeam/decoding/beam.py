@@ -25,8 +25,8 @@ from specbeam.decoding.candidates import (
     possible,
 )
 from specbeam.decoding.search import Search
-from specbeam.decoding.selector import Selector
-from specbeam.decoding.stopping import Stopping
+from specbeam.logits.selector import Selector
+from specbeam.logits.stopping import Stopping
 
 ROUNDING = 1e-5
 """The relative error of comparisons in float32 is far below this."""

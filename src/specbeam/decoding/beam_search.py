@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.control import SKIPPED, DraftTokens
-from specbeam.control.deferring import LikelyNeeded
 from specbeam.core.strategy import Evaluate, Strategy
 from specbeam.core.tree import NO_NODES, Nodes
-from specbeam.decoding.copies import Copies
-from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.forced import ForcedTokens
 from specbeam.decoding.lazy_beam import LazyBeamSearch
-from specbeam.decoding.record import Record
 from specbeam.decoding.search import Known, Search, Step
+from specbeam.drafting.copies import Copies
+from specbeam.drafting.drafter import Drafter
+from specbeam.drafting.forced import ForcedTokens
+from specbeam.drafting.policy import SKIPPED, DraftTokens
+from specbeam.drafting.policy.deferring import LikelyNeeded
 from specbeam.errors import NotFinite, TooManyNodes
+from specbeam.recording.record import Record
 
 Round = Generator[Evaluate, Any, None]
 """A part of the strategy: a forward pass, and the steps that it allows."""

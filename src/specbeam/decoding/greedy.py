@@ -5,9 +5,9 @@ from __future__ import annotations
 from specbeam.core.selection import MASKED, Selection
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import Tree
-from specbeam.decoding.record import Record
-from specbeam.decoding.selector import Selector
-from specbeam.decoding.stopping import Stopping
+from specbeam.logits.selector import Selector
+from specbeam.logits.stopping import Stopping
+from specbeam.recording.record import Record
 
 
 def greedy(tree: Tree, selector: Selector, stop: Stopping, record: Record) -> Strategy:

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.control.deferring import Deferred
 from specbeam.core.tree import NO_NODES, Nodes
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Candidates, Continuations, Finished, Mask, normalized, possible
 from specbeam.decoding.search import Known, Step
+from specbeam.drafting.policy.deferring import Deferred
 
 NOTHING = float("-inf")
 """The bound of unknown hypotheses if there are none."""

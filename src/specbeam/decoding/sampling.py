@@ -7,10 +7,10 @@ import numpy as np
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import Tree
 from specbeam.decoding.greedy import chosen
-from specbeam.decoding.record import Record
-from specbeam.decoding.selector import Selector
-from specbeam.decoding.stopping import Stopping
 from specbeam.errors import TooManyNodes
+from specbeam.logits.selector import Selector
+from specbeam.logits.stopping import Stopping
+from specbeam.recording.record import Record
 
 
 def sample_several(tree: Tree, selector: Selector, stop: Stopping, record: Record, count: int) -> Strategy:

@@ -11,12 +11,12 @@ import numpy as np
 
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import Tree
-from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import chosen, greedy, greedy_round
-from specbeam.decoding.record import Record
-from specbeam.decoding.selector import Selector
-from specbeam.decoding.stopping import Stopping
+from specbeam.drafting.drafter import Drafter
 from specbeam.errors import NotFinite, TooManyNodes
+from specbeam.logits.selector import Selector
+from specbeam.logits.stopping import Stopping
+from specbeam.recording.record import Record
 
 
 def speculative(tree: Tree, selector: Selector, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:

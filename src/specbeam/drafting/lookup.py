@@ -15,11 +15,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.control.controller import Controller
 from specbeam.core.tree import Nodes, Tree
-from specbeam.decoding.chains import Chains
-from specbeam.decoding.drafter import Proposal
-from specbeam.decoding.matches import MAX_MATCH_TOKENS, occurrences
+from specbeam.drafting.chains import Chains
+from specbeam.drafting.drafter import Proposal
+from specbeam.drafting.matches import MAX_MATCH_TOKENS, occurrences
+from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel, TokenIds
 from specbeam.models.prompts import as_list, encode

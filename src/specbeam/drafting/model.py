@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.control import SKIPPED, DraftTokens
-from specbeam.control.controller import Controller
 from specbeam.core.selection import Selection
 from specbeam.core.strategy import Evaluate
 from specbeam.core.tree import NO_NODES, Nodes, Tree
-from specbeam.decoding.drafter import Proposal
-from specbeam.decoding.selector import Selector
-from specbeam.decoding.stopping import Stopping
+from specbeam.drafting.drafter import Proposal
+from specbeam.drafting.policy import SKIPPED, DraftTokens
+from specbeam.drafting.policy.controller import Controller
+from specbeam.logits.selector import Selector
+from specbeam.logits.stopping import Stopping
 
 MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
 """Draft among the first token ids of the vocabulary, enough of them to contain this share of the latest tokens."""

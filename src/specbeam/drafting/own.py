@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam import plugins
-from specbeam.control import DraftTokens
-from specbeam.control.controller import Controller
 from specbeam.core.tree import Nodes, Tree
-from specbeam.decoding.chains import Chains
-from specbeam.decoding.drafter import Drafter, Proposal
+from specbeam.drafting.chains import Chains
+from specbeam.drafting.drafter import Drafter, Proposal
+from specbeam.drafting.policy import DraftTokens
+from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.plugins import PluginError

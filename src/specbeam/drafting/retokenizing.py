@@ -9,14 +9,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.control import SKIPPED, DraftTokens
-from specbeam.control.controller import Controller
 from specbeam.core.selection import SelectionRequest
 from specbeam.core.strategy import Evaluate
 from specbeam.core.tree import Nodes, Tree
-from specbeam.decoding.chains import Chains
-from specbeam.decoding.drafter import Proposal
+from specbeam.drafting.chains import Chains
+from specbeam.drafting.drafter import Proposal
 from specbeam.drafting.encoding import EncodedEnd, extend, shorten
+from specbeam.drafting.policy import SKIPPED, DraftTokens
+from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.text.detokenizing import INCOMPLETE, Detokenizer, TextEnd

@@ -11,13 +11,13 @@ from typing import Any
 from specbeam.core.selection import Selection
 from specbeam.core.strategy import Hypothesis
 from specbeam.core.tree import Nodes
-from specbeam.decoding.node_notes import AllowedMass, Alternatives, NodeNotes
 from specbeam.engine.costs import MIN_PASS_SECONDS
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.request import Request
 from specbeam.engine.setup import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
+from specbeam.recording.node_notes import AllowedMass, Alternatives, NodeNotes
 from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
 from specbeam.text.streaming import TextStream
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from specbeam import plugins
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
-from specbeam.decoding.drafter import Drafter
+from specbeam.drafting.drafter import Drafter
 from specbeam.engine.setup import MakeStrategy, Setup
 from specbeam.errors import SpecbeamError, shown
 from specbeam.plugins import PluginError

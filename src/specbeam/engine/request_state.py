@@ -16,14 +16,12 @@ from specbeam.cache.budget import Budget
 from specbeam.core.selection import MASKED, Logits, Selection, SelectionRequest, one_after_another
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import NO_NODES, Nodes
-from specbeam.decoding.forced import MAX_FORCED_TOKENS
-from specbeam.decoding.node_notes import NodeNotes
+from specbeam.drafting.forced import MAX_FORCED_TOKENS
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
 from specbeam.engine.features import Sound
-from specbeam.engine.inputs import inputs_of
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.own_strategy import OwnStrategy
@@ -33,6 +31,8 @@ from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.models.model import LanguageModel
 from specbeam.options.options import Options
+from specbeam.recording.inputs import inputs_of
+from specbeam.recording.node_notes import NodeNotes
 
 MAX_HELD = 8
 """The strategy of a sequence that goes ahead takes its steps after at most this many passes."""
@@ -80,7 +80,8 @@ class RequestState:
         name = f"strategy {strategy.name}" if isinstance(strategy, OwnStrategy) else "strategy"
         given = ((name, strategy), ("source", source), ("features", features))
         objects = [name for name, value in given if value is not None]
-        self._output = Output(lm, setup, self.request, inputs_of(lm, prompt_ids, setup, objects))
+        inputs = inputs_of(lm, prompt_ids, setup.options, setup.stop.eos_token_ids, setup.selector.seed, objects)
+        self._output = Output(lm, setup, self.request, inputs)
         num_texts = setup.options.num_texts
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None

@@ -7,40 +7,40 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from specbeam.constraints.grammar import Description, GrammarConstraint
-from specbeam.control import Cost
-from specbeam.control.controller import Controller
-from specbeam.control.deferring import LikelyNeeded
-from specbeam.control.sizes import Sizes
 from specbeam.core.strategy import Strategy
 from specbeam.core.tree import Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
-from specbeam.decoding.chains import Chains
-from specbeam.decoding.checkpoint_processors import processors_of_checkpoint
-from specbeam.decoding.copies import Copies
 from specbeam.decoding.diverse_beam import DiverseBeamSearch
-from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.forced import MAX_FORCED_TOKENS, ForcedTokens
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.lazy_beam import LazyBeamSearch
-from specbeam.decoding.processors import Processors, check_token_ids
-from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import sample_several
-from specbeam.decoding.selector import Selector, some_seed, warpers_of
 from specbeam.decoding.speculative import speculative
-from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.trace import Trace
+from specbeam.drafting.chains import Chains
+from specbeam.drafting.copies import Copies
+from specbeam.drafting.drafter import Drafter
+from specbeam.drafting.forced import MAX_FORCED_TOKENS, ForcedTokens
 from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.own import FunctionDrafter, OwnDrafter, Propose
+from specbeam.drafting.policy import Cost
+from specbeam.drafting.policy.controller import Controller
+from specbeam.drafting.policy.deferring import LikelyNeeded
+from specbeam.drafting.policy.sizes import Sizes
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError
+from specbeam.logits.checkpoint_processors import processors_of_checkpoint
+from specbeam.logits.processors import Processors, check_token_ids
+from specbeam.logits.selector import Selector, some_seed, warpers_of
+from specbeam.logits.stopping import Stopping
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import room, too_long
 from specbeam.options.options import Options
+from specbeam.recording.record import Record
+from specbeam.recording.trace import Trace
+from specbeam.structured.grammar import Description, GrammarConstraint
 
 MIN_LAZY_BEAMS = 16
 """Without drafts, fewer beams are all evaluated: passes over few nodes cost nearly as much."""

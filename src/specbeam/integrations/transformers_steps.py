@@ -26,13 +26,13 @@ from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
-from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.stopping import Stopping
+from specbeam.drafting.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.engine.setup import make_search, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import BatchRows
 from specbeam.integrations.transformers_prompts import KeysAndValues
+from specbeam.logits.stopping import Stopping
 
 
 class Details:

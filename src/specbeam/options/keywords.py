@@ -10,9 +10,9 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.constraints import Constraint
-from specbeam.constraints.grammar import Description
 from specbeam.options.options import Options
+from specbeam.structured import Constraint
+from specbeam.structured.grammar import Description
 
 AllowedTokens = Callable[[int, Any], Collection[int] | NDArray[np.integer] | Any]
 """The token ids are an array, int64 [length], or a tensor (:func:`specbeam.tensors`)."""

@@ -379,8 +379,8 @@ class Options:
     def _check_constraints(self) -> None:
         if (constraint := self.constraint) is not None:
             # They import NumPy, which the command line's help does not need.
-            from specbeam.constraints import Constraint
-            from specbeam.constraints.grammar import Description
+            from specbeam.structured import Constraint
+            from specbeam.structured.grammar import Description
 
             is_one = isinstance(constraint, Constraint | Description) and not isinstance(constraint, type)
             self._check("constraint", is_one, "a JsonSchema, Regex, Grammar, Choice, TokenTrie or another Constraint")

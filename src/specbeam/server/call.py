@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from specbeam.api.scoring import PromptScores, score_prompt
 from specbeam.core.strategy import Hypothesis, Strategy
-from specbeam.decoding.drafter import Drafter
+from specbeam.drafting.drafter import Drafter
 from specbeam.drafting.lookup import Continued
 from specbeam.engine import Request
 from specbeam.engine.drafts import Draft, is_lookup

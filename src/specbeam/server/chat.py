@@ -28,8 +28,8 @@ from specbeam.server.tools import (
     ToolFields,
     conversation,
 )
+from specbeam.structured.tools.reader import Said
 from specbeam.text import chat_templates
-from specbeam.tools.reader import Said
 
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role, and the name that chat templates know."""

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specbeam.constraints import Choice, Grammar, JsonSchema, Regex
-from specbeam.constraints.grammar import Description
 from specbeam.server.errors import Refusal
 from specbeam.server.neutral import Fields
+from specbeam.structured import Choice, Grammar, JsonSchema, Regex
+from specbeam.structured.grammar import Description
 
 MAX_CHOICES = 1000
 Describe = Callable[[Any, Any], Description]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from specbeam.backends.devices import free_memory
 from specbeam.cache.pool import MAX_FREE_SHARE
-from specbeam.constraints.grammar import prepare
 from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError
@@ -25,9 +24,10 @@ from specbeam.server.limits import Limits
 from specbeam.server.schema_prompt import HINT, unnamed
 from specbeam.server.tokens import TokenTexts
 from specbeam.speech import speech_engine
+from specbeam.structured.grammar import prepare
+from specbeam.structured.tools import ToolFormat, format_of
 from specbeam.system.extras import require
 from specbeam.text.control_tokens import ControlTokens
-from specbeam.tools import ToolFormat, format_of
 
 logger = logging.getLogger("specbeam.server")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from specbeam.replay import PAGE, replay_page
+from specbeam.recording.replay import PAGE, replay_page
 
 PREFIX = "/page/"
 TYPES = {

@@ -9,8 +9,8 @@ from specbeam.server.answers import FINISH_REASONS
 from specbeam.server.call import Call
 from specbeam.server.tokens import Part
 from specbeam.server.tools import ToolUse
+from specbeam.structured.tools.reader import THOUGHTS, Reader, Said
 from specbeam.text.streaming import NewText, TextStream
-from specbeam.tools.reader import THOUGHTS, Reader, Said
 
 
 @dataclass(frozen=True)

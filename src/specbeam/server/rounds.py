@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from specbeam.models.prompts import last_message
-from specbeam.recording import begin, end, event_line, rounds
+from specbeam.recording.events import begin, end, event_line, rounds
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest

@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
-from specbeam.constraints import JsonSchema
-from specbeam.constraints.grammar import MAX_SCHEMA_BYTES
 from specbeam.errors import SpecbeamError, shown
 from specbeam.models.model import LanguageModel
 from specbeam.server.errors import Refusal
@@ -20,9 +18,11 @@ from specbeam.server.formats import Describe, Name, schema_of
 from specbeam.server.models import ServedModel
 from specbeam.server.neutral import Fields, with_neutral_fields
 from specbeam.server.schema_prompt import with_schema
-from specbeam.tools import ToolFormat
-from specbeam.tools.grammar import Tool, ToolGrammar
-from specbeam.tools.reader import THOUGHTS
+from specbeam.structured import JsonSchema
+from specbeam.structured.grammar import MAX_SCHEMA_BYTES
+from specbeam.structured.tools import ToolFormat
+from specbeam.structured.tools.grammar import Tool, ToolGrammar
+from specbeam.structured.tools.reader import THOUGHTS
 
 MAX_TOOLS = 128
 ANY_ARGUMENTS = {"type": "object"}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specbeam.core.selection import Selection, SelectionRequest, Watch
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
-from specbeam.decoding.drafter import Drafter
+from specbeam.drafting.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel

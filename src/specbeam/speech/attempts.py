@@ -12,7 +12,7 @@ import numpy as np
 
 from specbeam.core.selection import Selection, SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
-from specbeam.decoding.drafter import Drafter
+from specbeam.drafting.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.engine.features import Sound
 from specbeam.engine.setup import MakeStrategy, make_strategy

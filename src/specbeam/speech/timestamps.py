@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.constraints import Constraint
-from specbeam.decoding.constraint_mask import packed
 from specbeam.speech.vocabulary import Vocabulary
+from specbeam.structured import Constraint
+from specbeam.structured.constraint_mask import packed
 
 FRAMES_PER_TIMESTAMP, SECONDS_PER_TIMESTAMP = 2, 0.02
 START, OPENED, TEXT, CLOSED = range(4)

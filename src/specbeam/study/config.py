@@ -9,12 +9,12 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any
 
-from specbeam.constraints.grammar import DESCRIPTIONS
 from specbeam.errors import SpecbeamError, located
 from specbeam.models.model import Placement
 from specbeam.options.names import LOOKUPS, nearest_name
 from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
 from specbeam.plugins import entry_point_names, is_name, is_own_drafter
+from specbeam.structured.grammar import DESCRIPTIONS
 from specbeam.study.tables import KNOWN, own_name
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")

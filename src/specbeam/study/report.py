@@ -11,7 +11,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from specbeam.jobs.atomic import write_whole
-from specbeam.replay import replay_page
+from specbeam.recording.replay import replay_page
 from specbeam.study import plots
 from specbeam.study.composition import as_yaml
 from specbeam.study.metrics import finished

@@ -21,7 +21,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
 from specbeam.jobs.lock import locked
-from specbeam.recording import Event
+from specbeam.recording.events import Event
 from specbeam.study.composition import leaves
 
 Record = dict[str, Any]

@@ -20,7 +20,7 @@ from specbeam.models.model import LanguageModel, load
 from specbeam.models.prompts import encode, last_message, show_prompt, tokenize
 from specbeam.options.names import LOOKUPS
 from specbeam.options.options import Options
-from specbeam.recording import LIKELIEST, Event, events, finite
+from specbeam.recording.events import LIKELIEST, Event, events, finite
 from specbeam.study.config import Method, Study, check, methods
 from specbeam.study.data import Row
 from specbeam.study.results import Record

@@ -1,0 +1,1 @@
+"""What a run leaves: its rounds, the tokens at its nodes, its inputs, and files made of them."""

@@ -1,0 +1,216 @@
+"""Reads tool calls in the text of an answer while it grows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import reduce
+
+from specbeam.structured.tools.tool_format import ToolFormat
+
+THOUGHTS = ("<think>", "</think>")
+SPACE = r"[ \n\r\t]*"
+"""Of JSON."""
+FENCE = rf"(?:```(?:json)?{SPACE})?"
+GAP = re.compile(r"(?:[\s,;\]}`]|</tool_call>|<\|/tool_call\|>|json)*")
+"""What stands between calls in all formats, beside a marker."""
+PARTS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+"""Of JSON: a string, which may be cut, or a bracket."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function.
+
+    Attributes:
+        arguments: JSON text; its beginning where the answer was cut.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """What more text adds to an answer.
+
+    Attributes:
+        content: of the message.
+        call: the number of the call that the rest belongs to; None for content.
+        name: the name of a call that begins.
+        arguments: more of a call's arguments.
+    """
+
+    content: str = ""
+    call: int | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class Reader:
+    """Reads one answer. Special tokens that are markers must be written out in its text.
+
+    Args:
+        names: of the tools. Nothing else is called.
+        most: calls in an answer.
+        thinks: the answer begins within the model's thoughts, which have no calls. None: it may begin with them.
+        has_form: an answer without calls has a form of its own. So calls come first.
+
+    Attributes:
+        content: the content so far.
+        calls: the calls so far. More text may add to the arguments of the last one.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        names: Collection[str],
+        most: int,
+        *,
+        thinks: bool | None = False,
+        has_form: bool = False,
+    ) -> None:
+        self.content = ""
+        self.calls: list[Call] = []
+        self._text = ""
+        self._settled = 0  # no call opens before this place
+        self._scanned: dict[int, tuple[int, int]] = {}  # by the place of arguments, how far they are read, and how deep
+        self._thinks, self._has_form = thinks, has_form
+        self._names, self._most = names, most
+        self._format = tool_format
+        self._head = re.compile(rf"\s*\[?\s*{tool_format.head}", re.DOTALL)
+        marker, opened, begun = tool_format.marker, [], []
+        if marker:
+            opened.append(re.escape(marker))
+            begun.append(_begun([*map(re.escape, marker)]))
+        if tool_format.bare:
+            opened.append(rf"{FENCE}(?P<object>{bare(names, tool_format.key)})")
+            name, key = (['"', word, '"', SPACE] for word in (r'(?P<begun>[^"\\]*)', r'[^"\\]*'))
+            object_parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, *name, ",", SPACE, *key, ":"]
+            begun += [_begun([*"```", *"json"]), FENCE + _begun(object_parts)]
+        self._opening = re.compile("|".join(opened))
+        self._begun = re.compile(rf"(?:{'|'.join(begun)})\Z")
+
+    def push(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Said]:
+        """What more text adds. After the last text nothing is held that might have begun a call.
+
+        Args:
+            is_cut: a limit ended the answer with this text. What has begun a call is none of its content then.
+        """
+        self._text += text
+        content, calls = self._read(is_last, is_cut)
+        said = []
+        if more := content[len(self.content) :]:
+            said.append(Said(more))
+        for number, call in enumerate(calls):
+            is_new = number >= len(self.calls)
+            more = call.arguments if is_new else call.arguments[len(self.calls[number].arguments) :]
+            if is_new or more:
+                said.append(Said("", number, call.name if is_new else None, more))
+        self.content, self.calls = content, calls
+        return said
+
+    def _read(self, is_last: bool, is_cut: bool) -> tuple[str, list[Call]]:
+        """The content and the calls of the text so far."""
+        text, begin = self._text, self._after_thoughts()
+        if begin is None:
+            return text if is_last or self._thinks or THOUGHTS[0] in text else "", []
+        opening = self._opening.search(text, max(begin, self._settled))
+        if opening is not None and self._has_form and text[begin : opening.start()].strip():
+            opening = None
+        if opening is None:
+            held = self._begun.search(text, max(begin, self._settled))
+            assert held is not None
+            self._settled = held.start()
+            is_content = is_last and not (is_cut and self._begins_call(begin, held))
+            return text if is_content else self._before(begin, held.start()), []
+        at = opening.end() if opening.groupdict().get("object") is None else opening.start("object")
+        calls = self._calls(at)
+        is_content = is_last and not is_cut and not calls
+        return text if is_content else self._before(begin, opening.start()), calls
+
+    def _begins_call(self, begin: int, held: re.Match[str]) -> bool:
+        """Whether a call may have begun where an answer was cut. Before a first one there may be space alone."""
+        name = held.groupdict().get("begun")
+        if name is not None and not any(known.startswith(name) for known in self._names):
+            return False
+        is_first = not self._text[begin : held.start()].strip()
+        return is_first or (bool(held[0]) and not self._has_form)
+
+    def _before(self, begin: int, end: int) -> str:
+        """The text before a call, without the space that precedes it."""
+        return self._text[:begin] + self._text[begin:end].rstrip()
+
+    def _after_thoughts(self) -> int | None:
+        """Where calls may begin; None within thoughts, or where it is not yet known whether there are any."""
+        if self._thinks is False:
+            return 0
+        begun = self._text.lstrip()
+        if self._thinks or begun.startswith(THOUGHTS[0]):
+            end = self._text.find(THOUGHTS[1])
+            return None if end < 0 else end + len(THOUGHTS[1])
+        return None if begun and THOUGHTS[0].startswith(begun) else 0
+
+    def _calls(self, at: int) -> list[Call]:
+        """The calls in the text from a place on."""
+        text, marker, calls = self._text, self._format.marker, list[Call]()
+        while len(calls) < self._most:
+            if (head := self._head.match(text, at)) and head["name"] in self._names:
+                end, is_whole = self._value(head.end())
+                calls.append(Call(head["name"], text[head.end() : end]))
+                if not is_whole:
+                    return calls
+            elif (found := _object(text, at)) and found[1].name in self._names:
+                end, call = found
+                calls.append(call)
+            else:
+                return calls
+            gap = GAP.match(text, end)
+            assert gap is not None
+            at = gap.end()
+            if marker and text.startswith(marker, at):
+                at += len(marker)
+            elif not text.startswith("{", at):
+                return calls
+        return calls
+
+    def _value(self, begin: int) -> tuple[int, bool]:
+        """Where the JSON object ends that begins at a place, and whether it does."""
+        at, depth = self._scanned.get(begin, (begin, 0))
+        for part in PARTS.finditer(self._text, at):
+            if part[0][0] == '"' and part.end() == len(self._text):
+                break  # a string that may go on
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(part[0], 0)
+            self._scanned[begin] = part.end(), depth
+            if depth == 0:
+                self._scanned[begin] = begin, 0
+                return part.end(), True
+        return len(self._text), False
+
+
+def bare(names: Collection[str], key: str) -> str:
+    """A regular expression for the beginning of an object that calls one of some functions."""
+    names = [*map(re.escape, names)]
+    parts = (r"\{", '"name"', ":", f'"(?:{"|".join(names)})"', ",", f'"{key}"', ":")
+    return SPACE.join(parts)
+
+
+def _begun(parts: list[str]) -> str:
+    """A regular expression that matches every beginning of a sequence of expressions, also the empty one."""
+    return reduce(lambda rest, part: f"(?:{part}{rest})?", reversed(parts), "")
+
+
+def _object(text: str, begin: int) -> tuple[int, Call] | None:
+    """A call whose keys have another order, and where its object ends."""
+    if (start := text.find("{", begin)) < 0:
+        return None
+    try:
+        found, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    arguments = found.get("arguments", found.get("parameters"))
+    if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
+        return None
+    return end, Call(found["name"], json.dumps(arguments, ensure_ascii=False))
