@@ -28,7 +28,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.backends.cpu import CpuBackend
-from specbeam.checkpoints import open_checkpoint, registry
+from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints.sources import registry
 from specbeam.engine import CostTable
 from tests.absent import Absent, let_tests_import_what_is_absent, needs
 from tests.written import WrittenModel, WrittenTokenizer

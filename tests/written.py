@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from specbeam import Tokenizer
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
-from specbeam.checkpoints.folder_config import complete, config_from_hugging_face
+from specbeam.checkpoints.formats.folder_config import complete, config_from_hugging_face
 from specbeam.checkpoints.parameters import parameter_shapes
 from tests.absent import needs
 

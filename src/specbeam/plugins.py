@@ -156,7 +156,7 @@ def is_own_drafter(draft: str) -> bool:
     Raises:
         SpecbeamError: it names both.
     """
-    from specbeam.checkpoints.registry import ALIASES
+    from specbeam.checkpoints.sources.registry import ALIASES
 
     if is_name(draft):
         return True

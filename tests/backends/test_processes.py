@@ -17,7 +17,8 @@ SCRIPT = """
 import dataclasses, json, os, resource, signal, sys, threading
 from pathlib import Path
 import specbeam
-from specbeam import Engine, SpecbeamError, fork_guard
+from specbeam import Engine, SpecbeamError
+from specbeam.system import fork_guard
 from specbeam.backends.cpu import CpuBackend
 from specbeam.checkpoints import open_checkpoint
 

@@ -23,8 +23,9 @@ from huggingface_hub import constants
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.backends.cpu.weights import memory_bytes
-from specbeam.checkpoints import locate, open_checkpoint, registry
-from specbeam.checkpoints.registry import ALIASES, Alias, HubModel, Wheels
+from specbeam.checkpoints import locate, open_checkpoint
+from specbeam.checkpoints.sources import registry
+from specbeam.checkpoints.sources.registry import ALIASES, Alias, HubModel, Wheels
 from specbeam.cli import main
 from tests.backends.test_whisper import random_whisper
 from tests.checkpoints.test_ctranslate2 import text, write

@@ -17,7 +17,7 @@ from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
-from specbeam.checkpoints.folder_config import config_from_hugging_face
+from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.parameters import parameter_shapes
 from tests.backends.test_whisper import PROMPT, random_whisper, run, sound, with_values_of
 from tests.conftest import EOS, LFS_POINTER, byte_tokenizer, examples

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
-from specbeam.checkpoints.folder_config import rope_from_transformers
+from specbeam.checkpoints.formats.folder_config import rope_from_transformers
 from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.cli import main
 from tests.conftest import (

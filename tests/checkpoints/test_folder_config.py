@@ -9,9 +9,9 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING
 
-from specbeam.checkpoints import folder_config
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
+from specbeam.checkpoints.formats import folder_config
 from specbeam.errors import SpecbeamError, Unsupported
 from tests.conftest import in_thorough_mode
 from tests.fuzz.folder_config import seeds

@@ -5,7 +5,7 @@ import pytest
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
-from specbeam.checkpoints.gguf_types import MIXTURES, TYPES, dequantize
+from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, dequantize
 
 BLOCKS = 1024
 

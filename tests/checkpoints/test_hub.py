@@ -441,7 +441,7 @@ def test_show_fetches_nothing(kept, monkeypatch, models):
 def test_the_cache_is_the_one_of_huggingface_hub(environment):
     names = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
     kept = {name: value for name, value in os.environ.items() if name not in names}
-    both = "from huggingface_hub import constants; from specbeam.checkpoints import hub; import os; "
+    both = "from huggingface_hub import constants; from specbeam.checkpoints.sources import hub; import os; "
     both += "print(constants.HF_HUB_CACHE, os.path.normpath(hub.cache_folder()))"
     run = subprocess.run([sys.executable, "-c", both], env=kept | environment, capture_output=True, text=True)
     theirs, ours = run.stdout.split()

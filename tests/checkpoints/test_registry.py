@@ -9,8 +9,9 @@ from importlib.util import find_spec
 import pytest
 
 from specbeam import SpecbeamError
-from specbeam.checkpoints import locate, registry, wheels
-from specbeam.checkpoints.registry import Alias, Wheels
+from specbeam.checkpoints import locate
+from specbeam.checkpoints.sources import registry, wheels
+from specbeam.checkpoints.sources.registry import Alias, Wheels
 
 PARTS = [b"GGUF first half, ", b"second half"]
 WHOLE = b"".join(PARTS)

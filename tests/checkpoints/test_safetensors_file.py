@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from specbeam import SpecbeamError
-from specbeam.checkpoints.safetensors_file import FLOATS, tensors_of
+from specbeam.checkpoints.formats.safetensors_file import FLOATS, tensors_of
 
 TYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},

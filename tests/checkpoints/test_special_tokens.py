@@ -8,8 +8,8 @@ from gguf import GGUFValueType
 
 import specbeam
 from specbeam import SpecbeamError, hf
-from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
-from specbeam.checkpoints.gguf_vocabulary import vocabulary_from_gguf
+from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
+from specbeam.checkpoints.tokenizers.gguf_vocabulary import vocabulary_from_gguf
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import EOS, random_model, rewrite
 

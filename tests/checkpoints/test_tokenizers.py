@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specbeam
 from specbeam.checkpoints import open_checkpoint
-from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
-from specbeam.checkpoints.gguf_tokenizer import LLAMA3
+from specbeam.checkpoints.tokenizers.folder_tokenizer import tokenizer_from_folder
+from specbeam.checkpoints.tokenizers.gguf_tokenizer import LLAMA3
 from specbeam.models.prompts import render
 from tests.conftest import in_thorough_mode, random_model
 
@@ -240,7 +240,7 @@ def test_what_only_transformers_can_read_is_its(folders):
 NATIVE = """
 import sys
 from pathlib import Path
-from specbeam import chat_templates
+from specbeam.text import chat_templates
 from specbeam.checkpoints import open_checkpoint
 from specbeam.text.control_tokens import ControlTokens
 from specbeam.text.detokenizing import Detokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import specbeam
-from specbeam.checkpoints.registry import ALIASES
+from specbeam.checkpoints.sources.registry import ALIASES
 from specbeam.cli import main
 from tests.cli.conftest import flags, press_ctrl_c_in
 from tests.conftest import EOS, random_model

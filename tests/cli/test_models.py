@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from specbeam.checkpoints import registry
+from specbeam.checkpoints.sources import registry
 from specbeam.cli import main
 from tests.checkpoints.test_gguf import write_gguf
 from tests.checkpoints.test_registry import WHOLE, arrived, index  # noqa: F401  (fixtures)

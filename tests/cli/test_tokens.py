@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 import specbeam
-from specbeam.checkpoints.folder import FolderCheckpoint
+from specbeam.checkpoints.formats.folder import FolderCheckpoint
 from specbeam.cli import main
 from specbeam.cli.tokens import tokens_of
 from specbeam.models.prompts import encode

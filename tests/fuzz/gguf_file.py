@@ -4,7 +4,7 @@ import random
 import struct
 from typing import Any
 
-from specbeam.checkpoints.gguf import read_header
+from specbeam.checkpoints.formats.gguf import read_header
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import LLAMA3_ROPE, LONGROPE, YARN, random_model
 from tests.fuzz.json_mutator import mutated

@@ -39,7 +39,7 @@ def run(data: bytes) -> None:
 
     with (
         patch("specbeam.system.extras.are_installed", hidden),
-        patch("specbeam.checkpoints.folder_tokenizer.are_installed", hidden),
+        patch("specbeam.checkpoints.tokenizers.folder_tokenizer.are_installed", hidden),
         patch.object(tokenizer_files, "write", write),
     ):
         tokenizer_files.run(data)

@@ -119,7 +119,7 @@ def test_what_cannot_be_generated_is_refused(prompt, new, says):
 
 def test_a_hub_id_is_fetched_as_load_does(saved, tmp_path, monkeypatch):
     hub = {("openai-community/gpt2", None, None): saved}
-    monkeypatch.setattr("specbeam.checkpoints.hub.fetch", lambda *asked, download: hub[asked])
+    monkeypatch.setattr("specbeam.checkpoints.sources.hub.fetch", lambda *asked, download: hub[asked])
     assert gen_text("Hello", 3, "openai-community/gpt2", tmp_path) == gen_text("Hello", 3, saved)
 
 

@@ -30,11 +30,11 @@ from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.backends.torch.finite import are_finite
 from specbeam.backends.torch.selecting import TensorBackend
 from specbeam.backends.torch.transfer import to_device
-from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.config_keys import scaled_context
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import not_finite
+from specbeam.checkpoints.formats.adapter import Adapter
 from specbeam.errors import SpecbeamError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

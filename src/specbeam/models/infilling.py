@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbeam.checkpoints.gguf_vocabulary import NAMES
+from specbeam.checkpoints.tokenizers.gguf_vocabulary import NAMES
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import token_ids

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from specbeam.backends.contract import Backend
 from specbeam.backends.devices import DTYPES, choose_device, choose_dtype, has_kernels, kind
 from specbeam.checkpoints import locate, open_checkpoint
-from specbeam.checkpoints.registry import ALIASES
+from specbeam.checkpoints.sources.registry import ALIASES
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.options.names import BACKENDS

@@ -229,7 +229,7 @@ AS_TRAINED = {
 def pretrained(folder: Path) -> tuple[Any, dict[str, int], dict[str, Any]]:
     """A model that transformers saved to a folder. Errors as in :func:`load_encoder_hparams_and_params`."""
     from specbeam.checkpoints.files import read_json
-    from specbeam.checkpoints.folder import FolderCheckpoint  # it imports PyTorch, which the toy does without
+    from specbeam.checkpoints.formats.folder import FolderCheckpoint  # it imports PyTorch, which the toy does without
 
     checkpoint, config = FolderCheckpoint(folder), read_json(folder, "config.json")
     if checkpoint.facts.architecture != "gpt2":

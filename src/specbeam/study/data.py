@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specbeam.checkpoints.hub import no_answer
+from specbeam.checkpoints.sources.hub import no_answer
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.formats import TextRows, ending_of, open_rows
 from specbeam.options.names import nearest_name

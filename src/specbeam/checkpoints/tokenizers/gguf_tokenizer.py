@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from specbeam.checkpoints import packed
-from specbeam.checkpoints.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from specbeam.checkpoints.tokenizers.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 from specbeam.errors import SpecbeamError
 from specbeam.text.tokenizer import Tokenizer
 

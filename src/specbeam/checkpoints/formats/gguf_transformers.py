@@ -13,8 +13,8 @@ from typing import Any
 from specbeam.checkpoints.architecture import Metadata
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
-from specbeam.checkpoints.folder_config import config_from_hugging_face
-from specbeam.checkpoints.gguf_config import DIVISORS, NO_EFFECT, check_model_file
+from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
+from specbeam.checkpoints.formats.gguf_config import DIVISORS, NO_EFFECT, check_model_file
 from specbeam.errors import SpecbeamError
 
 OWN_NAMES = {"gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}

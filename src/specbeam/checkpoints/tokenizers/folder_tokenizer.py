@@ -17,9 +17,15 @@ from tokenizers import Tokenizer as Backend
 
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.files import read_json
-from specbeam.checkpoints.gguf_tokenizer import QWEN2, check_lengths, cuts, sentencepiece_decoder, surround
-from specbeam.checkpoints.sentencepiece_model import BPE, CONTROL, USER_DEFINED, SentencePiece, read_sentencepiece
-from specbeam.checkpoints.whisper_tokenizer import BEGIN, WhisperTokenizer
+from specbeam.checkpoints.tokenizers.gguf_tokenizer import QWEN2, check_lengths, cuts, sentencepiece_decoder, surround
+from specbeam.checkpoints.tokenizers.sentencepiece_model import (
+    BPE,
+    CONTROL,
+    USER_DEFINED,
+    SentencePiece,
+    read_sentencepiece,
+)
+from specbeam.checkpoints.tokenizers.whisper_tokenizer import BEGIN, WhisperTokenizer
 from specbeam.errors import SpecbeamError, shown
 from specbeam.system.extras import are_installed
 from specbeam.text.tokenizer import NAMED, Tokenizer

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
-from specbeam.checkpoints.ctranslate2_file import read_model_file
 from specbeam.checkpoints.families import CTRANSLATE2_ARCHITECTURES
 from specbeam.checkpoints.files import MODEL, check_links, read_json
 from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
-from specbeam.checkpoints.folder_tokenizer import tokenizer_from_folder
+from specbeam.checkpoints.formats.ctranslate2_file import read_model_file
+from specbeam.checkpoints.formats.folder_config import check_counts, config_from_hugging_face
+from specbeam.checkpoints.tokenizers.folder_tokenizer import tokenizer_from_folder
 from specbeam.errors import SpecbeamError, shown
 from specbeam.options.generation_defaults import GenerationDefaults
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, check_links, read_json
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.finite import are_finite, not_finite
-from specbeam.checkpoints.safetensors_file import Floats, tensors_of
+from specbeam.checkpoints.formats.safetensors_file import Floats, tensors_of
 from specbeam.errors import SpecbeamError
 
 PREFIX = "base_model.model."

@@ -1,0 +1,1 @@
+"""The formats of checkpoints: folders of safetensors, GGUF, CTranslate2, and adapters."""
