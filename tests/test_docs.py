@@ -340,7 +340,7 @@ def test_names_in_code_style_occur_in_the_code(page):
 
 
 PATH = re.compile(r"`((?:\.?[\w-]+/)*[\w-]+(?:/|\.(?:py|cpp|h|ipynb)|(?<=/)[\w-]*\.(?:md|yaml|txt)))`")
-MADE = ("site/", "packed/", "plots/", "runs/", "models/", "cmake/native/", "specbeam-test-builds/", "dist/")
+MADE = ("site/", "packed/", "plots/", "runs/", "cmake/native/", "specbeam-test-builds/", "dist/")
 """Folders that commands make."""
 FOLDERS = ("", "backends/cpu", "backends/cpu/native", "checkpoints/families")
 PARENTS = (ROOT, *(ROOT / "src/specbeam" / folder for folder in FOLDERS))
