@@ -74,9 +74,9 @@ class CpuBackend(Backend):
         self.weights_digest = hashlib.sha256(f"{self._weights.digest} {config.description}".encode()).hexdigest()
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window
-        # Exact weights deserve an exact cache. Quantized weights are rounded already, so whole numbers are enough.
-        whole = self.quantize != "float32"
-        self._model = _new_model(self._library, checkpoint, self.threads, whole)
+        # Exact weights deserve an exact cache. Quantized weights are rounded already, so integers are enough.
+        integer_cache = self.quantize != "float32"
+        self._model = _new_model(self._library, checkpoint, self.threads, integer_cache)
         # Not at exit: there a daemon thread may still be using it.
         weakref.finalize(self, self._library.specbeam_model_delete, self._model).atexit = False
         encoder = config.encoder
@@ -308,15 +308,16 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
 def _new_model(native: Library, checkpoint: Checkpoint, threads: int, integer_cache: bool) -> int:
     structure, config, model = native.structures["ModelConfig"], checkpoint.config, ctypes.c_void_p()
 
-    def value(one: Config, name: str, of: str) -> Any:
-        found = integer_cache if name == "integer_cache" else getattr(one, name)
-        return native.enums[of][found] if isinstance(found, str) else found or 0
+    def pack(part: Config) -> bytes:
+        """All fields but one have the names of the configuration's."""
+        values = {}
+        for name, cpp in structure.types.items():
+            value = integer_cache if name == "integer_cache" else getattr(part, name)
+            values[name] = native.enums[cpp][value] if isinstance(value, str) else value or 0
+        return structure.pack([values])
 
-    configs = [
-        None if one is None else structure.pack([{name: value(one, name, of) for name, of in structure.types.items()}])
-        for one in (config, config.encoder)
-    ]
-    if wrong := native.specbeam_model_new(*configs, threads, ctypes.byref(model)):
+    encoder = None if config.encoder is None else pack(config.encoder)
+    if wrong := native.specbeam_model_new(pack(config), encoder, threads, ctypes.byref(model)):
         raise SpecbeamError(f"{checkpoint.path}: the cpu backend refuses the configuration: {wrong.decode()}")
     return int(model.value or 0)
 
@@ -336,7 +337,7 @@ def _pack_segments(native: Library, segments: Sequence[Segment]) -> tuple[bytes,
         suffixes = np.ascontiguousarray(s.suffixes, np.int64)
         source = NO_SOURCE if s.source is None else np.ascontiguousarray(s.source, np.int64)
         kept += [prefix, suffixes, source]
-        watched, scores_rows, shown, heads, scores = NOT_WATCHED if s.watch is None else _watched(s.watch, kept)
+        watched, watched_rows, shown, heads, scores = NOT_WATCHED if s.watch is None else _watched(s.watch, kept)
         rows.append(
             {
                 "nodes": n,
@@ -350,7 +351,7 @@ def _pack_segments(native: Library, segments: Sequence[Segment]) -> tuple[bytes,
                 "suffixes": address(suffixes),
                 "source": address(source),
                 "watched": watched,
-                "rows": scores_rows,
+                "rows": watched_rows,
                 "shown": shown,
                 "heads": heads,
                 "scores": scores,

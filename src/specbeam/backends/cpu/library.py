@@ -29,11 +29,12 @@ BASELINE = "portable"
 """The instruction set that any processor has."""
 
 ABI_VERSION = 1622500556
-"""A hash of native/interface.def, with which a library must have been built. Its refusal has the new one."""
+"""A hash of the native/interface.def that this source is for. After a change of that file, the refusal of the new
+library has the new hash. A name that gets another meaning does not change the hash, so it needs to be another name."""
 
 
 class Structure:
-    """A structure of native code, filled by the names of its fields.
+    """A structure of native code.
 
     Attributes:
         types: the C++ type of each field.
@@ -42,19 +43,19 @@ class Structure:
     def __init__(self, types: dict[str, str]) -> None:
         self.types = types
         self._values = itemgetter(*types)
-        self._pack = struct.Struct("".join(c_type(of)._type_ for of in types.values())).pack
+        self._pack = struct.Struct("".join(c_type(cpp)._type_ for cpp in types.values())).pack
 
     @cached_property
     def dtypes(self) -> dict[str, np.dtype[Any]]:
         """Of the arrays that fields point to."""
         return {
-            name: np.dtype(c_type(of.removeprefix("const ").removesuffix(" *")))
-            for name, of in self.types.items()
-            if of.endswith("*")
+            name: np.dtype(c_type(cpp.removeprefix("const ").removesuffix(" *")))
+            for name, cpp in self.types.items()
+            if cpp.endswith("*")
         }
 
     def pack(self, rows: Iterable[Mapping[str, Any]]) -> bytes:
-        """Structures, one after another. A row has the values of all fields."""
+        """Structures, one after another. A row has the value of each field by its name."""
         return b"".join(starmap(self._pack, map(self._values, rows)))
 
 
@@ -87,20 +88,20 @@ class Library(ctypes.CDLL):
                 self.enums[name] = {one: number for number, one in enumerate(body.lower().split(", "))}
             elif head == "struct":
                 fields = (field.rpartition(" ") for field in body.split(";")[:-1])
-                self.structures[name] = Structure({field: of for of, _, field in fields})
+                self.structures[name] = Structure({field: cpp for cpp, _, field in fields})
             else:
                 self.functions.append(name)
                 function = getattr(self, f"specbeam_{name}")
-                function.restype, function.argtypes = c_type(head), [c_type(of) for of in body.split(", ")]
+                function.restype, function.argtypes = c_type(head), [c_type(cpp) for cpp in body.split(", ")]
 
 
-def c_type(of: str) -> Any:
+def c_type(cpp: str) -> Any:
     """The type of ctypes for a C++ type. Enumerations are int64."""
-    if of == "void":
+    if cpp == "void":
         return None
-    if of.endswith("*"):
-        return c_char_p if of == "const char *" else c_void_p
-    return getattr(ctypes, f"c_{of.removesuffix('_t')}", c_int64)
+    if cpp.endswith("*"):
+        return c_char_p if cpp == "const char *" else c_void_p
+    return getattr(ctypes, f"c_{cpp.removesuffix('_t')}", c_int64)
 
 
 def address(array: NDArray[Any]) -> int:
