@@ -44,8 +44,7 @@ from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.options.generation_defaults import GenerationDefaults
-from specbeam.text.detokenizing import shared_length
-from specbeam.text.streaming import NewText
+from specbeam.text.detokenizer import NewText, shared_length
 
 RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, compiled", 5: "engine"}
 COMPILED = (2, 4)

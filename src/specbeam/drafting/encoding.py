@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specbeam.text.detokenizing import shared_length
+from specbeam.text.detokenizer import shared_length
 
 MIN_WINDOW_CHARACTERS = 64
 """Encode at least this much text again."""

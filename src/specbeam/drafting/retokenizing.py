@@ -19,7 +19,7 @@ from specbeam.drafting.policy import SKIPPED, DraftTokens
 from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
-from specbeam.text.detokenizing import INCOMPLETE, Detokenizer, TextEnd
+from specbeam.text.detokenizer import INCOMPLETE, Detokenizer, TextEnd
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.recording.node_notes import AllowedMass, Alternatives, NodeNotes
 from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
-from specbeam.text.streaming import TextStream
+from specbeam.text.detokenizer import TextStream
 
 logger = logging.getLogger("specbeam")
 

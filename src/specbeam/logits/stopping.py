@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from specbeam.core.node_states import NodeStates
 from specbeam.core.tree import Nodes, Tree
-from specbeam.text.detokenizing import shared_length
-from specbeam.text.streaming import NewText, Progress
+from specbeam.text.detokenizer import NewText, Progress, shared_length
 
 
 class Stopping:

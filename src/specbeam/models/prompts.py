@@ -19,7 +19,7 @@ from specbeam.models.prompt_length import PromptTooLong, least_tokens
 from specbeam.system.machine import return_free_memory
 from specbeam.text import chat_templates
 from specbeam.text.control_tokens import ControlTokens
-from specbeam.text.detokenizing import shared_length
+from specbeam.text.detokenizer import shared_length
 
 Message = dict[str, Any]
 """A chat message: a dictionary with the text "role" and the "content", a text or a list of parts.
