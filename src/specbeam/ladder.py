@@ -40,8 +40,7 @@ from specbeam.backends.torch.cache import KeyValues
 from specbeam.backends.torch.transformer import TreeSegment
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import Tree
-from specbeam.engine.failures import forget_frames, is_out_of_memory
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, forget_frames, is_out_of_memory
 from specbeam.models.model import LanguageModel
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.text.detokenizer import NewText, shared_length

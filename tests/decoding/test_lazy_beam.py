@@ -22,8 +22,8 @@ from specbeam.core.tree import Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.lazy_beam import LazyBeamSearch
-from specbeam.drafting.chains import Chains
 from specbeam.drafting.copies import Copies
+from specbeam.drafting.drafter import Chains
 from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.policy.acceptance import Rounds
 from specbeam.drafting.policy.deferring import Deferred, LikelyNeeded
@@ -32,8 +32,7 @@ from specbeam.engine.setup import make_search
 from specbeam.logits.processors import Processors
 from specbeam.logits.selector import Selector
 from specbeam.logits.stopping import Stopping
-from specbeam.recording.record import Record
-from specbeam.recording.trace import Trace
+from specbeam.recording.record import Record, Trace
 from tests.conftest import examples, head_of, random_model
 from tests.engine.conftest import ended
 from tests.recording.test_record import Replayed

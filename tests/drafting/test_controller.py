@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from specbeam.core.tree import Tree
 from specbeam.drafting.policy import SKIPPED, DraftTokens
 from specbeam.drafting.policy.acceptance import PRIOR_WEIGHT, Acceptance
-from specbeam.drafting.policy.controller import Controller, fewest_seconds
-from specbeam.drafting.policy.sizes import Sizes
+from specbeam.drafting.policy.controller import Controller, Sizes, fewest_seconds
 
 AUTO = (None, None, None)
 KINDS = ["lookup", "chains", "tree", "levels"]

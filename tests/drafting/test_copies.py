@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from specbeam import Options
 from specbeam.core.tree import Tree
-from specbeam.drafting.chains import Chains
 from specbeam.drafting.copies import Copies
-from specbeam.drafting.policy.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.drafting.drafter import Chains
+from specbeam.drafting.policy.controller import MAX_ADAPTIVE_DEPTH
 from specbeam.logits.processors import Processors
 from specbeam.logits.stopping import Stopping
 

@@ -8,8 +8,7 @@ import pytest
 
 import specbeam
 from specbeam import Options, SpecbeamError
-from specbeam.drafting.policy.controller import Controller
-from specbeam.drafting.policy.sizes import Sizes
+from specbeam.drafting.policy.controller import Controller, Sizes
 from specbeam.engine import costs
 from specbeam.engine.costs import CostTable, PassTimes, SharedCost
 from specbeam.engine.setup import make_setup

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.core.tree import Nodes, Tree
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.matches import occurrences
+from specbeam.drafting.drafter import Chains
+from specbeam.drafting.lookup import occurrences
 from specbeam.drafting.policy import Cost, DraftTokens
 from specbeam.drafting.policy.acceptance import Acceptance, Rounds, match_bucket
-from specbeam.drafting.policy.controller import MIN_GAIN, fewest_seconds
-from specbeam.drafting.policy.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.drafting.policy.controller import MAX_ADAPTIVE_DEPTH, MIN_GAIN, fewest_seconds
 
 MATCH_PRIOR = (0.3, 0.5, 0.8, 0.9, 0.95)
 """By the length of a match, the chance to assume that the next token is the same."""

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.core.tree import Nodes
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.drafter import Drafter, Proposal
+from specbeam.drafting.drafter import Chains, Drafter, Proposal
 from specbeam.drafting.policy import SKIPPED, DraftTokens
 from specbeam.drafting.policy.controller import Controller
 from specbeam.structured.constraint_mask import ConstraintMask

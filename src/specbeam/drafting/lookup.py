@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.core.tree import Nodes, Tree
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.drafter import Proposal
-from specbeam.drafting.matches import MAX_MATCH_TOKENS, occurrences
+from specbeam.drafting.drafter import Chains, Proposal
 from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel, TokenIds
@@ -39,6 +37,8 @@ Context = TypeVar("Context")
 """Where a chain stands: the places after it in a text, the latest first, or the state of an automaton."""
 Continue = Callable[[int, int], list[list[int]]]
 """Gives what may follow a sequence, for a width and a depth: chains of token ids, the likeliest first."""
+MAX_MATCH_TOKENS = 8
+"""Compare at most this many of the last tokens: a longer match hardly makes the draft better."""
 
 
 class Lookup:
@@ -272,3 +272,15 @@ def suffix_automaton(lm: LanguageModel, texts: Iterable[str | Sequence[int]]) ->
     if len(automaton.next) == 1:
         raise SpecbeamError("there are no texts to draft from: give at least one")
     return automaton
+
+
+def occurrences(text: NDArray[np.integer], tokens: NDArray[np.integer]) -> tuple[NDArray[np.int64], int]:
+    """The places in a text after the longest suffix of a sequence that it has, ascending, and the suffix's length."""
+    matched, longer = 0, text == tokens[-1]
+    begins = longer[:0]  # by token of the text, whether the match begins there
+    while longer.any():
+        begins, matched = longer, matched + 1
+        if matched == min(MAX_MATCH_TOKENS, len(tokens)):
+            break
+        longer = begins[1:] & (text[:-matched] == tokens[-1 - matched])
+    return np.flatnonzero(begins) + matched, matched

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from specbeam import plugins
 from specbeam.core.tree import Nodes, Tree
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.drafter import Drafter, Proposal
+from specbeam.drafting.drafter import Chains, Drafter, Proposal
 from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError

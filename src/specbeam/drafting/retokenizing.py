@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from specbeam.core.selection import SelectionRequest
 from specbeam.core.strategy import Evaluate
 from specbeam.core.tree import Nodes, Tree
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.drafter import Proposal
-from specbeam.drafting.encoding import EncodedEnd, extend, shorten
+from specbeam.drafting.drafter import Chains, Proposal
 from specbeam.drafting.policy import SKIPPED, DraftTokens
 from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
-from specbeam.text.detokenizer import INCOMPLETE, Detokenizer, TextEnd
+from specbeam.text.detokenizer import INCOMPLETE, Detokenizer, TextEnd, shared_length
+
+MIN_WINDOW_CHARACTERS = 64
+"""Encode at least this much text again."""
 
 
 @dataclass(frozen=True)
@@ -181,3 +182,41 @@ def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[.
         lambda text: lm.tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
         partial(lm.decode, skip_special_tokens=False),
     )
+
+
+@dataclass(frozen=True)
+class EncodedEnd:
+    """The end of a text, and its token ids.
+
+    Attributes:
+        text: the window: the last characters, as many as are encoded again. At first the whole text.
+        ids: of the window alone.
+        apart: the number of first ids that the whole text may not have. It has all ids after them.
+    """
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    apart: int = 0
+
+
+def extend(encode: Callable[[str], list[int]], end: EncodedEnd, new: str) -> tuple[EncodedEnd, int] | None:
+    """The end of the text after new text, and how many ids of the end before stay as they are.
+
+    None if the new text changes ids before the window.
+    """
+    ids = tuple(encode(end.text + new))
+    unchanged = shared_length([end.ids, ids])
+    return (EncodedEnd(end.text + new, ids, end.apart), unchanged) if unchanged >= end.apart else None
+
+
+def shorten(encode: Callable[[str], list[int]], end: EncodedEnd) -> EncodedEnd:
+    """Let the window begin later, if the whole text surely has at least half of its ids then."""
+    length = MIN_WINDOW_CHARACTERS
+    while 2 * length <= len(end.text):
+        text = end.text[-length:]
+        ids = tuple(encode(text))
+        same = min(shared_length([ids[::-1], end.ids[::-1]]), len(end.ids) - end.apart)
+        if same and 2 * same >= len(ids):
+            return EncodedEnd(text, ids, len(ids) - same)
+        length *= 2
+    return end

@@ -14,9 +14,9 @@ import numpy as np
 
 from specbeam.backends.contract import AheadBackend, EncodingBackend, HearingBackend
 from specbeam.core.selection import Logits, Selection
-from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
+from specbeam.errors import forget_frames, is_out_of_memory
 
 NO_LOGITS = np.empty((0, 0), np.float32)
 NORMALIZERS = attrgetter("normalizers")

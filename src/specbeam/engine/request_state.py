@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,22 +20,22 @@ from specbeam.drafting.forced import MAX_FORCED_TOKENS
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
-from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
 from specbeam.engine.features import Sound
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.own_strategy import OwnStrategy
 from specbeam.engine.request import Request
 from specbeam.engine.setup import MakeStrategy, make_drafter, make_setup, make_strategy
-from specbeam.engine.wanted_rows import WantedRows
-from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
+from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes, forget_frames, is_out_of_memory
 from specbeam.models.model import LanguageModel
 from specbeam.options.options import Options
-from specbeam.recording.inputs import inputs_of
 from specbeam.recording.node_notes import NodeNotes
+from specbeam.recording.receipts import inputs_of
 
 MAX_HELD = 8
 """The strategy of a sequence that goes ahead takes its steps after at most this many passes."""
+Join = Callable[[list[Logits]], Logits]
+""":meth:`specbeam.backends.contract.Backend.join`"""
 
 
 class RequestState:
@@ -482,3 +482,78 @@ class RequestState:
         self._rows.restart()
         self._strategy = None
         self._drafter = None
+
+
+class WantedRows:
+    """The nodes at which a strategy wants logits, and the rows that have come.
+
+    Rows come in the ascending order of their nodes. Where memory is short, the nodes are evaluated in parts.
+
+    Attributes:
+        nodes: in the strategy's order, int64 [n]. They may repeat.
+        ascending: each of them once, int64 [m].
+        in_order: whether both are the same.
+        part: the nodes that are evaluated now, int64 [p].
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = np.asarray(nodes, dtype=np.int64)
+        given = self.nodes.tolist()
+        ascending = sorted({*given})
+        self.in_order = given == ascending
+        self.ascending = self.part = self.nodes if self.in_order else np.array(ascending, dtype=np.int64)
+        self._received: list[Logits] = []
+
+    def restart(self) -> None:
+        """Drop the rows that have come."""
+        self._received = []
+
+    @property
+    def rest(self) -> Nodes:
+        """The nodes whose rows have not come."""
+        return self.ascending[sum(map(len, self._received)) :]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is all nodes."""
+        return not self._received and len(self.part) == len(self.ascending)
+
+    @property
+    def is_last_part(self) -> bool:
+        """Whether no node comes after the part."""
+        return bool(self.part[-1] == self.ascending[-1])
+
+    def among(self, nodes: Nodes) -> NDArray[np.int64]:
+        """The places of the part's nodes among some nodes of a pass, ascending."""
+        first, end = self.part.searchsorted((nodes[0], nodes[-1] + 1))
+        return nodes.searchsorted(self.part[first:end])
+
+    def add(self, logits: Logits, join: Join) -> None:
+        """Take some rows, [k, vocab]. The others come later."""
+        if len(logits):  # a view would keep the logits of the whole pass
+            self._received.append(join([logits]))
+
+    def complete(self, logits: Logits, join: Join) -> Logits:
+        """The rows in the strategy's order, [n, vocab], with the last ones that have come."""
+        logits = join([*self._received, logits]) if self._received else logits
+        self._received = []
+        if self.in_order:
+            return logits
+        return join([logits[row : row + 1] for row in self.ascending.searchsorted(self.nodes).tolist()])
+
+
+def out_of_memory(nodes: int) -> SpecbeamError:
+    """There was no memory for a request alone, with this many nodes in its tree."""
+    return SpecbeamError(
+        f"out of memory with {nodes} nodes in the request's tree: ask for fewer new tokens, a shorter prompt, or a "
+        "smaller dtype"
+    )
+
+
+def not_finite(source: str, length: int, logits: NDArray[np.float32]) -> NotFinite:
+    """The logits of a node, float32 [1, vocab], are not finite, after this many tokens."""
+    found = "NaN" if np.isnan(logits).any() else "+inf" if logits.max() > 0 else "-inf alone"
+    return NotFinite(
+        f"no token has a probability after {length} tokens, because the logits of {source} hold {found}: "
+        "check its weights, or give dtype='float32' if numbers overflow"
+    )

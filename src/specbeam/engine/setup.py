@@ -16,17 +16,15 @@ from specbeam.decoding.greedy import greedy
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.speculative import speculative
-from specbeam.drafting.chains import Chains
 from specbeam.drafting.copies import Copies
-from specbeam.drafting.drafter import Drafter
+from specbeam.drafting.drafter import Chains, Drafter
 from specbeam.drafting.forced import MAX_FORCED_TOKENS, ForcedTokens
 from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.own import FunctionDrafter, OwnDrafter, Propose
 from specbeam.drafting.policy import Cost
-from specbeam.drafting.policy.controller import Controller
+from specbeam.drafting.policy.controller import Controller, Sizes
 from specbeam.drafting.policy.deferring import LikelyNeeded
-from specbeam.drafting.policy.sizes import Sizes
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
@@ -38,8 +36,7 @@ from specbeam.logits.stopping import Stopping
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import room, too_long
 from specbeam.options.options import Options
-from specbeam.recording.record import Record
-from specbeam.recording.trace import Trace
+from specbeam.recording.record import Record, Trace
 from specbeam.structured.grammar import Description, GrammarConstraint
 
 MIN_LAZY_BEAMS = 16

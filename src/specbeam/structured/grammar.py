@@ -33,8 +33,7 @@ from specbeam.structured.json_schema import (
     enforceable,
     places_of,
 )
-from specbeam.structured.listing import texts_of
-from specbeam.structured.trials import TooCostly, Trial, limits, trial
+from specbeam.structured.trials import TooCostly, Trial, byte_tokenizer, limits, trial
 from specbeam.structured.trie import TokenTrie
 
 MAX_SCHEMA_BYTES, MAX_GRAMMAR_BYTES = 10**6, 64 * 1024
@@ -63,6 +62,10 @@ PRIVATE = "\ue000"
 """A character without a meaning."""
 NO_TEXT = "NoExtension"
 """The error of a parser that nothing can follow begins so."""
+MAX_TEXTS, MAX_STEPS = 256, 5_000
+"""A longer list is not made, nor one that takes more steps: a step takes 20 microseconds."""
+LEXER_FUEL = 5_000
+"""For a step: 0.4 milliseconds at most."""
 
 
 class Description(ABC):
@@ -534,3 +537,31 @@ def _no_text(tokenizer: str, size: int) -> int:
     """A token of a tokenizer.json that is part of no text: a special one if there is any, or else the last one."""
     special = (token["id"] for token in json.loads(tokenizer)["added_tokens"] if token["special"])
     return next((number for number in special if number < size), size - 1)
+
+
+def texts_of(grammar: str, max_symbols: int) -> tuple[str, ...] | None:
+    """All texts of a grammar as llguidance reads it; None if there are many, or if it takes long to find them."""
+    from llguidance import LLMatcher
+
+    start = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limits(LEXER_FUEL, max_symbols))
+    found, level, steps = list[bytes](), [(b"", start)], 0
+    while level:
+        below = list[tuple[bytes, Any]]()
+        for text, matcher in level:
+            if matcher.is_accepting():
+                found.append(text)
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            steps += 1
+            if matcher.is_error():
+                return None
+            for byte in np.flatnonzero(np.unpackbits(bits, bitorder="little")[:256]).tolist():
+                after = matcher.deep_copy()
+                after.consume_token(byte)
+                below.append((text + bytes([byte]), after))
+            if len(found) + len(below) > MAX_TEXTS or steps > MAX_STEPS:
+                return None
+        level = below
+    try:
+        return tuple(text.decode() for text in found)
+    except UnicodeDecodeError:
+        return None
