@@ -189,7 +189,7 @@ def test_a_state_is_that_of_a_parser_of_its_own(tiny, schema):
         token = draw.choice(np.flatnonzero(bits).tolist())
         states.append(constraint.advance(states[at], token))
         paths.append([*paths[at], token])
-    text, tokenizer = constraint.description.text, grammar._tokenizer_of(lm)
+    text, tokenizer = constraint.spec.text, grammar._tokenizer_of(lm)
     for state, path in zip(states, paths, strict=True):
         matcher = grammar._llguidance().LLMatcher(tokenizer, text)
         for token in path:

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from specbeam.backends.contract import Backend, Segment
+from specbeam.backends.contract import Backend, TreeBatch
 from specbeam.cache.pool import BLOCK_SLOTS, EngineCache, locked
 from specbeam.cache.prefixes import NO_SLOTS, Ints, common_length
 from specbeam.core.tree import NO_NODES, Nodes, Tree
@@ -160,7 +160,7 @@ class Slots:
                     farthest, most = (other, begin, common), common
         return farthest
 
-    def segment(
+    def tree_batch(
         self,
         nodes: Nodes,
         wanted: Ints,
@@ -168,7 +168,7 @@ class Slots:
         source: Any = None,
         ahead: int = 0,
         token: Ints | None = None,
-    ) -> Segment:
+    ) -> TreeBatch:
         """Give nodes slots, and return the part of a pass that evaluates them. Their ancestors have slots or are here.
 
         Args:
@@ -199,7 +199,7 @@ class Slots:
         else:
             suffixes = self._slot[tree.paths_beyond_prefix(nodes)]
         slots = self._slot[nodes]
-        return Segment(tokens, positions, slots, self._prefix[: self._placed], suffixes, wanted, vocab, source, later)
+        return TreeBatch(tokens, positions, slots, self._prefix[: self._placed], suffixes, wanted, vocab, source, later)
 
     def evaluated(self, pending: Nodes, ahead: int = 0) -> None:
         """A pass went well. Cache what it has prefilled of the prompt, and free the slots behind windows.

@@ -105,7 +105,7 @@ class SelectionRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Watch:
+class AttentionProbe:
     """Heads of cross-attention whose scores are wanted. The passes over a tree fill them in.
 
     Attributes:

@@ -7,8 +7,8 @@ import sys
 from typing import Any, TypeGuard
 
 from specbeam import plugins
+from specbeam.drafting.custom import MakeDrafter, Propose
 from specbeam.drafting.lookup import Continued, SuffixAutomaton
-from specbeam.drafting.own import MakeDrafter, Propose
 from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
 from specbeam.models.model import LanguageModel

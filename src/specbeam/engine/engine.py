@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from specbeam.cache.budget import Budget
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, pass_times
+from specbeam.engine.custom_strategy import load_strategy
 from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
 from specbeam.engine.features import check_features
-from specbeam.engine.own_strategy import load_strategy
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
@@ -163,7 +163,7 @@ class Engine:
             timeout: seconds after which the request ends before the next pass, with the text so far and the
                 ``finish_reason`` "timeout". They count from now, waiting included.
             source: goes to the backend with each pass of the request, in place of its encoder's output
-                (:attr:`specbeam.backends.contract.Segment.source`). The request shares no keys and values then.
+                (:attr:`specbeam.backends.contract.TreeBatch.source`). The request shares no keys and values then.
             features: the sound that the model's encoder reads, float32 [bands, frames]
                 (:attr:`specbeam.backends.contract.Backend.features_shape`): for Whisper, log-mel features of 30 seconds
                 as ``WhisperFeatureExtractor`` makes them. The prompt is then the beginning of the transcript: its start

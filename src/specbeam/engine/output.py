@@ -17,7 +17,7 @@ from specbeam.engine.request import Request
 from specbeam.engine.setup import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
-from specbeam.recording.node_notes import AllowedMass, Alternatives, NodeNotes
+from specbeam.recording.log_probs import AllowedMass, Alternatives, NodeLogProbs
 from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
 from specbeam.text.detokenizer import TextStream
 
@@ -51,7 +51,7 @@ class Output:
     Attributes:
         alternatives: the likeliest tokens after each node, if they were asked for.
         allowed_mass: after each node, for a constraint that measures.
-        notes: these two, as far as they are there.
+        node_log_probs: those of the two that are wanted.
     """
 
     def __init__(self, lm: LanguageModel, setup: Setup, request: Request, inputs: dict[str, Any]) -> None:
@@ -65,8 +65,8 @@ class Output:
         self.alternatives = None if k is None else Alternatives(setup.tree, k)
         constraint = setup.selector.process.constraint
         self.allowed_mass = AllowedMass(setup.tree) if constraint is not None and constraint.measures else None
-        noted: tuple[NodeNotes[Any] | None, ...] = (self.alternatives, self.allowed_mass)
-        self.notes = [notes for notes in noted if notes is not None]
+        wanted: tuple[NodeLogProbs[Any] | None, ...] = (self.alternatives, self.allowed_mass)
+        self.node_log_probs = [one for one in wanted if one is not None]
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.cache.budget import Budget
 from specbeam.core.selection import MASKED, Logits, Selection, SelectionRequest, one_after_another
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
@@ -19,17 +19,17 @@ from specbeam.core.tree import NO_NODES, Nodes
 from specbeam.drafting.forced import MAX_FORCED_TOKENS
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, SharedCost
+from specbeam.engine.custom_strategy import CustomStrategy
 from specbeam.engine.drafts import Draft
 from specbeam.engine.features import Sound
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
-from specbeam.engine.own_strategy import OwnStrategy
 from specbeam.engine.request import Request
 from specbeam.engine.setup import MakeStrategy, make_drafter, make_setup, make_strategy
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes, forget_frames, is_out_of_memory
 from specbeam.models.model import LanguageModel
 from specbeam.options.options import Options
-from specbeam.recording.node_notes import NodeNotes
+from specbeam.recording.log_probs import NodeLogProbs
 from specbeam.recording.receipts import inputs_of
 
 MAX_HELD = 8
@@ -77,7 +77,7 @@ class RequestState:
         self._lm = lm
         self._setup = setup = make_setup(lm, prompt_ids, options, costs, writes)
         self.request = Request(prompt_ids, setup.stop.max_length, self, clients)
-        name = f"strategy {strategy.name}" if isinstance(strategy, OwnStrategy) else "strategy"
+        name = f"strategy {strategy.name}" if isinstance(strategy, CustomStrategy) else "strategy"
         given = ((name, strategy), ("source", source), ("features", features))
         objects = [name for name, value in given if value is not None]
         inputs = inputs_of(lm, prompt_ids, setup.options, setup.stop.eos_token_ids, setup.selector.seed, objects)
@@ -128,9 +128,9 @@ class RequestState:
         return sum(state.source_bytes for state in self._states)
 
     @property
-    def watch_bytes(self) -> int:
+    def probe_bytes(self) -> int:
         """Bytes of the scores of attention that its strategy asks for."""
-        return 0 if self.step.watch is None else self.step.watch.scores.nbytes
+        return 0 if self.step.probe is None else self.step.probe.scores.nbytes
 
     @property
     def least_bytes(self) -> int:
@@ -211,15 +211,15 @@ class RequestState:
         are_all = len(nodes) == len(self.pending) == len(self._rows.ascending)
         return self.step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
 
-    def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
+    def tree_batch(self, nodes: Nodes, ahead: int = 0) -> TreeBatch:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
         no_ancestors = self._held or (len(nodes) == len(self.pending) == len(self._rows.part) and self._rows.is_whole)
         wanted = np.arange(len(nodes)) if no_ancestors else self._rows.among(nodes)
         request, state = self.step.selection_request, self.model
         vocab = None if request is None else request.vocab
         token = self._held[-1].tokens[:, 0] if self._held else None
-        segment = state.slots.segment(nodes, wanted, vocab, state.source, ahead, token)
-        segment.watch = self.step.watch
+        segment = state.slots.tree_batch(nodes, wanted, vocab, state.source, ahead, token)
+        segment.probe = self.step.probe
         return segment
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
@@ -243,7 +243,7 @@ class RequestState:
         is_last = self._held or (len(nodes) == len(self.pending) and self._rows.in_order and self._rows.is_whole)
         return self._selection_requests() if is_last else []
 
-    def is_sound(self, logits: Logits, rows: slice, selections: list[Selection]) -> bool:
+    def is_finite(self, logits: Logits, rows: slice, selections: list[Selection]) -> bool:
         """Whether it can go on with its rows of logits, or with the selections from them.
 
         No result depends on the logits of a draft model.
@@ -285,8 +285,8 @@ class RequestState:
                 rows = slice(0, len(logits))
                 if requests := self._selection_requests():
                     selections = backend.choose(logits, [(rows, one) for one in requests])
-            for notes, _ in reversed(self._noted()):
-                notes.add(self._rows.nodes, selections.pop())
+            for log_probs, _ in reversed(self._node_log_probs()):
+                log_probs.add(self._rows.nodes, selections.pop())
             self._advance(self._selection(selections[0]) if selections else backend.array(logits))
 
     def _holds(self, nodes: Nodes, selection: Selection) -> bool:
@@ -344,19 +344,20 @@ class RequestState:
         return not_finite(self._lm.source, length, there)
 
     def _selection_requests(self) -> list[SelectionRequest]:
-        """The strategy's selection request, if it has one, then the requests of the notes."""
+        """The strategy's selection request, if it has one, then those of the per-node log-probabilities."""
         requests = []
         if (own := self.step.selection_request) is not None:
             requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own.after(len(self._held)))
-        requests += [request for _, request in self._noted()]
+        requests += [request for _, request in self._node_log_probs()]
         return requests
 
-    def _noted(self) -> list[tuple[NodeNotes[Any], SelectionRequest]]:
-        """What is noted at the nodes of the step, and the selection requests for it."""
+    def _node_log_probs(self) -> list[tuple[NodeLogProbs[Any], SelectionRequest]]:
+        """The per-node log-probabilities of the step, and the selection requests for them."""
         if self.step.drafting:
             return []
-        requests = ((notes, notes.selection_request(self.step.selection_request)) for notes in self._output.notes)
-        return [(notes, request) for notes, request in requests if request is not None]
+        own = self.step.selection_request
+        requests = ((one, one.selection_request(own)) for one in self._output.node_log_probs)
+        return [(one, request) for one, request in requests if request is not None]
 
     def _selection(self, selection: Selection) -> Selection:
         """The selection for the strategy. A caller's functions run here: they get all scores, and may fail."""

@@ -183,7 +183,7 @@ class Scheduler:
                 self._queue.remove(request)
                 self._unfinished.pop(request, None)
             elif self._fits(request, needed, rows):
-                needed += request.next_bytes + request.source_bytes + request.watch_bytes
+                needed += request.next_bytes + request.source_bytes + request.probe_bytes
                 rows.append(request.max_rows)
                 self._turns += 1
                 request.last_turn = self._turns  # behind the requests that are live already
@@ -208,7 +208,7 @@ class Scheduler:
             return True
         if not self.budget.holds_logits([*rows, request.max_rows]):
             return False
-        lacking = needed + request.next_bytes + request.source_bytes + request.watch_bytes - self.budget.room
+        lacking = needed + request.next_bytes + request.source_bytes + request.probe_bytes - self.budget.room
         return lacking <= 0 or lacking <= request.found_bytes()
 
     def gather(self) -> list[Batch]:
@@ -218,11 +218,11 @@ class Scheduler:
         """
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         live = [request for request in self._live if not request.done]
-        writing = any(not request.model.has_unread_sound for request in live)
+        writing = any(not request.model.has_unread_audio for request in live)
         heard = 0
         for place, request in enumerate(live):
             waits = request.model.slots.is_fresh and request.await_prefix(live[:place])
-            if request.model.has_unread_sound:  # an encoder of sound takes long, and the others wait
+            if request.model.has_unread_audio:  # an encoder of sound takes long, and the others wait
                 waits |= writing and heard > 0
                 heard += 1
             if not (request.done or waits):
@@ -242,7 +242,7 @@ class Scheduler:
         requests come and go.
         """
         whole = ((one, len(nodes) == len(one.pending)) for batch in drafts for one, nodes in batch)
-        drafting = {one for one, is_whole in whole if is_whole and not one.model.has_unread_sound}
+        drafting = {one for one, is_whole in whole if is_whole and not one.model.has_unread_audio}
         if self._awaited:
             drafting &= self._awaited
         self._awaited = drafting
@@ -278,9 +278,9 @@ class Scheduler:
         seconds = max(self.max_pass_seconds, least / (1 - MIN_PREFILL_SHARE))
         return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
 
-    def seconds_to_hear(self) -> float:
+    def max_encoder_seconds(self) -> float:
         """About how long a part of an encoder's pass over sound may take: as long as it wants while all wait for it."""
-        waiting = sum(request.model.has_unread_sound for request in self._live)
+        waiting = sum(request.model.has_unread_audio for request in self._live)
         return math.inf if self.max_pass_seconds is None or waiting == len(self._live) else self.max_pass_seconds
 
     def passing(self) -> Passing:
@@ -314,7 +314,7 @@ class Scheduler:
     def _count_sources(self) -> None:
         self.budget.source_bytes = sum(request.source_bytes for request in self._live)
         if len(self._live) > 1:  # a request alone holds its scores of attention beside the cache, as it does logits
-            self.budget.source_bytes += sum(request.watch_bytes for request in self._live)
+            self.budget.source_bytes += sum(request.probe_bytes for request in self._live)
 
     def _make_room(self, batches: list[Batch]) -> list[Batch]:
         """Evict prefixes, then preempt the newest requests, while slots would outgrow the memory.

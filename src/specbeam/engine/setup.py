@@ -17,11 +17,11 @@ from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.speculative import speculative
 from specbeam.drafting.copies import Copies
+from specbeam.drafting.custom import CustomDrafter, FunctionDrafter, Propose
 from specbeam.drafting.drafter import Chains, Drafter
 from specbeam.drafting.forced import MAX_FORCED_TOKENS, ForcedTokens
 from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
-from specbeam.drafting.own import FunctionDrafter, OwnDrafter, Propose
 from specbeam.drafting.policy import Cost
 from specbeam.drafting.policy.controller import Controller, Sizes
 from specbeam.drafting.policy.deferring import LikelyNeeded
@@ -37,7 +37,7 @@ from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import room, too_long
 from specbeam.options.options import Options
 from specbeam.recording.record import Record, Trace
-from specbeam.structured.grammar import Description, GrammarConstraint
+from specbeam.structured.grammar import GrammarConstraint, OutputSpec
 
 MIN_LAZY_BEAMS = 16
 """Without drafts, fewer beams are all evaluated: passes over few nodes cost nearly as much."""
@@ -94,9 +94,9 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
     if options.constraint is not None and not eos:
         raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
     if isinstance(options.constraint, GrammarConstraint):  # copies share a lexer, and a limit of one of them ends all
-        options = replace(options, constraint=options.constraint.description)
+        options = replace(options, constraint=options.constraint.spec)
     constraint = options.constraint
-    if isinstance(constraint, Description):  # a parser of the request's own
+    if isinstance(constraint, OutputSpec):  # a parser of the request's own
         many = options.num_beams > 1 and options.num_return_sequences > 1 and options.is_distinct
         constraint = (constraint.listed(lm) if many else None) or constraint.compile(lm)
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
@@ -167,7 +167,7 @@ def make_drafter(
     if isinstance(draft, LanguageModel):
         return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
     if isinstance(draft, type):
-        return OwnDrafter(setup.tree, chains, controller, lm, draft)
+        return CustomDrafter(setup.tree, chains, controller, lm, draft)
     if callable(draft):
         return FunctionDrafter(setup.tree, chains, controller, lm, cast(Propose, draft))
     draft, before = (draft.draft, draft.before) if isinstance(draft, Continued) else (draft, ())

@@ -16,7 +16,7 @@ from specbeam.errors import SpecbeamError, shown
 from specbeam.options.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS, GenerationDefaults
 from specbeam.options.options import Options
 from specbeam.results import DIGITS, INPUTS_FORMAT, Result, Sequence, receipt_of
-from specbeam.structured.grammar import DESCRIPTIONS, description_of
+from specbeam.structured.grammar import OUTPUT_SPECS, output_spec_of
 from specbeam.version import __version__
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
@@ -31,7 +31,7 @@ CHANGE_NO_TOKEN = (
 """Options on which no token and no score depends. So a speculative run has the receipt of its plain twin."""
 OBJECTS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 """Options that are objects of the caller, which no file can hold. A constraint may be described by plain data."""
-DESCRIBED = tuple(DESCRIPTIONS.values())
+DESCRIBED = tuple(OUTPUT_SPECS.values())
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Saved:
         _list(inputs, "objects", str)
         asked = dict(_field(inputs, "options", dict))
         if "constraint" in asked:
-            asked["constraint"] = description_of(asked["constraint"])
+            asked["constraint"] = output_spec_of(asked["constraint"])
         options = Options.of(asked)
         sequences = [_sequence(one) for one in _list(value, "sequences", dict)]
         if any(len(one.log_probs) not in (0, len(one.token_ids)) for one in sequences):

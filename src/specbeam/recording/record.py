@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.core.tree import NO_NODES, Nodes, Tree
-from specbeam.recording.node_notes import Alternatives
+from specbeam.recording.log_probs import Alternatives
 from specbeam.structured.constraint_mask import ConstraintMask
 
 

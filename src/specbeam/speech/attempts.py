@@ -22,7 +22,7 @@ from specbeam.speech.results import Alternative
 from specbeam.speech.vocabulary import Vocabulary
 
 
-class LookFirst:
+class ScorePromptThen:
     """A strategy that first notes how likely some tokens are after one of the prompt, before any mask.
 
     Args:

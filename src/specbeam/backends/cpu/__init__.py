@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend, Segment, logits_wanted
+from specbeam.backends.contract import Backend, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import AheadStruct, ModelConfigStruct, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
-from specbeam.core.selection import NextBeams, Selection, SelectionRequest, Watch
+from specbeam.core.selection import AttentionProbe, NextBeams, Selection, SelectionRequest
 from specbeam.errors import SpecbeamError
 from specbeam.system.fork_guard import fork_guard
 from specbeam.system.machine import usable_processors
@@ -141,7 +141,7 @@ class CpuBackend(Backend):
         return slots
 
     @fork_guard
-    def forward(self, segments: list[Segment]) -> NDArray[np.float32]:
+    def forward(self, segments: list[TreeBatch]) -> NDArray[np.float32]:
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
         vocab = logits_wanted(segments, self.vocab_size)
@@ -159,7 +159,7 @@ class CpuBackend(Backend):
     @fork_guard
     def forward_ahead(
         self,
-        segments: list[Segment],
+        segments: list[TreeBatch],
         requests: Sequence[SelectionRequest],
         beams: Sequence[NextBeams | None],
         passes: int,
@@ -341,7 +341,7 @@ def _config_struct(config: Config, whole: bool) -> ModelConfigStruct:
     )
 
 
-def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
+def _structs(segments: Sequence[TreeBatch]) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
     """The segments as native structures, a row for each, and the arrays that they point into.
 
     All fields of ``SegmentStruct`` are as long as an int64, so it takes no Python for each field.
@@ -360,24 +360,24 @@ def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArr
         source = NO_SOURCE if s.source is None else np.ascontiguousarray(s.source, np.int64)
         kept += [prefix, suffixes, source]
         places = tokens + start, positions + start, slots + start, address(prefix), address(suffixes), address(source)
-        rows.append((n, len(prefix), columns, len(source), *places, *_watch_fields(s.watch, kept)))
+        rows.append((n, len(prefix), columns, len(source), *places, *_probe_fields(s.probe, kept)))
         start += n * INT64_BYTES
     return np.array(rows, dtype=np.int64), kept
 
 
-def _watch_fields(watch: Watch | None, kept: list[NDArray[Any]]) -> tuple[int, ...]:
+def _probe_fields(probe: AttentionProbe | None, kept: list[NDArray[Any]]) -> tuple[int, ...]:
     """The last fields of a segment. The arrays that they point into are added to the kept ones."""
-    if watch is None:
+    if probe is None:
         return 0, 0, 0, 0, 0
-    scores = watch.scores
-    if scores.dtype != np.float32 or not scores.flags.c_contiguous or len(scores) != len(watch.heads):
+    scores = probe.scores
+    if scores.dtype != np.float32 or not scores.flags.c_contiguous or len(scores) != len(probe.heads):
         raise RuntimeError("a pass was refused: the scores of watched heads are no array of float32 for each head")
-    kept.append(heads := np.array(watch.heads, np.int64))
+    kept.append(heads := np.array(probe.heads, np.int64))
     return *scores.shape, address(heads), address(scores)
 
 
 def _ahead_structs(
-    segments: Sequence[Segment], beams: Sequence[NextBeams | None], passes: int
+    segments: Sequence[TreeBatch], beams: Sequence[NextBeams | None], passes: int
 ) -> tuple[NDArray[Any], list[NDArray[Any]]]:
     """How the segments go on, as native structures, and the arrays that they point into."""
     rows: list[tuple[int, int, float, float]] = []
