@@ -513,7 +513,7 @@ def test_a_library_of_another_version_or_with_a_field_elsewhere_is_refused(modul
     assert ctypes.sizeof(moved) == ctypes.sizeof(SegmentStruct)
     with monkeypatch.context() as other:
         other.setattr(module, "STRUCTURES", (*module.STRUCTURES, moved))
-        with pytest.raises(SpecbeamError, match=r"have TreeBatch.nodes at 0 and this specbeam has it at 8: reinstall"):
+        with pytest.raises(SpecbeamError, match=r"have Segment.nodes at 0 and this specbeam has it at 8: reinstall"):
             module.library()
     monkeypatch.setattr(module, "ABI_VERSION", 99)
     with pytest.raises(SpecbeamError, match=r"of another version .* than this specbeam \(ABI 99\): reinstall specbeam"):

@@ -28,7 +28,6 @@ from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.policy.acceptance import Rounds
 from specbeam.drafting.policy.deferring import Deferred, LikelyNeeded
 from specbeam.engine import CostTable
-from specbeam.engine.setup import make_search
 from specbeam.logits.processors import Processors
 from specbeam.logits.selector import Selector
 from specbeam.logits.stopping import Stopping
@@ -430,7 +429,11 @@ def test_wrong_expectations_cost_few_steps(falls, cost):
 
 
 def best_first(setup, drafter):
-    return beam_search(make_search(setup, LazyBeamSearch), setup.record, drafter, BestFirst())
+    return beam_search(LazyBeamSearch.of(setup), setup.record, drafter, BestFirst())
+
+
+def plain_beams(setup, drafter):
+    return beam_search(BeamSearch.of(setup), setup.record)
 
 
 def test_deferred_beams_take_no_memory(save):
@@ -471,7 +474,7 @@ def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beam
     prompt, how = [2, 3] * 20, {"strategy": strategy, "draft": draft}
     options = {"num_beams": num_beams, "max_new_tokens": 40, "share_prefix": False}
     options["num_return_sequences"] = num_beams // 4
-    plain = ended(Engine(lm), prompt, options, strategy=lambda setup, _: beam_search(make_search(setup), setup.record))
+    plain = ended(Engine(lm), prompt, options, strategy=plain_beams)
     room = plain.stats.peak_slots + num_beams
     assert room < (40 + num_beams * 40) * 2 / 3  # beams share their prefixes
     assert ended(Engine(lm), prompt, options | sizes, **how).stats.peak_slots > room

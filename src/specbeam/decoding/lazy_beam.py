@@ -18,6 +18,7 @@ from specbeam.core.tree import NO_NODES, Nodes
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Candidates, Continuations, Finished, Mask, normalized, possible
 from specbeam.decoding.search import Known, Step
+from specbeam.decoding.setup import Setup
 from specbeam.drafting.policy.deferring import Deferred
 
 NOTHING = float("-inf")
@@ -69,6 +70,24 @@ class LazyBeamSearch(BeamSearch):
         super().__init__(*args, **options)
         self.levels: list[Level] = []
         self.stops: bool | None = None
+
+    @staticmethod
+    def fits(setup: Setup) -> bool:
+        """Whether beams may be left out: no score rises, nothing is drawn, and nothing counts all beams.
+
+        Draft sizes that were asked for are sizes below all beams.
+        """
+        options, process = setup.options, setup.selector.process
+        sizes = (options.draft_size(name) for name in ("num_draft_tokens", "draft_width", "draft_budget"))
+        return (
+            options.bound_rule
+            and options.num_beams > 1
+            and options.num_beam_groups == 1
+            and options.early_stopping is not True  # which counts finished hypotheses
+            and options.prefix_allowed_tokens_fn is None
+            and all(size is None for size in sizes)
+            and not (options.samples or process.raises or process.functions)
+        )
 
     def defer(self) -> None:
         """Begin to defer beams."""

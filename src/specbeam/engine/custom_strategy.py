@@ -9,8 +9,8 @@ import numpy as np
 
 from specbeam import plugins
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
+from specbeam.decoding.setup import MakeStrategy, Setup
 from specbeam.drafting.drafter import Drafter
-from specbeam.engine.setup import MakeStrategy, Setup
 from specbeam.errors import SpecbeamError, shown
 from specbeam.plugins import PluginError
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from specbeam.cache.budget import Budget
+from specbeam.decoding.setup import MakeStrategy
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.custom_strategy import load_strategy
@@ -24,7 +25,6 @@ from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
-from specbeam.engine.setup import MakeStrategy
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import Prompt, encode, room

@@ -10,8 +10,8 @@ from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.prefixes import NO_SLOTS, Ints
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import NO_NODES, Nodes, Tree
+from specbeam.decoding.setup import Setup
 from specbeam.engine.features import Sound
-from specbeam.engine.setup import Setup
 
 
 class ModelState:

@@ -11,10 +11,10 @@ from typing import Any
 from specbeam.core.selection import Selection
 from specbeam.core.strategy import Hypothesis
 from specbeam.core.tree import Nodes
+from specbeam.decoding.setup import Setup
 from specbeam.engine.costs import MIN_PASS_SECONDS
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.request import Request
-from specbeam.engine.setup import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.recording.log_probs import AllowedMass, Alternatives, NodeLogProbs
@@ -51,7 +51,7 @@ class Output:
     Attributes:
         alternatives: the likeliest tokens after each node, if they were asked for.
         allowed_mass: after each node, for a constraint that measures.
-        node_log_probs: those of the two that are wanted.
+        node_log_probs: both, as far as they are wanted.
     """
 
     def __init__(self, lm: LanguageModel, setup: Setup, request: Request, inputs: dict[str, Any]) -> None:

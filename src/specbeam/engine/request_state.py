@@ -16,16 +16,19 @@ from specbeam.cache.budget import Budget
 from specbeam.core.selection import MASKED, Logits, Selection, SelectionRequest, one_after_another
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import NO_NODES, Nodes
+from specbeam.decoding.setup import MakeStrategy
+from specbeam.decoding.strategies import make_strategy
 from specbeam.drafting.forced import MAX_FORCED_TOKENS
+from specbeam.drafting.policy import SharedCost
 from specbeam.engine.clients import Clients
-from specbeam.engine.costs import Costs, SharedCost
+from specbeam.engine.costs import Costs
 from specbeam.engine.custom_strategy import CustomStrategy
-from specbeam.engine.drafts import Draft
+from specbeam.engine.drafts import Draft, make_drafter
 from specbeam.engine.features import Sound
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request
-from specbeam.engine.setup import MakeStrategy, make_drafter, make_setup, make_strategy
+from specbeam.engine.setup import make_setup
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes, forget_frames, is_out_of_memory
 from specbeam.models.model import LanguageModel
 from specbeam.options.options import Options
@@ -83,7 +86,7 @@ class RequestState:
         inputs = inputs_of(lm, prompt_ids, setup.options, setup.stop.eos_token_ids, setup.selector.seed, objects)
         self._output = Output(lm, setup, self.request, inputs)
         num_texts = setup.options.num_texts
-        self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
+        self._draft_cost = SharedCost(costs(draft.backend).expected) if isinstance(draft, LanguageModel) else None
         self._drafter = None
         draft_tokens = 0
         if draft is not None:
@@ -344,7 +347,7 @@ class RequestState:
         return not_finite(self._lm.source, length, there)
 
     def _selection_requests(self) -> list[SelectionRequest]:
-        """The strategy's selection request, if it has one, then those of the per-node log-probabilities."""
+        """The strategy's selection request, if it has one, then the requests for per-node log-probabilities."""
         requests = []
         if (own := self.step.selection_request) is not None:
             requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own.after(len(self._held)))
