@@ -74,13 +74,13 @@ class BestFirst(LikelyNeeded):
     def __init__(self) -> None:
         """It needs no costs."""
 
-    def pays(self, scores: Scores, length: int) -> bool:
+    def should_defer(self, scores: Scores, length: int) -> bool:
         return True
 
     def choose(self, deferred: Deferred) -> Mask:
         return np.arange(len(deferred.nodes)) == deferred.best
 
-    def drafts_pay(self, deferred: Deferred, count: int) -> bool:
+    def should_draft(self, deferred: Deferred, count: int) -> bool:
         return False
 
 

@@ -122,10 +122,10 @@ class KnownScore(LikelyNeeded):
 
     log_prob: float
 
-    def _chances(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
-        chances = (scores > self.log_prob).astype(np.float64)
-        chances[best] = 1.0
-        return chances
+    def _probabilities(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
+        probabilities = (scores > self.log_prob).astype(np.float64)
+        probabilities[best] = 1.0
+        return probabilities
 
 
 class Case:

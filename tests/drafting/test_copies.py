@@ -27,7 +27,7 @@ def grown(tree, tokens):
 
 def copies_below(tree, cost=lambda nodes: 1.0):
     stop = Stopping(frozenset({EOS}), 60, (), None)
-    return Copies(tree, Chains(tree, Processors(Options(), frozenset({EOS}), VOCAB), stop, most=64), cost)
+    return Copies(tree, Chains(tree, Processors(Options(), frozenset({EOS}), VOCAB), stop, max_draft_tokens=64), cost)
 
 
 def copied(best, own, cost=lambda nodes: 1.0):

@@ -45,35 +45,35 @@ class Chains:
     A chain ends before a forbidden token, an end token, and the maximum length.
 
     Args:
-        most: the largest number of draft tokens per forward pass.
+        max_draft_tokens: per forward pass.
     """
 
-    def __init__(self, tree: Tree, process: Processors, stop: Stopping, most: int) -> None:
+    def __init__(self, tree: Tree, process: Processors, stop: Stopping, max_draft_tokens: int) -> None:
         self.tree = tree
         self.process = process
         self.stop = stop
-        self.most = most
+        self.max_draft_tokens = max_draft_tokens
 
     def draft(self, tips: Nodes, chains: list[list[list[int]]], width: int) -> DraftTokens:
         """Draft chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
 
         Args:
-            width: the most chains below each tip.
+            width: the maximum of chains below each tip.
         """
         tree = self.tree
         parents = np.repeat(tips, [len(below) for below in chains])
         below = [chain for of_tip in chains for chain in of_tip]
         nodes, column = NO_NODES, 0
         while len(parents):
-            goes_on = np.array([len(chain) > column for chain in below], dtype=bool)
+            continues = np.array([len(chain) > column for chain in below], dtype=bool)
             tokens = np.array([chain[column] if len(chain) > column else 0 for chain in below], dtype=np.int64)
-            goes_on &= self._allowed(parents, tokens)
-            below = [chain for chain, on in zip(below, goes_on, strict=True) if on]
-            parents = tree.draft(parents[goes_on], tokens[goes_on])
+            continues &= self._allowed(parents, tokens)
+            below = [chain for chain, on in zip(below, continues, strict=True) if on]
+            parents = tree.draft(parents[continues], tokens[continues])
             nodes = np.concatenate([nodes, parents])
             column += 1
         _, first = np.unique(nodes, return_index=True)
-        first = np.sort(first)[: self.most]
+        first = np.sort(first)[: self.max_draft_tokens]
         return DraftTokens(nodes[first], width=width)
 
     def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:

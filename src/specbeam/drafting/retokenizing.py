@@ -94,24 +94,25 @@ class RetokenizingDrafter:
         if not self._places:
             self._places = {self.text_tree.prompt_length - 1: self._place_of_prompt()}
         self._places = {tip: self._read(tip, depth) for tip in tips.tolist()}
-        able = {tip: place for tip, place in self._places.items() if self._can_continue(place, depth)}
-        if not able:
+        continuable = {tip: place for tip, place in self._places.items() if self._can_continue(place, depth)}
+        if not continuable:
             return DraftTokens()
         places = self._places.values()
         # New text may change the tokens of a window, so the shared prefix must not grow into it.
         windows = [self._above(place.node, len(place.encoded.ids) - place.encoded.apart) for place in places]
         self.tree.keep([*(place.node for place in places), *(max(node, 0) for node in windows)])
-        going = np.array([place.node for place in able.values()])
+        frontier = np.array([place.node for place in continuable.values()])
         tokens: list[NDArray[np.int64]] = []
         for _ in range(depth):
-            selection = yield Evaluate(going, SelectionRequest(), drafting=True)
+            selection = yield Evaluate(frontier, SelectionRequest(), drafting=True)
             tokens.append(selection.tokens[:, 0])
-            going = self.tree.draft(going, tokens[-1])
-        continued = dict(zip(able, np.stack(tokens, axis=1).tolist(), strict=True))
-        found = [
-            [self._continuation(able[tip].encoded, continued[tip])] if tip in able else [] for tip in tips.tolist()
+            frontier = self.tree.draft(frontier, tokens[-1])
+        continued = dict(zip(continuable, np.stack(tokens, axis=1).tolist(), strict=True))
+        chains = [
+            [self._continuation(continuable[tip].encoded, continued[tip])] if tip in continuable else []
+            for tip in tips.tolist()
         ]
-        return self.chains.draft(tips, found, width)
+        return self.chains.draft(tips, chains, width)
 
     def _can_continue(self, place: Place, depth: int) -> bool:
         """The text ends with a character, and the draft's context has room for this many more tokens."""
@@ -172,8 +173,8 @@ class RetokenizingDrafter:
         """The target's tokens for the draft's continuation."""
         ids = [*end.ids]
         new = self.draft_decode(ids + more)[len(self.draft_decode(ids)) :].rstrip(INCOMPLETE)
-        before, whole = self.encode(end.text), self.encode(end.text + new)
-        return whole[len(before) :] if whole[: len(before)] == before else self.encode(new)
+        before, extended = self.encode(end.text), self.encode(end.text + new)
+        return extended[len(before) :] if extended[: len(before)] == before else self.encode(new)
 
 
 def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[..., str]]:

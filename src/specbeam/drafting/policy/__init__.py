@@ -48,7 +48,7 @@ class DraftTokens:
 
     Attributes:
         nodes: int64 [n], parents before children.
-        chances: of a tree, the draft model's estimate of the probability that each is accepted, float64 [n].
+        probabilities: of a tree, the draft model's estimates that each is accepted, float64 [n].
         width: the width that they were chosen with: draft tokens per level, or chains per beam.
         skipped: there are none, because drafting would not have paid. The backend may go ahead.
         seconds: expected for the draft model's passes.
@@ -56,7 +56,7 @@ class DraftTokens:
     """
 
     nodes: Nodes = field(default_factory=lambda: NO_NODES)
-    chances: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    probabilities: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     width: int = 1
     skipped: bool = False
     seconds: float = 0.0

@@ -21,11 +21,11 @@ from specbeam.drafting.policy.acceptance import Acceptance, Rounds, match_bucket
 from specbeam.options.options import MAX_DRAFT_SIZES
 
 MATCH_PRIOR = (0.2, 0.45, 0.65, 0.75, 0.9)
-"""By the length of a match, the chance to assume below a single tip (docs/decisions/lookup-matches.md)."""
+"""By the length of a match, the probability to assume below a single tip (docs/decisions/lookup-matches.md)."""
 TYPICAL_MATCH = 2
 """The match to expect, in tokens, where none has been looked up yet."""
 LEVEL_PRIOR = 2 / 3
-"""The chance to assume that a step chooses among a level of draft tokens."""
+"""The probability to assume that a step chooses among a level of draft tokens."""
 MIN_GAIN = 1.05
 """Draft only if that promises this many times as many steps per second. The drafting itself takes time, too."""
 FURTHER_TOKENS = 64
@@ -140,13 +140,13 @@ class Controller:
         """The most tokens of a level of a tree."""
         return self._now.sizes.widths[-1]
 
-    def expanded(self, level: NDArray[np.float64], depth: int, chances: NDArray[np.float64], spent: float) -> int:
+    def expanded(self, level: NDArray[np.float64], depth: int, probabilities: NDArray[np.float64], spent: float) -> int:
         """How many nodes of a level to draft below.
 
         Args:
             level: the nodes' probabilities by the draft, the likeliest first, float64 [n].
             depth: of the level below the tip.
-            chances: the probabilities of all draft tokens so far, float64 [n].
+            probabilities: of all draft tokens so far, float64 [n].
             spent: seconds of the draft's passes so far.
         """
         sizes = self._now.sizes
@@ -154,20 +154,20 @@ class Controller:
             return 0
         if sizes.num_draft_tokens is not None and sizes.draft_width is not None:
             return len(level)
-        seconds_per_token, draft_tokens = self._best_count(chances, spent)
+        seconds_per_token, draft_tokens = self._best_count(probabilities, spent)
         one_more_draft_token = self._target(2 + draft_tokens) - self._target(1 + draft_tokens)
         nodes = 0
-        for chance in level.tolist():
+        for probability in level.tolist():
             cost = self.draft_cost(nodes + 1) - self.draft_cost(nodes) + one_more_draft_token
-            if self._trust * chance * seconds_per_token <= cost:
+            if self._trust * probability * seconds_per_token <= cost:
                 break
             nodes += 1
         return max(nodes, int(not depth or sizes.num_draft_tokens is not None))
 
-    def worthwhile(self, chances: NDArray[np.float64], spent: float) -> int:
+    def worthwhile(self, probabilities: NDArray[np.float64], spent: float) -> int:
         """How many of the likeliest draft tokens to verify, after this many seconds of drafting."""
         sizes = self._now.sizes
-        wanted = len(chances) if sizes.draft_tokens_are_fixed else self._best_count(chances, spent)[1]
+        wanted = len(probabilities) if sizes.draft_tokens_are_fixed else self._best_count(probabilities, spent)[1]
         return min(wanted, sizes.max_draft_tokens)
 
     @property
@@ -217,7 +217,7 @@ class Controller:
             for level in range(proposed):
                 now.acceptance.learn(match_bucket(max(1, self._matched) + level), level < accepted, 1)
         elif sizes.is_tree:
-            now.acceptance.learn(0, accepted, float(draft_tokens.chances.sum()))
+            now.acceptance.learn(0, accepted, float(draft_tokens.probabilities.sum()))
         else:
             needed = [_needed_width(draft_tokens, tree, tips, sizes.chains) for tips in steps[:accepted]]
             for bucket, width in enumerate(sizes.widths):
@@ -246,20 +246,20 @@ class Controller:
         return (least + reading if best[1] else plain), best
 
     def _surviving(self, drafts: Drafts, width: int, depth: int, matched: int | None) -> NDArray[np.float64]:
-        """The chances that draft tokens down to each level are accepted, float64 [depth]."""
+        """The probabilities that draft tokens down to each level are accepted, float64 [depth]."""
         if matched is not None:
             return drafts.acceptance.surviving(matched, depth)
-        chance = drafts.acceptance.chances[0 if drafts.sizes.is_tree else drafts.sizes.widths.index(width)]
-        return np.cumprod(np.full(depth, chance))
+        rate = drafts.acceptance.rates[0 if drafts.sizes.is_tree else drafts.sizes.widths.index(width)]
+        return np.cumprod(np.full(depth, rate))
 
     @property
     def _trust(self) -> float:
         """The factor from the draft's probabilities in a tree to the observed rates."""
-        return float(self._now.acceptance.chances[0])
+        return float(self._now.acceptance.rates[0])
 
-    def _best_count(self, chances: NDArray[np.float64], spent: float) -> tuple[float, int]:
+    def _best_count(self, probabilities: NDArray[np.float64], spent: float) -> tuple[float, int]:
         """The number of draft tokens that gives the most tokens per second, and the seconds per token."""
-        tokens = (1 + self._trust * np.cumsum(np.sort(chances)[::-1])).tolist()
+        tokens = (1 + self._trust * np.cumsum(np.sort(probabilities)[::-1])).tolist()
         counts = range(1, 1 + len(tokens))
         return fewest_seconds(counts, tokens, lambda count: spent + self._target(1 + count), spent + self._target(1))
 
