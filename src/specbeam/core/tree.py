@@ -321,9 +321,9 @@ class Tree:
         """The last tokens of the sequences down to nodes, int64 [n, count]; -1 where a sequence has fewer."""
         tokens = np.full((len(nodes), count), -1)
         for column in range(count - 1, -1, -1):
-            there = nodes >= 0
-            tokens[there, column] = self._tokens[nodes[there]]
-            nodes = np.where(there, self._parents[nodes], -1)
+            exists = nodes >= 0
+            tokens[exists, column] = self._tokens[nodes[exists]]
+            nodes = np.where(exists, self._parents[nodes], -1)
         return tokens
 
     def new_tokens(self, node: int) -> list[int]:
@@ -345,10 +345,10 @@ class Tree:
         return np.array([is_below.get(node, False) for node in nodes.tolist()], dtype=bool)
 
     def _grow(self, size: int) -> None:
-        room = max(2 * len(self._tokens), size, 64)
+        capacity = max(2 * len(self._tokens), size, 64)
         for name in ("_tokens", "_parents", "_depths", "_log_probs", "_scores"):
             old = getattr(self, name)
-            new = np.empty(room, dtype=old.dtype)
+            new = np.empty(capacity, dtype=old.dtype)
             new[: self._size] = old[: self._size]
             setattr(self, name, new)
 
@@ -359,16 +359,16 @@ class NodeStates(Generic[S]):
     Args:
         start: makes the state of the prompt of its token ids, int64 [n].
         push: makes the state after one more token. It changes no state, since sequences may branch.
-        least: keep at least this many states before the first is dropped.
+        min_states: keep at least this many states before the first is dropped.
     """
 
     def __init__(
-        self, start: Callable[[Nodes], S], push: Callable[[S, int], S], least: int = MIN_STATES_TO_FORGET
+        self, start: Callable[[Nodes], S], push: Callable[[S, int], S], min_states: int = MIN_STATES_TO_FORGET
     ) -> None:
         self._start = start
         self._push = push
         self._states: dict[int, S] = {}
-        self._least = self._max_states = least
+        self._min_states = self._max_states = min_states
 
     def at(self, tree: Tree, node: int) -> S:
         """The state of the sequence down to a live node. Calls must be about one tree."""
@@ -394,4 +394,4 @@ class NodeStates(Generic[S]):
             if node in self._states:
                 needed[node] = self._states[node]
         self._states = needed
-        self._max_states = max(self._least, 2 * len(needed))
+        self._max_states = max(self._min_states, 2 * len(needed))

@@ -178,7 +178,7 @@ class Engine:
                 a timeout that is no number. The engine is stopping.
             RuntimeError: an error ended the engine or its thread, and nobody has started it again.
         """
-        self._scheduler.check_for_place()  # before all the work
+        self._scheduler.check_capacity()  # before all the work
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):

@@ -41,7 +41,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     if not (batch := scheduler.still_live(batch)):
         return True
     backend = batch[0][0].model.backend  # a request that goes on may ask its other model
-    failure, again = None, list[Batch]()
+    failure, retries = None, list[Batch]()
     try:
         batch = _read_sources(batch, scheduler)
         if not batch:
@@ -56,7 +56,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
                 for (request, nodes), rows, own in zip(batch, parts, selections, strict=True):
                     request.receive(nodes, logits, rows, own, passes - 1)
             else:
-                again = [[one] for one in _receive_finite(batch, logits, parts, selections, passes - 1)]
+                retries = [[entry] for entry in _receive_finite(batch, logits, parts, selections, passes - 1)]
         # The time includes the use of the logits by the requests: the selections have a cost, too.
         seconds = (time.perf_counter() - start) / passes
         scheduler.costs(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
@@ -67,13 +67,13 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
             if not (is_out_of_memory(failure) and (scheduler.budget.evict() or scheduler.preempt_newest())):
                 batch[0][0].fail(failure)
             return False
-        again = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
-    fine = True
-    for part in again:
-        fine &= run_pass(part, scheduler, one_torch_thread)
-    if failure is not None and fine:
+        retries = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+    all_evaluated = True
+    for part in retries:
+        all_evaluated &= run_pass(part, scheduler, one_torch_thread)
+    if failure is not None and all_evaluated:
         scheduler.was_too_large(batch)
-    return fine
+    return all_evaluated
 
 
 def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
@@ -158,16 +158,16 @@ def _receive_finite(
     batch: Batch, logits: Logits, parts: list[slice], selections: list[list[Selection]], ahead: int
 ) -> Batch:
     """Let the requests go on whose logits are finite. Returns the part of the batch that has to be tried alone."""
-    found, alone = list(zip(batch, parts, selections, strict=True)), Batch()
-    all_finite = all(request.is_finite(logits, rows, own) for (request, _), rows, own in found)
-    for (request, nodes), rows, own in found:  # without rows, nobody can tell
+    received, retries = list(zip(batch, parts, selections, strict=True)), Batch()
+    all_finite = all(request.is_finite(logits, rows, own) for (request, _), rows, own in received)
+    for (request, nodes), rows, own in received:  # without rows, nobody can tell
         if all_finite or (rows.start < rows.stop and request.is_finite(logits, rows, own)):
             request.receive(nodes, logits, rows, own, ahead)
         elif len(batch) == 1:
             request.refuse(nodes, logits, rows, own)
         else:
-            alone.append((request, nodes))
-    return alone
+            retries.append((request, nodes))
+    return retries
 
 
 def _one_thread() -> Any:

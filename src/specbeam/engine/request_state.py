@@ -145,9 +145,9 @@ class RequestState:
         """Bytes that it needs for one more iteration, beside the bytes that it holds."""
         return sum(state.next_bytes(self.pending if state is self.model else NO_NODES) for state in self._states)
 
-    def found_bytes(self) -> int:
+    def shareable_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
-        return sum(state.slots.found() * state.backend.slot_bytes for state in self._states)
+        return sum(state.slots.shareable() * state.backend.slot_bytes for state in self._states)
 
     def growth_bytes(self, nodes: Nodes) -> int:
         """Bytes of new slots that a pass over some of its pending nodes takes."""
