@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from specbeam.engine import companions
+from specbeam.engine import engine_thread
 from specbeam.server import app, arrivals, connection, tokenizing
 from specbeam.server.bodies import Bodies, Body
 from specbeam.server.guard import Guard
@@ -164,12 +164,12 @@ async def arrived(size):
 
 
 def test_requests_that_come_one_after_the_other_go_on_together(monkeypatch):
-    monkeypatch.setattr(companions, "MAX_SECONDS", 60)
+    monkeypatch.setattr(engine_thread, "MAX_WINDOW_SECONDS", 60)
     assert asyncio.run(arrived(8)) == ["comes"] * 8 + ["goes on"] * 8
 
 
 def test_requests_that_never_end_to_come_hold_up_nobody(monkeypatch):
-    monkeypatch.setattr(companions, "MAX_SECONDS", 0)
+    monkeypatch.setattr(engine_thread, "MAX_WINDOW_SECONDS", 0)
     assert asyncio.run(arrived(100)).index("goes on") < 100
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from specbeam.engine.companions import while_others_come
+from specbeam.engine.engine_thread import batching_window
 
 QUIET_TURNS = 3
 """Turns of the event loop: in one of them a request is read, and in the next one its task begins. They take 0.1 ms."""
@@ -25,7 +25,7 @@ class Arrivals:
         await asyncio.shield(self._pause)
 
     async def _quiet(self) -> None:
-        for _ in while_others_come(lambda: self._count):
+        for _ in batching_window(lambda: self._count):
             for _ in range(QUIET_TURNS):
                 await asyncio.sleep(0)
         self._count, self._pause = 0, None

@@ -10,15 +10,14 @@ from typing import Any, TypeVar
 
 from specbeam.api.scoring import PromptScores, score_prompt
 from specbeam.core.strategy import Hypothesis, Strategy
+from specbeam.decoding.setup import MakeStrategy, Setup
+from specbeam.decoding.strategies import make_strategy
 from specbeam.drafting.drafter import Drafter
 from specbeam.drafting.lookup import Continued
 from specbeam.engine import Request
 from specbeam.engine.drafts import Draft, is_lookup
-from specbeam.engine.setup import MakeStrategy, Setup, make_strategy
-from specbeam.errors import SpecbeamError
-from specbeam.models.infilling import infilling_prompt
-from specbeam.models.prompt_length import PromptTooLong
-from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, room
+from specbeam.errors import PromptTooLong, SpecbeamError
+from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, infilling_prompt, room
 from specbeam.options.options import Options
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of

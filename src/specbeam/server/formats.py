@@ -11,10 +11,10 @@ from pydantic import Field
 from specbeam.server.errors import Refusal
 from specbeam.server.neutral import Fields
 from specbeam.structured import Choice, Grammar, JsonSchema, Regex
-from specbeam.structured.grammar import Description
+from specbeam.structured.grammar import OutputSpec
 
 MAX_CHOICES = 1000
-Describe = Callable[[Any, Any], Description]
+Describe = Callable[[Any, Any], OutputSpec]
 """Describes what may follow a prompt, from the model and the prompt's token ids. It may take long, so it is not called
 in the event loop.
 """
@@ -87,7 +87,7 @@ class StructuredOutputs(Fields):
                 '{"choice": [texts]}, for example',
                 "structured_outputs",
             )
-        described: Callable[[], Description] = partial(JsonSchema, ANY_OBJECT if self.json_object else self.json_)
+        described: Callable[[], OutputSpec] = partial(JsonSchema, ANY_OBJECT if self.json_object else self.json_)
         if self.choice is not None:
             described = partial(Choice, self.choices)
         if self.regex is not None:

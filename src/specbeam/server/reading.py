@@ -10,7 +10,7 @@ from specbeam.server.call import Call
 from specbeam.server.tokens import Part
 from specbeam.server.tools import ToolUse
 from specbeam.structured.tools.reader import THOUGHTS, Reader, Said
-from specbeam.text.streaming import NewText, TextStream
+from specbeam.text.detokenizer import NewText, TextStream
 
 
 @dataclass(frozen=True)

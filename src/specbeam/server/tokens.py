@@ -10,7 +10,7 @@ from typing import Any
 from specbeam.models.model import LanguageModel
 from specbeam.results import Piece, TopLogProbs
 from specbeam.results import Sequence as Text
-from specbeam.text.detokenizing import Detokenizer
+from specbeam.text.detokenizer import Detokenizer
 
 MAX_SPACE = 64
 """At most this many characters of space are looked for around a special token of a prompt."""
