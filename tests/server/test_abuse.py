@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from specbeam.engine import companions
-from specbeam.server import app, tokenizing
+from specbeam.server import app, serving, tokenizing
 from specbeam.server.call import BatchingWindow
 from specbeam.server.limits import Limits
 from specbeam.server.middleware import Bodies, Body, Middleware
