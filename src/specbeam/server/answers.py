@@ -58,7 +58,7 @@ class Answer(ABC):
     def beginning(self, index: int) -> dict[str, Any] | None:
         """The choice of the frame before its text; None for no such frame."""
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def body(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
         choices = [self.choice(index, Part.of(text, end=text)) for index, text in self._best(results)]
         return {

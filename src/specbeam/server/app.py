@@ -186,7 +186,7 @@ def make_app(
         if fields.stream:
             has_lines = request.scope["path"].startswith(OLLAMA_PATHS)
             return EventStream(answer.frames(), call, LINES if has_lines else EVENTS)
-        return json_response(answer.whole(await while_connected(request.receive, call.results(), call)))
+        return json_response(answer.body(await while_connected(request.receive, call.results(), call)))
 
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream: Any = {200: {"content": {EVENTS: {"schema": event}}}}
@@ -295,7 +295,7 @@ def make_app(
 
     for operations in app.openapi()["paths"].values():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # FastAPI's own status for a body of the wrong form; here it is 400
+            operation["responses"].pop("422", None)  # FastAPI's status for a body of the wrong form, which is 400 here
     for route in app.routes:  # HTTP asks for HEAD wherever there is GET. The interface need not list it
         if isinstance(route, StrictRoute) and "GET" in (methods := route.methods or set()):
             methods.add("HEAD")

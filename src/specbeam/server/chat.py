@@ -172,7 +172,7 @@ class ChatCompletion(Answer):
         if (tool_calls := self._tool_calls_of(index)) is None:
             yield from super().changes(index, part)
             return
-        deltas = [delta for said in tool_calls.push(part) for delta in _deltas(said, tool_calls.calls)]
+        deltas = [delta for change in tool_calls.push(part) for delta in _deltas(change, tool_calls.calls)]
         if not deltas and self.shows_tokens(part):
             deltas = [{"content": ""}]
         for delta in deltas:
@@ -200,12 +200,12 @@ def _call(call: ReadCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _deltas(said: Said, calls: Sequence[ReadCall]) -> Iterator[dict[str, Any]]:
+def _deltas(change: Said, calls: Sequence[ReadCall]) -> Iterator[dict[str, Any]]:
     """The deltas of a message. The name of a call comes before its arguments."""
-    if said.call is None:
-        yield {"content": said.content}
+    if change.call is None:
+        yield {"content": change.content}
         return
-    if said.name is not None:
-        yield {"tool_calls": [{"index": said.call, **_call(replace(calls[said.call], arguments=""))}]}
-    if said.arguments:
-        yield {"tool_calls": [{"index": said.call, "function": {"arguments": said.arguments}}]}
+    if change.name is not None:
+        yield {"tool_calls": [{"index": change.call, **_call(replace(calls[change.call], arguments=""))}]}
+    if change.arguments:
+        yield {"tool_calls": [{"index": change.call, "function": {"arguments": change.arguments}}]}

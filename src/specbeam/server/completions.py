@@ -32,7 +32,7 @@ class CompletionRequest(Decoding):
     max_tokens: NewTokens | Literal[0] | None = Field(
         None, description="16 if it is left out. -1: as many as the context has left."
     )
-    logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each place.")
+    logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each position.")
     echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
     suffix: str | None = Field(None, description="What comes after the text, for models with fill-in-the-middle.")
 

@@ -92,10 +92,10 @@ class StructuredOutputs(Fields):
         return tuple(dict.fromkeys(self.choice or ()))
 
     def describe(self) -> Describe:
-        given = {
+        fields = {
             name: value for name, value in self if value not in (None, False) or (name == "json_" and value is False)
         }
-        if len(given) != 1:
+        if len(fields) != 1:
             raise Refusal(
                 "structured_outputs needs one of choice, json, json_object, regex and grammar: give "
                 '{"choice": [texts]}, for example',
@@ -111,19 +111,19 @@ class StructuredOutputs(Fields):
         return lambda *_: described()
 
 
-def schema_of(given: Any) -> Schema | str | None:
-    """The schema of a format; None if it has none, or one that says nothing."""
-    if isinstance(given, StructuredOutputs):
-        return given.json_ or None
-    schema = given.json_schema if isinstance(given, SchemaFormat) else given
+def schema_of(form: Any) -> Schema | str | None:
+    """The schema of a format; None if it has none, or an empty one."""
+    if isinstance(form, StructuredOutputs):
+        return form.json_ or None
+    schema = form.json_schema if isinstance(form, SchemaFormat) else form
     return schema.schema_ or None if isinstance(schema, NamedSchema) else None
 
 
-def describe_of(given: Any) -> Describe | None:
+def describe_of(form: Any) -> Describe | None:
     """What describes a format; None for any text."""
-    if isinstance(given, ObjectFormat):
+    if isinstance(form, ObjectFormat):
         return lambda *_: JsonSchema(ANY_OBJECT)
-    schema = given.json_schema if isinstance(given, SchemaFormat) else given
+    schema = form.json_schema if isinstance(form, SchemaFormat) else form
     if not isinstance(schema, NamedSchema):
         return None
     return lambda *_: JsonSchema({} if schema.schema_ is None else schema.schema_)

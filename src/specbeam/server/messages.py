@@ -223,8 +223,8 @@ class Answer(ChatCompletion):
         self._end = part if part.end is not None else self._end
         return super().ending(part)
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        completion = super().whole(results)
+    def body(self, results: Sequence[Result]) -> dict[str, Any]:
+        completion = super().body(results)
         (choice,) = completion["choices"]
         message = choice["message"]
         content = [{"type": "text", "text": message["content"]}] if message["content"] else []

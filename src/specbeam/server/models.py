@@ -84,7 +84,7 @@ def check_caches(lms: Mapping[str, LanguageModel], tokens: int) -> None:
 def default_caches(lms: Mapping[str, LanguageModel], limits: Limits, sharers: int) -> dict[str, int]:
     """Cache slots for each model, by name, if the operator does not say how many.
 
-    Prefixes stay cached until the cache is full, so a busy server takes its whole limit. A share of the machine would
+    Prefixes stay cached until the cache is full, so a busy server takes all that it may. A share of the machine would
     be gigabytes even for the smallest model. So the limit follows from the requests: each of ``max_requests`` has the
     slots of a typical request, and so does each of ``max_beams``, if these are more. A sequence that fills the context
     fits beside them. Where memory is short, all models have the same number of slots.

@@ -191,8 +191,8 @@ class OllamaAnswer:
         self._inner = inner
         self._field = field
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        completion = self._inner.whole(results)
+    def body(self, results: Sequence[Result]) -> dict[str, Any]:
+        completion = self._inner.body(results)
         (choice,) = completion["choices"]
         message = choice.get("message", {"content": choice.get("text")})
         content = self._content(message["content"], message.get("tool_calls", ()))

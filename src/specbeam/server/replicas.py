@@ -75,7 +75,6 @@ class ForwardedRequest:
 
     Attributes:
         scope: of ASGI, without values that cannot go to another process. Its log has the id of the request.
-        body: the whole body.
         blocks: hashes of the prefixes of the prompt, each one block longer than the one before.
     """
 
@@ -164,7 +163,7 @@ def _blocks(pending_request: Any) -> Sequence[bytes]:
 
 
 class Replica:
-    """The application in a process of its own.
+    """The application in another process.
 
     Args:
         make_models: loads the models.
@@ -438,7 +437,7 @@ def _cpus_of_each(processors: Sequence[int], replicas: int) -> float:
 
 
 def _reason_of(name: str, error: Exception) -> str:
-    """The error of a replica that could not start, as one line. Ray's messages hold the whole traceback."""
+    """The error of a replica that could not start, as one line. Ray's messages hold the traceback."""
     deployments = serve.status().applications[name].deployments.values()
     pages = [str(error), *(deployment.message for deployment in deployments)]
     lines = [line.strip() for page in pages for line in page.splitlines() if line.strip()]

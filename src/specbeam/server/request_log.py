@@ -50,7 +50,7 @@ class RequestLog:
         return log
 
     def take(self, replica: RequestLog) -> None:
-        """Add what a replica logged. The status and the turn are the front's own."""
+        """Add what a replica logged. It keeps its status and its turn."""
         self.endpoint, self.outcome = replica.endpoint, replica.outcome
         self.prompts, self.tally = replica.prompts, replica.tally
 

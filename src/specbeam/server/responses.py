@@ -206,7 +206,7 @@ class Answer:
         self._log_probs: list[dict[str, Any]] = []  # of all tokens so far
         self._num_sent = 0  # of these, in deltas of the stream
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def body(self, results: Sequence[Result]) -> dict[str, Any]:
         text = results[0].sequences[0]
         part = Part.of(text, end=text)
         self._log_probs = self._entries(part)
@@ -308,7 +308,7 @@ class Answer:
             if events:
                 yield events
         assert result is not None
-        response = self.whole([result])
+        response = self.body([result])
         if response["output"][-1]["type"] == "message" and not self._has_message:  # an answer without a text
             yield self._begin_message()
         yield self._end_item(response["output"][-1]) + self._event(f"response.{response['status']}", response=response)
@@ -321,26 +321,26 @@ class Answer:
             if piece.text or len(self._log_probs) > self._num_sent:
                 yield self._more_text(piece.text, self._log_probs)
             return
-        for said in tool_calls.push(part):
-            if said.call is None:
+        for change in tool_calls.push(part):
+            if change.call is None:
                 if not self._has_message:
                     yield self._begin_message()
-                yield self._more_text(said.content, self._entries_of(tool_calls.content or "", True))
+                yield self._more_text(change.content, self._entries_of(tool_calls.content or "", True))
                 continue
-            call, place = tool_calls.calls[said.call], {"output_index": said.call + self._has_message}
-            if said.name is not None:
-                if said.call:
-                    yield self._end_item(_call_item(tool_calls.calls[said.call - 1], "completed"))
+            call, location = tool_calls.calls[change.call], {"output_index": change.call + self._has_message}
+            if change.name is not None:
+                if change.call:
+                    yield self._end_item(_call_item(tool_calls.calls[change.call - 1], "completed"))
                 elif self._has_message:
                     content = tool_calls.content or ""
                     yield self._end_item(
                         self._message("completed", _output_text(content, self._entries_of(content, True)))
                     )
                 item = _call_item(replace(call, arguments=""), "in_progress")
-                yield self._event("response.output_item.added", **place, item=item)
-            if said.arguments:
+                yield self._event("response.output_item.added", **location, item=item)
+            if change.arguments:
                 kind = "response.function_call_arguments.delta"
-                yield self._event(kind, item_id=_item_id(call), **place, delta=said.arguments)
+                yield self._event(kind, item_id=_item_id(call), **location, delta=change.arguments)
         if (
             part.end is not None
             and not tool_calls.calls
@@ -353,29 +353,29 @@ class Answer:
         self._has_message = True
         return self._event(
             "response.output_item.added", output_index=0, item=self._message("in_progress")
-        ) + self._event("response.content_part.added", **self._place, part=_output_text("", []))
+        ) + self._event("response.content_part.added", **self._location, part=_output_text("", []))
 
     def _end_item(self, item: dict[str, Any]) -> bytes:
         """The events that end the next item."""
         self._last_ended += 1
-        place = {"output_index": self._last_ended}
+        location = {"output_index": self._last_ended}
         if item["type"] == "message":
             (part,) = item["content"]
             text = {"text": part["text"], "logprobs": part["logprobs"]}
-            events = self._event("response.output_text.done", **self._place, **text)
-            events += self._event("response.content_part.done", **self._place, part=part)
+            events = self._event("response.output_text.done", **self._location, **text)
+            events += self._event("response.content_part.done", **self._location, part=part)
         else:
             call = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-            events = self._event("response.function_call_arguments.done", **place, **call)
-        return events + self._event("response.output_item.done", **place, item=item)
+            events = self._event("response.function_call_arguments.done", **location, **call)
+        return events + self._event("response.output_item.done", **location, item=item)
 
     def _more_text(self, text: str, log_probs: list[dict[str, Any]]) -> bytes:
         """A delta of the message, with the log-probabilities that were not sent yet."""
         new, self._num_sent = log_probs[self._num_sent :], max(self._num_sent, len(log_probs))
-        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=new)
+        return self._event("response.output_text.delta", **self._location, delta=text, logprobs=new)
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _location(self) -> dict[str, Any]:
         return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
     def _event(self, kind: str, **values: Any) -> bytes:
