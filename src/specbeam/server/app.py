@@ -89,7 +89,7 @@ class OllamaError(BaseModel):
 
 
 def errors_as(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The errors of an endpoint, as the description of the interface has them."""
+    """The errors of an endpoint, for ``/openapi.json``."""
     return {status: {"model": shape} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)}
 
 
@@ -168,7 +168,6 @@ def make_app(
         return await asyncio.get_running_loop().run_in_executor(long_bodies, work)
 
     async def generate(fields: Generation, request: Request) -> Response:
-        """Answer a request for texts, as one object or as a stream."""
         log = RequestLog.of(request.scope)
         call = log.call = fields.call(_models(request).get(fields.model), limits)
         if logs_prompts:

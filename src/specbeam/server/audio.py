@@ -67,11 +67,7 @@ class TranscriptionRequest(BaseModel):
 
     @classmethod
     async def of(cls, request: Request) -> tuple[TranscriptionRequest, UploadFile]:
-        """The fields of a form, and its file.
-
-        Raises:
-            Refusal: no form, no file, or fields that are not known, of another type, or given twice.
-        """
+        """The fields of a form, and its file."""
         form = await request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
         names = Counter(name for name, _ in form.multi_items())
         values: dict[str, Any] = {}
@@ -105,11 +101,7 @@ class TranscriptionRequest(BaseModel):
         return "segment" in (self.timestamp_granularities or ["segment"])
 
     def settings(self, task: str, limits: Limits) -> dict[str, Any]:
-        """The options of a transcription.
-
-        Raises:
-            Refusal: more beams or samples than the server takes.
-        """
+        """The options of a transcription."""
         for name in ("num_beams", "best_of"):
             if (getattr(self, name) or 1) > limits.max_beams:
                 raise Refusal(f"{name} is more than this server's limit of {limits.max_beams}", name)
@@ -143,11 +135,7 @@ class CancellableEngine:
         return getattr(self._engine, name)
 
     def check(self) -> None:
-        """End the work of a cancelled call between requests.
-
-        Raises:
-            Cancelled: nobody waits for the call.
-        """
+        """End the work of a cancelled call between its requests."""
         if self.is_cancelled:
             raise Cancelled
 
@@ -175,11 +163,6 @@ class Transcribers:
         self._count = 0
 
     async def do(self, work: Callable[[], T]) -> T:
-        """The outcome of work in a thread.
-
-        Raises:
-            Refusal: too many files wait.
-        """
         if self._count >= self._max_files:
             raise Refusal("the server has as many files as it takes: try again later", None, "queue_full", 429)
         self._count += 1
@@ -213,11 +196,7 @@ class TranscriptionCall:
         self._engine.cancel()
 
     async def prepare(self, file: BinaryIO) -> None:
-        """Decode the file and check the options.
-
-        Raises:
-            Refusal: it is no audio file, or too long, or options do not go with the model.
-        """
+        """Decode the file and check the options."""
         await self._threads.do(partial(self._prepare, file))
 
     def _prepare(self, file: BinaryIO) -> None:
@@ -235,11 +214,7 @@ class TranscriptionCall:
             raise Refusal(message, next((name for name in fields if message.startswith(name)), None)) from error
 
     async def segments(self) -> AsyncIterator[Segment]:
-        """The segments as they come. The call ends after the server's timeout, with the text so far.
-
-        Raises:
-            Refusal: the engine refused a window, or failed.
-        """
+        """The segments as they come. The call ends after the server's timeout, with the text so far."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Segment | None]()
 
         def work() -> None:

@@ -93,11 +93,7 @@ class Call:
         return is_one and (self.raw or chat_templates.render.is_ready)
 
     def encode(self) -> None:
-        """Make token ids of the prompts before ``submit``, which then hands the requests to the engine at once.
-
-        Raises:
-            Refusal: a prompt is too long or of a wrong kind.
-        """
+        """Make token ids of the prompts before ``submit``, which then hands the requests to the engine at once."""
         self._encoded = [self._encode(prompt) for prompt in self.prompts]
 
     @property
@@ -106,11 +102,7 @@ class Call:
         return sum(map(len, self._encoded))
 
     def submit(self) -> None:
-        """Submit the requests. Tokenizers and chat templates take long for long prompts.
-
-        Raises:
-            Refusal: a prompt is too long or of a wrong kind, or the queue is full.
-        """
+        """Submit the requests. Tokenizers and chat templates take long for long prompts."""
         try:
             with child_processes.wanted_while(lambda: not self._is_cancelled):
                 self._submit()
@@ -207,22 +199,13 @@ class Call:
             request.cancel()
 
     async def results(self) -> list[Result]:
-        """The results of all requests.
-
-        Raises:
-            Refusal: a request failed.
-        """
         try:
             return [await request for request in self.requests]
         except Exception as error:
             raise self._refusal(error) from error
 
     async def pieces(self) -> AsyncIterator[Pieces]:
-        """The pieces of all requests as they come. The pieces of one iteration of the engine come together.
-
-        Raises:
-            Refusal: a request failed.
-        """
+        """The pieces of all requests as they come, grouped by iteration of the engine."""
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         received: Pieces = []
         ended: list[Request] = []

@@ -86,11 +86,6 @@ class TemplateFields(Fields):
     )
 
     def rendering(self, model: ServedModel) -> Rendering:
-        """The rendering that the fields ask for.
-
-        Raises:
-            Refusal: they contradict each other, or set what a template has in any case.
-        """
         variables = self.chat_template_kwargs or {}
         for name in variables:
             if name in chat_templates.OWN_NAMES or name in model.lm.tokenizer.special_tokens_map:

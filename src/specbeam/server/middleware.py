@@ -217,11 +217,7 @@ class Bodies:
         self._incomplete: dict[Body, None] = {}  # the one that has waited longest comes first
 
     def grow(self, body: Body, num_bytes: int) -> None:
-        """Count bytes of a body that have come.
-
-        Raises:
-            Refusal: the limit is reached, and all other bodies are complete.
-        """
+        """Count bytes of a body that have come. It is refused if all other bodies are complete."""
         self._incomplete.pop(body, None)
         self._incomplete[body] = None
         body.held_bytes += num_bytes
@@ -265,14 +261,10 @@ class Body:
         self._patience.reschedule(asyncio.get_running_loop().time())
 
     async def complete(self, receive: Receive, check_size: Callable[[int], None]) -> Receive:
-        """Wait for all of the body. Returns a callable that an application receives it from, in pieces.
+        """Wait for all of the body. Returns a callable from which an application receives it, in pieces.
 
         Args:
             check_size: raises Refusal for a body of that size.
-
-        Raises:
-            Refusal: it is too large or too slow, or all bodies together are too large.
-            ClientGone: the client went away before its end.
         """
         has_more = True
         try:

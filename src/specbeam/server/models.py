@@ -178,11 +178,7 @@ class ServedModel:
         return self._tool_format is not None
 
     def draft(self, name: str | None) -> Draft | None:
-        """The draft that a request names.
-
-        Raises:
-            Refusal: there is no such draft.
-        """
+        """The draft that a request names, or the default one."""
         name = self._default_draft if name is None else name
         if name not in self.drafts:
             raise Refusal(
@@ -206,23 +202,12 @@ class ServedModel:
         return encode(self.lm, prompt, raw=raw, most=most, control_tokens=self._control_tokens, rendering=rendering)
 
     def check_chat_template(self) -> None:
-        """Refuse a conversation if the model has no form for one.
-
-        Raises:
-            Refusal: there is no chat template.
-        """
+        """Refuse a conversation if the model has no chat template."""
         if not self.lm.tokenizer.chat_template:
             raise Refusal(f"{self.name} has no chat template: use /v1/completions", "model", "no_chat_template")
 
     def tool_format(self, field: str) -> ToolFormat:
-        """How the model writes tool calls.
-
-        Args:
-            field: the field of the request that needs it.
-
-        Raises:
-            Refusal: its chat template has no tools, or a format that is not known.
-        """
+        """How the model writes tool calls, which a field of the request needs to know."""
         if self._tool_format is not None:
             return self._tool_format
         raise Refusal(
@@ -313,11 +298,7 @@ class Models:
         return iter(self._models.values())
 
     def get(self, name: str | None) -> ServedModel:
-        """The model that a request names.
-
-        Raises:
-            Refusal: there is no such model.
-        """
+        """The model that a request names, or the first one."""
         if name is None:
             return next(iter(self))
         if name not in self._models:
@@ -331,12 +312,12 @@ class Models:
 
     @property
     def transcribes(self) -> bool:
-        """Whether one of them transcribes."""
+        """Whether one of the models does."""
         return any(model.lm.backend.features_shape is not None for model in self)
 
     @property
     def cache_limits(self) -> list[str]:
-        """The limits of the caches for the operator, a sentence for each model."""
+        """A sentence for the operator about each model."""
         sentences = []
         for model in self:
             tokens = model.engine.max_cache_tokens

@@ -117,9 +117,9 @@ def blocks_of(body: bytes) -> list[bytes]:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Gives a request to the replica with the longest prefix of its prompt, unless that one is too busy.
+    """Routes a request to the replica with the longest prefix of its prompt, unless that one is too busy.
 
-    Without such a replica, the one with the fewest requests gets it. This runs in the front's process.
+    Without such a replica, the one with the fewest requests gets it. The router runs in the front's process.
     """
 
     def initialize_state(self) -> None:
@@ -258,7 +258,6 @@ class Replicas:
         self.transcribes: bool = handle.broadcast("transcribes").results(timeout_s=STATE_SECONDS)[0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Give a request to a replica, and its answer to the client."""
         log = RequestLog.of(scope)
         log.endpoint = scope["path"] if scope["path"] in (*GENERATING_PATHS, *AUDIO_PATHS) else "other"
         log.turn.close()
@@ -271,11 +270,7 @@ class Replicas:
             log.outcome = "cancelled"
 
     async def _answer(self, forwarded: ForwardedRequest, log: RequestLog, send: Send) -> None:
-        """Let a replica answer. If it dies before it wrote anything, another one has the request.
-
-        Raises:
-            Refusal: the replicas died, or no replica takes it.
-        """
+        """Let a replica answer. If it dies before it wrote anything, another one has the request."""
         for _ in range(ATTEMPTS):
             start: Message | None = None
             has_begun, has_ended = False, False
@@ -327,7 +322,7 @@ class Replicas:
         return states
 
     def cache_limits(self) -> list[str]:
-        """The limits of the caches in each replica for the operator, a sentence for each model."""
+        """A sentence for the operator about each model."""
         answers = self._handle.broadcast("cache_limits").results(timeout_s=STATE_SECONDS)
         return [f"in each replica, {sentence}" for sentence in answers[0]]
 
@@ -446,11 +441,7 @@ def _reason_of(name: str, error: Exception) -> str:
 
 
 async def _assigned(response: Any) -> None:
-    """Wait until a replica has the request.
-
-    Raises:
-        Refusal: no replica takes it.
-    """
+    """Wait until a replica has the request."""
     try:
         await asyncio.wait_for(anext(response), ASSIGN_SECONDS)
     except (TimeoutError, DeploymentUnavailableError) as error:

@@ -28,7 +28,7 @@ class TokenizeRequest(TemplateFields):
     return_token_strs: bool | None = Field(None, description="Add the tokens as the vocabulary writes them.")
 
     def answer(self, model: ServedModel) -> dict[str, Any]:
-        """The tokens. It runs in a thread."""
+        """The tokens. Called in a thread."""
         if (self.prompt is None) == (self.messages is None):
             raise Refusal("give either prompt or messages", "prompt")
         if self.messages is not None and self.add_special_tokens:
@@ -61,7 +61,7 @@ class DetokenizeRequest(Fields):
     tokens: list[TokenId]
 
     def answer(self, model: ServedModel) -> dict[str, Any]:
-        """The text. It runs in a thread."""
+        """The text. Called in a thread."""
         size = model.lm.backend.vocab_size
         for token in self.tokens:
             if token >= size:

@@ -203,11 +203,7 @@ class ToolFields(Decoding):
         return [] if self.tool_choice == "none" else self.tools or []
 
     def with_schema(self, model: ServedModel, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages, with the schema of the answer if it goes into the prompt.
-
-        Raises:
-            Refusal: it should, and there is none.
-        """
+        """The messages, with the schema of the answer if it goes into the prompt."""
         schema = schema_of(self.structured_outputs or self.format)
         if schema in (None, True):
             if self.schema_in_prompt:
@@ -221,15 +217,7 @@ class ToolFields(Decoding):
         return messages
 
     def tool_use(self, model: ServedModel, max_calls: int, messages: Sequence[dict[str, Any]]) -> ToolUse | None:
-        """How the tools are enforced and read; None without tools.
-
-        Args:
-            max_calls: in one answer.
-            messages: of the conversation, as chat templates read them.
-
-        Raises:
-            Refusal: the model's template has none, or the fields contradict each other.
-        """
+        """How the tools are enforced and read; None without tools."""
         choice = self.tool_choice
         if not self.tools and choice not in (None, "none", "auto"):
             raise Refusal("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
@@ -295,11 +283,7 @@ class ToolUse:
         return replace(plan, describe=describe, names=plan.names | {"constraint": "tools"})
 
     def _describe(self, lm: LanguageModel, ids: Sequence[int], content: Describe | None) -> ToolGrammar:
-        """The grammar of answers to a prompt.
-
-        Raises:
-            SpecbeamError: a schema cannot be enforced.
-        """
+        """The grammar of answers to a prompt."""
         added = {i: token for i, token in lm.tokenizer.added_tokens_decoder.items() if i < lm.backend.vocab_size}
         try:
             size = len(json.dumps([function.parameters for function in self.functions]))
@@ -347,11 +331,7 @@ class ToolUse:
         return None
 
     def _schema(self, function: Function) -> JsonSchema:
-        """The schema of a function's arguments.
-
-        Raises:
-            SpecbeamError: it cannot be enforced, and it has to be.
-        """
+        """The schema of a function's arguments."""
         schema = NO_ARGUMENTS if function.parameters is None else function.parameters
         try:
             kind = schema.get("type", "object")
@@ -377,7 +357,6 @@ def _example(schema: Any, levels: int = EXAMPLE_LEVELS) -> Any:
 
 
 def _name(choice: Any) -> str:
-    """The name of the function in a choice."""
     return str(getattr(choice, "function", choice).name)
 
 
@@ -399,11 +378,10 @@ def conversation(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages as the chat template reads them, and the variable by which it gets the tools.
 
-    Args:
-        field: of the request, that has the messages.
+    As OpenAI does, this refuses a result of no call before it.
 
-    Raises:
-        Refusal: a result is of no call before it, as OpenAI refuses it, or the template has no tool calls.
+    Args:
+        field: the field of the request that has the messages.
     """
     if messages and messages[-1].get("tool_calls"):
         raise Refusal(f"{field} end with tool calls: give their results, too", field)
