@@ -21,8 +21,8 @@ from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
     AsSent,
-    Choice,
     FunctionTool,
+    OpenAIToolChoice,
     ToolCall,
     ToolFields,
     conversation,
@@ -104,7 +104,7 @@ class ChatRequest(TemplateFields, ToolFields):
         description="A message of the assistant at the end is continued, unless continue_final_message is false."
     )
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: OpenAIToolChoice | None = None
     max_tokens: NewTokens | None = Field(None, description="-1: as many as the context has left.")
     max_completion_tokens: NewTokens | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None

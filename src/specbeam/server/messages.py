@@ -210,11 +210,11 @@ class MessagesRequest(TokensRequest):
         stream = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
         return validated(ChatRequest, self.for_chat | options | stream)
 
-    def answer(self, call: Call) -> Answer:
-        return Answer(call, self.chat())
+    def answer(self, call: Call) -> MessageAnswer:
+        return MessageAnswer(call, self.chat())
 
 
-class Answer(ChatCompletion):
+class MessageAnswer(ChatCompletion):
     """The answer to one call, in Anthropic's shape."""
 
     _end: Part = Part()

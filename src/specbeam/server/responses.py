@@ -28,8 +28,8 @@ from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
     CalledFunction,
-    FlatChoice,
     FlatFunctionTool,
+    FlatToolChoice,
     ToolFields,
     conversation,
 )
@@ -136,7 +136,7 @@ class ResponseRequest(ToolFields):
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = Field(None, description="A system message to put first.")
     tools: Annotated[list[FlatFunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: FlatChoice | None = None
+    tool_choice: FlatToolChoice | None = None
     max_output_tokens: NewTokens | None = None
     include: list[Literal["message.output_text.logprobs"] | PartOfOtherModels] | None = None
     top_logprobs: TopLogprobs | None = None
@@ -186,11 +186,11 @@ class ResponseRequest(ToolFields):
                 messages.append({"role": ROLES.get(item.role, item.role), "content": _text(item.content or "")})
         return messages
 
-    def answer(self, call: Call) -> Answer:
-        return Answer(call, self)
+    def answer(self, call: Call) -> ResponseAnswer:
+        return ResponseAnswer(call, self)
 
 
-class Answer:
+class ResponseAnswer:
     """The answer to one call, as one object or as a stream of events."""
 
     def __init__(self, call: Call, fields: ResponseRequest) -> None:

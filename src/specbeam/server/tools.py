@@ -140,13 +140,13 @@ def _form(choice: Any) -> str:
     return "Allowed" if kind == "allowed_tools" else "Named"
 
 
-Choice = Annotated[
+OpenAIToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Word")]
     | Annotated[NamedTool, Tag("Named")]
     | Annotated[AllowedToolsChoice, Tag("Allowed")],
     Discriminator(_form),
 ]
-FlatChoice = Annotated[
+FlatToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Word")]
     | Annotated[FlatNamedTool, Tag("Named")]
     | Annotated[FlatAllowedTools, Tag("Allowed")],
