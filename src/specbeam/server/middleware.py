@@ -94,17 +94,30 @@ class Middleware:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        self._check_host(scope, headers)
+        if is_page(scope["path"]):
+            return
+        self._check_origin(headers)
+        if scope["path"] != "/health":
+            self._check_key(headers)
+            self._check_body(scope, headers)
+
+    @property
+    def _checks_names(self) -> bool:
+        return bool(self._access.is_local or self._access.allowed_hosts)
+
+    def _check_host(self, scope: Scope, headers: Headers) -> None:
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) != 1 and (hosts or scope["http_version"] != "1.0"):
             raise Refusal(f"the request has {len(hosts)} headers Host: send one", None, "invalid_host")
         if len(origins) > 1:
             raise Refusal(f"the request has {len(origins)} headers Origin: send one", None, "invalid_origin")
-        host_header = "".join(hosts)
-        if host_header and _hostname(host_header) is None:
-            shown = host_header[:MAX_SHOWN_PATH]
+        header = "".join(hosts)
+        host = _hostname(header)
+        if header and host is None:
+            shown = header[:MAX_SHOWN_PATH]
             raise Refusal(f"the host {shown!r} is not of the form NAME or NAME:PORT: send that", None, "invalid_host")
-        checks_names = self._access.is_local or self._access.allowed_hosts
-        if checks_names and (host := _hostname(host_header)) not in self._hosts:
+        if self._checks_names and host not in self._hosts:
             named = "without a host" if host is None else f"to the host {host!r}"
             raise Refusal(
                 f"this server does not answer requests {named}: if that is one of its names, start it with "
@@ -113,29 +126,31 @@ class Middleware:
                 "host_not_allowed",
                 403,
             )
-        if is_page(scope["path"]):
-            return
-        if checks_names and not all(map(self._allows, origins)):
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if self._checks_names and origin is not None and not self._allows(origin):
             raise Refusal(
-                f"this server does not answer pages of {origins[0]!r}: start it with --allowed-host if clients reach "
+                f"this server does not answer pages of {origin!r}: start it with --allowed-host if clients reach "
                 "it under that name, or with --cors-origin for another site",
                 None,
                 "origin_not_allowed",
                 403,
             )
-        if scope["path"] == "/health":  # needs no API key
-            return
-        if self._access.api_keys:
-            scheme, _, token = headers.get("authorization", "").partition(" ")
-            token = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's header
-            key = token.encode("latin-1")
-            if not any(hmac.compare_digest(key, allowed.encode()) for allowed in self._access.api_keys):
-                raise Refusal(
-                    "the API key is wrong or missing: send Authorization: Bearer KEY", None, "invalid_api_key", 401
-                )
-        if scope["app"].state.is_stopping and scope["method"] == "POST":
+
+    def _check_key(self, headers: Headers) -> None:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's header
+        key, keys = token.encode("latin-1"), self._access.api_keys
+        if keys and not any(hmac.compare_digest(key, allowed.encode()) for allowed in keys):
+            raise Refusal(
+                "the API key is wrong or missing: send Authorization: Bearer KEY", None, "invalid_api_key", 401
+            )
+
+    def _check_body(self, scope: Scope, headers: Headers) -> None:
+        if scope["method"] == "POST" and scope["app"].state.is_stopping:
             raise stopping()
-        if scope["path"] in AUDIO_PATHS and scope["method"] == "POST" and not scope["app"].state.models.transcribes:
+        if scope["method"] == "POST" and scope["path"] in AUDIO_PATHS and not scope["app"].state.models.transcribes:
             raise Refusal("no model of this server transcribes audio: start it with a Whisper model", "model")
         encoding = ", ".join(headers.getlist("content-encoding")) or "identity"
         if encoding.lower() != "identity":

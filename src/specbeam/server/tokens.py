@@ -72,14 +72,14 @@ class TokenTexts:
         return token not in self._special
 
 
-def shown(log_prob: float | None) -> float | None:
+def json_log_prob(log_prob: float | None) -> float | None:
     """A log-probability as JSON can write it. None where a token follows nothing."""
     return None if log_prob is None else max(log_prob, MIN_LOG_PROB)
 
 
 def token_log_prob(texts: TokenTexts, token: int, log_prob: float | None) -> dict[str, Any]:
     text, encoded = texts(token)
-    return {"token": text, "logprob": shown(log_prob), "bytes": [*encoded]}
+    return {"token": text, "logprob": json_log_prob(log_prob), "bytes": [*encoded]}
 
 
 def chat_log_probs(texts: TokenTexts, part: Part) -> list[dict[str, Any]]:
@@ -124,10 +124,10 @@ class CompletionLogProbs:
                 continue
             row: dict[str, float | None] = {}
             for other, other_log_prob in {**likeliest, token: log_prob}.items():
-                row.setdefault(self._name(other, drops_space), shown(other_log_prob))  # of equal texts the likeliest
+                row.setdefault(self._name(other, drops_space), json_log_prob(other_log_prob))  # the likeliest of a name
             rows.append(row)
-        shown_log_probs = [*map(shown, part.log_probs)]
-        return {"tokens": names, "token_logprobs": shown_log_probs, "top_logprobs": rows, "text_offset": offsets}
+        log_probs = [*map(json_log_prob, part.log_probs)]
+        return {"tokens": names, "token_logprobs": log_probs, "top_logprobs": rows, "text_offset": offsets}
 
     def _name(self, token: int, drops_space: bool) -> str:
         name, _ = self._texts(token)
