@@ -173,7 +173,7 @@ class Transcribers:
     def _done(self, future: asyncio.Future[Any]) -> None:
         self._count -= 1
         if not future.cancelled():
-            future.exception()  # retrieved, also where nobody waits for it any more
+            future.exception()  # asyncio logs an exception that nobody took
 
 
 class TranscriptionCall:
@@ -232,7 +232,7 @@ class TranscriptionCall:
 
         def ended(working: asyncio.Future[None]) -> None:
             if not working.cancelled():
-                working.exception()  # retrieved, if nobody waits any more
+                working.exception()  # asyncio logs an exception that nobody took
             queue.put_nowait(None)
 
         end = None if self._limits.timeout is None else loop.call_later(self._limits.timeout, self.cancel)
