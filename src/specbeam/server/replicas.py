@@ -1,4 +1,4 @@
-"""One server in front of several processes: each has the whole application, as a replica of a Ray Serve deployment.
+"""One server in front of several processes: each has the complete application, as a replica of a Ray Serve deployment.
 
 The front checks and logs requests, and passes them on. Ray Serve starts replicas, watches them and replaces dead ones.
 Ray's own HTTP proxy is not used. When a replica dies it ends a stream without a word, and it gives its requests to no
