@@ -18,8 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specbeam.backends.compat import DecoderPositions
 from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
-from specbeam.backends.torch.digest import digest_of
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.tensors import digest_of, to_device
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.system.interrupts import HeldInterrupts
 

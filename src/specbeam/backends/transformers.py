@@ -27,9 +27,8 @@ from specbeam.backends.compat import cache_argument
 from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
-from specbeam.backends.torch.finite import are_finite
-from specbeam.backends.torch.selecting import TensorBackend
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.sampling import TensorBackend
+from specbeam.backends.torch.tensors import are_finite, to_device
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.config_keys import scaled_context
 from specbeam.checkpoints.files import read_json

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from specbeam.backends.compat import ranks_draws
-from specbeam.backends.torch.selecting import changed
+from specbeam.backends.torch.sampling import changed
 from specbeam.core.selection import Selection, SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import Nodes, Tree

@@ -15,10 +15,8 @@ from torch import Tensor
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, seen_by
-from specbeam.backends.torch.digest import digest_of
-from specbeam.backends.torch.finite import are_finite
-from specbeam.backends.torch.selecting import TensorBackend
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.sampling import TensorBackend
+from specbeam.backends.torch.tensors import are_finite, digest_of, to_device
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.finite import not_finite

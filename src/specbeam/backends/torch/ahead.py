@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.tensors import to_device
 from specbeam.core.selection import MASKED, NextBeams, Selection
 
 PASSES_IN_FLIGHT = 2
