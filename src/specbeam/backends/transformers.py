@@ -29,10 +29,9 @@ from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.backends.torch.sampling import TensorBackend
 from specbeam.backends.torch.tensors import are_finite, to_device
-from specbeam.checkpoints.code import check_model, refusing
-from specbeam.checkpoints.config_keys import scaled_context
-from specbeam.checkpoints.files import read_json
-from specbeam.checkpoints.finite import not_finite
+from specbeam.checkpoints.architecture import scaled_context
+from specbeam.checkpoints.checkpoint import not_finite
+from specbeam.checkpoints.files import check_model, read_json, refusing
 from specbeam.checkpoints.formats.adapter import Adapter
 from specbeam.errors import SpecbeamError
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
+from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads, standardized
 from specbeam.checkpoints.config import Config, Layer, Rope, size
-from specbeam.checkpoints.config_keys import standardized
 from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")

@@ -9,9 +9,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
+from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads, rope_parameters
 from specbeam.checkpoints.config import Config
-from specbeam.checkpoints.config_keys import rope_parameters
 
 
 class GPTNeoX(Architecture):

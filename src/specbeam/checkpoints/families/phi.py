@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture
-from specbeam.checkpoints.config_keys import ORIGINAL, rope_parameters
+from specbeam.checkpoints.architecture import ORIGINAL, Architecture, rope_parameters
 from specbeam.errors import SpecbeamError
 
 

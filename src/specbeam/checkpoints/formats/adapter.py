@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, check_links, read_json
-from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.finite import are_finite, not_finite
+from specbeam.checkpoints.checkpoint import are_finite, not_finite
+from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, Extent, check_links, read_json
 from specbeam.checkpoints.formats.safetensors_file import Floats, tensors_of
 from specbeam.errors import SpecbeamError
 

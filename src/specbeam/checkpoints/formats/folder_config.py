@@ -7,8 +7,7 @@ from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
-from specbeam.checkpoints.architecture import Architecture
-from specbeam.checkpoints.code import dictionaries, refusing
+from specbeam.checkpoints.architecture import COMMON, Architecture, check_rope, fits, in_words, nested, scaled_context
 from specbeam.checkpoints.config import (
     MAX_HEAD_DIM,
     Config,
@@ -21,8 +20,8 @@ from specbeam.checkpoints.config import (
     yarn_divisors,
     yarn_scale,
 )
-from specbeam.checkpoints.config_keys import COMMON, check_rope, fits, in_words, nested, scaled_context
 from specbeam.checkpoints.families import ARCHITECTURES, require_supported
+from specbeam.checkpoints.files import dictionaries, refusing
 from specbeam.errors import SpecbeamError, Unsupported
 
 ACTIVATIONS = {

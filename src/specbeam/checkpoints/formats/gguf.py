@@ -16,12 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts
-from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
-from specbeam.checkpoints.files import PART, check_fetched
-from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, config_from_gguf
-from specbeam.checkpoints.formats.gguf_transformers import check_transformers
+from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
+from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, check_transformers, config_from_gguf
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, Vocabulary, vocabulary_from_gguf

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from specbeam.checkpoints.files import check_fetched
-from specbeam.checkpoints.fingerprint import Extent
+from specbeam.checkpoints.files import Extent, check_fetched
 from specbeam.errors import SpecbeamError
 
 Floats = NDArray[np.float32]

@@ -7,6 +7,7 @@ takes other files as they are. What is not surely one of these cases is left to 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,8 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from specbeam.checkpoints.code import refusing
-from specbeam.checkpoints.files import read_json
+from specbeam.checkpoints.files import read_json, refusing
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import QWEN2, check_lengths, cuts, sentencepiece_decoder, surround
 from specbeam.checkpoints.tokenizers.sentencepiece_model import (
     BPE,
@@ -25,7 +25,6 @@ from specbeam.checkpoints.tokenizers.sentencepiece_model import (
     SentencePiece,
     read_sentencepiece,
 )
-from specbeam.checkpoints.tokenizers.whisper_tokenizer import BEGIN, WhisperTokenizer
 from specbeam.errors import SpecbeamError, shown
 from specbeam.system.extras import are_installed
 from specbeam.text.tokenizer import NAMED, Tokenizer
@@ -420,3 +419,20 @@ DEFAULTS: dict[str, dict[str, str]] = {
     WHISPER: dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
 }
 """The special tokens of each kind that is rebuilt, if tokenizer_config.json names none."""
+
+
+START, PREVIOUS = "<|startoftranscript|>", "<|startofprev|>"
+BEGIN = (START, "<|notimestamps|>")
+"""They begin each text."""
+TIMESTAMP = re.compile(r"<\|\d+\.\d+\|>")
+
+
+class WhisperTokenizer(Tokenizer):
+    """As transformers' class of this name decodes."""
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """The text of token ids, without timestamps. ``skip_special_tokens`` also leaves out the text before it."""
+        if skip_special_tokens and ids[:1] == [self._id(PREVIOUS)]:
+            start = self._id(START)
+            ids = ids[ids.index(start) :] if start in ids else []
+        return TIMESTAMP.sub("", super()._decode(ids, skip_special_tokens))

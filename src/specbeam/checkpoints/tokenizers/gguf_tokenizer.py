@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from specbeam.checkpoints import packed
+from specbeam.checkpoints.sources import packed
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 from specbeam.errors import SpecbeamError
 from specbeam.text.tokenizer import Tokenizer
