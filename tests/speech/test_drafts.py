@@ -13,7 +13,7 @@ from specbeam.drafting import lookup
 from specbeam.engine.features import Sound, have_equal_encoders
 from specbeam.speech import speech_engine
 from specbeam.speech.clips import Clip
-from specbeam.speech.features import LogMel
+from specbeam.speech.log_mel import LogMel
 from specbeam.speech.settings import Settings
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.speech.windows import Transcriber, Windows

@@ -13,14 +13,13 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.results import Result, Sequence
 from specbeam.speech.alignment import Listen
-from specbeam.speech.attempts import Attempt, compression_ratio
 from specbeam.speech.clips import Clip, named_clips, spoken_clips
-from specbeam.speech.features import LogMel
-from specbeam.speech.languages import code_of
+from specbeam.speech.log_mel import LogMel
+from specbeam.speech.requests import Attempt, compression_ratio
 from specbeam.speech.settings import Settings
-from specbeam.speech.vocabulary import Vocabulary
+from specbeam.speech.vocabulary import Vocabulary, code_of
 from specbeam.speech.windows import Transcriber, Windows
-from specbeam.speech.words import Timing, WordFinder
+from specbeam.speech.word_timestamps import Timing, WordFinder
 from tests.speech.conftest import (
     END,
     ENGLISH,

@@ -18,7 +18,7 @@ from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.speech import Settings
 from specbeam.speech.alignment import alignment_heads, attention, median_filter, token_times, warp
 from specbeam.speech.clips import Clip
-from specbeam.speech.words import WITHOUT_SPACES, Spoken, WordFinder, split_words
+from specbeam.speech.word_timestamps import WITHOUT_SPACES, Spoken, WordFinder, split_words
 from tests.conftest import needs_torch
 from tests.speech.conftest import END, ENGLISH, NO_TIMES, START, TIMES, TRANSCRIBE, noise, random_whisper, text_tokens
 from tests.speech.record_words import BEGIN, bytes_of, logits_of, scores_of, text_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from specbeam.errors import SpecbeamError
-from specbeam.speech.features import FRAMES_PER_SECOND, HOP
+from specbeam.speech.log_mel import FRAMES_PER_SECOND, HOP
 
 Piece = tuple[int, int]
 """The first frame of a piece of the file, and the one after its last."""

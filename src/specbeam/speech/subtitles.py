@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:
-    from specbeam.speech.results import Segment, Transcript, Word
+    from specbeam.speech.transcript import Segment, Transcript, Word
 
 LONG_PAUSE = 3.0
 """Seconds between the starts of two words. A new subtitle begins there if lines are counted."""

@@ -16,14 +16,14 @@ from specbeam.engine.features import Sound
 from specbeam.errors import SpecbeamError
 from specbeam.results import Result
 from specbeam.speech.alignment import Heads, alignment_heads
-from specbeam.speech.attempts import Attempt, LookFirst, Text
 from specbeam.speech.clips import Clip
-from specbeam.speech.features import LogMel
-from specbeam.speech.results import Segment, Window
+from specbeam.speech.log_mel import LogMel
+from specbeam.speech.requests import Attempt, LookFirst, Text
 from specbeam.speech.settings import Settings
 from specbeam.speech.timestamps import SECONDS_PER_TIMESTAMP, TranscriptRules, ends_with_silence, split
+from specbeam.speech.transcript import Segment, Window
 from specbeam.speech.vocabulary import Vocabulary
-from specbeam.speech.words import WITHOUT_SPACES, Spoken, WordFinder
+from specbeam.speech.word_timestamps import WITHOUT_SPACES, Spoken, WordFinder
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from specbeam.backends.compat import ranks_draws
 from specbeam.backends.torch.sampling import changed
+from specbeam.backends.transformers.compat import ranks_draws
 from specbeam.core.selection import Selection, SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import Nodes, Tree
@@ -30,8 +30,8 @@ from specbeam.drafting.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.engine.setup import make_search, make_strategy
 from specbeam.errors import SpecbeamError
-from specbeam.integrations.transformers_processors import BatchRows
-from specbeam.integrations.transformers_prompts import KeysAndValues
+from specbeam.integrations.transformers.processors import BatchRows
+from specbeam.integrations.transformers.prompts import KeysAndValues
 from specbeam.logits.stopping import Stopping
 
 

@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from specbeam.backends.compat import CACHE, prefill
-from specbeam.backends.encoder_decoder import EncoderDecoderBackend
 from specbeam.backends.transformers import CausalBackend, ReadPrompt
+from specbeam.backends.transformers.compat import CACHE, prefill
+from specbeam.backends.transformers.encoder_decoder import EncoderDecoderBackend
 from specbeam.cache.slots import slots_of
 from specbeam.core.tree import Nodes, Tree
-from specbeam.integrations.transformers_processors import unsupported
+from specbeam.integrations.transformers.processors import unsupported
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 """Of each layer, [kv_heads, tokens, head_dim] each."""

@@ -15,11 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from specbeam.backends.compat import DecoderPositions
 from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.torch.tensors import digest_of, to_device
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
+from specbeam.backends.transformers.compat import DecoderPositions
 from specbeam.system.interrupts import HeldInterrupts
 
 MAX_ENCODED_TOKENS = 8192
@@ -43,8 +43,7 @@ class Source:
 class EncoderDecoderBackend(TransformersBackend):
     """A loaded ``AutoModelForSeq2SeqLM``.
 
-    The decoders of such models count positions. :class:`specbeam.backends.compat.DecoderPositions` replaces them
-    during a pass.
+    The decoders of such models count positions. :class:`DecoderPositions` replaces them during a pass.
     """
 
     def __init__(self, model: Any) -> None:

@@ -23,12 +23,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, Cache
 from transformers.pytorch_utils import Conv1D
 
-from specbeam.backends.compat import cache_argument
 from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.backends.torch.sampling import TensorBackend
 from specbeam.backends.torch.tensors import are_finite, to_device
+from specbeam.backends.transformers.compat import cache_argument
 from specbeam.checkpoints.architecture import scaled_context
 from specbeam.checkpoints.checkpoint import not_finite
 from specbeam.checkpoints.files import check_model, read_json, refusing

@@ -25,14 +25,14 @@ from transformers.generation import (
     PrefixConstrainedLogitsProcessor,
 )
 
-from specbeam.backends.compat import CACHE, argument_of_generate
-from specbeam.backends.encoder_decoder import backend_of
 from specbeam.backends.transformers import check_weights, context_length_of
+from specbeam.backends.transformers.compat import CACHE, argument_of_generate
+from specbeam.backends.transformers.encoder_decoder import backend_of
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
-from specbeam.integrations.transformers_processors import BatchRows, check_processors, options_of
-from specbeam.integrations.transformers_prompts import Prompts, refuse
-from specbeam.integrations.transformers_steps import Details, Steps
+from specbeam.integrations.transformers.processors import BatchRows, check_processors, options_of
+from specbeam.integrations.transformers.prompts import Prompts, refuse
+from specbeam.integrations.transformers.steps import Details, Steps
 from specbeam.models.model import LanguageModel, warn_of_settings
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.options.options import MAX_DRAFT_SIZES

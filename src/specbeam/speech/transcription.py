@@ -19,10 +19,10 @@ from specbeam.options.options import Options
 from specbeam.speech.audio import Samples, load
 from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
-from specbeam.speech.features import FRAMES_PER_SECOND, LogMel
-from specbeam.speech.results import Segment, Transcript
+from specbeam.speech.log_mel import FRAMES_PER_SECOND, LogMel
+from specbeam.speech.requests import Steps, Task, run_together
 from specbeam.speech.settings import Settings
-from specbeam.speech.together import Steps, Task, run_together
+from specbeam.speech.transcript import Segment, Transcript
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.speech.windows import Transcriber, Windows, detect_language, window
 
