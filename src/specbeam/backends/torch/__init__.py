@@ -18,8 +18,8 @@ from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.sampling import TensorBackend
 from specbeam.backends.torch.tensors import are_finite, digest_of, to_device
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
-from specbeam.checkpoints.checkpoint import Checkpoint, Piece, not_finite, read_all
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
+from specbeam.checkpoints.parameters import not_finite, parameter_shapes
 from specbeam.errors import SpecbeamError
 
 PIECE_ELEMENTS = 1 << 20

@@ -30,9 +30,9 @@ from specbeam.backends.torch.sampling import TensorBackend
 from specbeam.backends.torch.tensors import are_finite, to_device
 from specbeam.backends.transformers.compat import cache_argument
 from specbeam.checkpoints.architecture import scaled_context
-from specbeam.checkpoints.checkpoint import not_finite
 from specbeam.checkpoints.files import check_model, read_json, refusing
 from specbeam.checkpoints.formats.adapter import Adapter
+from specbeam.checkpoints.parameters import not_finite
 from specbeam.errors import SpecbeamError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import are_finite, not_finite
 from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, Extent, check_links, read_json
 from specbeam.checkpoints.formats.safetensors_file import Floats, tensors_of
+from specbeam.checkpoints.parameters import are_finite, not_finite
 from specbeam.errors import SpecbeamError
 
 PREFIX = "base_model.model."
