@@ -13,19 +13,15 @@ from specbeam.errors import SpecbeamError
 Keys = dict[str, tuple[Any, Any]]
 """The type and the default of each key."""
 
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""The keys without which a config.json is refused. transformers would take defaults for them."""
 COMMON: Keys = {
-    "attention_dropout": (float | int, 0.0),
-    "bos_token_id": (int | None, None),
-    "eos_token_id": (int | list[int] | None, None),
-    "initializer_range": (float, 0.02),
     "max_position_embeddings": (int, 2048),
-    "pad_token_id": (int | None, None),
     "rope_parameters": (dict | None, None),
     "tie_word_embeddings": (bool, False),
-    "use_cache": (bool, True),
-    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), (int, None)),
+    **dict.fromkeys(SIZES, (int, None)),
 }
-"""The keys that all architectures have. The last four have no default: without them a file is refused."""
+"""The keys that are read for all architectures."""
 ORIGINAL = "original_max_position_embeddings"
 """The context length before rotary scaling."""
 NEEDED = {
@@ -162,8 +158,8 @@ class Architecture:
     Attributes:
         name: ``model_type`` in config.json.
         gguf_name: ``general.architecture`` in GGUF files; None if its files carry the name of another architecture.
-        keys: the keys of its config.json beside :data:`COMMON`, as transformers has
-            them. They may have another type or default than there.
+        keys: the keys of its config.json that are read beside :data:`COMMON`, or have another type or default than
+            there. Types and defaults are those of transformers.
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
         features: fields of :class:`Config` that all its models share. A config.json names its activation itself.

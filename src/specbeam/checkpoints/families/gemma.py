@@ -35,10 +35,7 @@ class Gemma(Architecture):
     folder_norm_offset = 1.0
     keys: ClassVar = {
         "attention_bias": (bool, False),
-        "attention_dropout": (float | int | None, 0.0),
         "attn_logit_softcapping": (float | None, None),
-        "bos_token_id": (int | None, 2),
-        "eos_token_id": (int | list[int] | None, 1),
         "final_logit_softcapping": (float | None, None),
         "head_dim": (int, 256),
         "hidden_activation": (str, "gelu_pytorch_tanh"),
@@ -46,7 +43,6 @@ class Gemma(Architecture):
         "layer_types": (list[str] | None, None),
         "max_position_embeddings": (int, 131072),
         "num_key_value_heads": (int, 4),
-        "pad_token_id": (int | None, 0),
         "query_pre_attn_scalar": (int, 256),
         "rms_norm_eps": (float, 1e-6),
         "sliding_window": (int | None, 4096),

@@ -28,13 +28,8 @@ class GPTNeoX(Architecture):
     }
     keys: ClassVar = {
         "attention_bias": (bool, True),
-        "bos_token_id": (int | None, 0),
-        "classifier_dropout": (float | int, 0.1),
-        "eos_token_id": (int | list[int] | None, 2),
         "hidden_act": (str, "gelu"),
-        "hidden_dropout": (float | int, 0.0),
         "intermediate_size": (int, 24576),
-        "is_decoder": (bool, False),
         "layer_norm_eps": (float, 1e-5),
         "use_parallel_residual": (bool, True),
     }

@@ -19,13 +19,11 @@ class Llama(Architecture):
     gguf_interleaves_rope = True
     keys: ClassVar = {
         "attention_bias": (bool, False),
-        "attention_dropout": (float | int | None, 0.0),
         "head_dim": (int | None, None),
         "hidden_act": (str, "silu"),
         "intermediate_size": (int, 11008),
         "mlp_bias": (bool, False),
         "num_key_value_heads": (int | None, None),
-        "pretraining_tp": (int | None, 1),
         "rms_norm_eps": (float, 1e-6),
     }
 

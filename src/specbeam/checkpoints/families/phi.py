@@ -19,16 +19,11 @@ class Phi3(Architecture):
         "blocks.N.mlp.gate_up": "model.layers.N.mlp.gate_up_proj",
     }
     keys: ClassVar = {
-        "bos_token_id": (int | None, 1),
-        "embd_pdrop": (float | int, 0.0),
-        "eos_token_id": (int | list[int] | None, 32000),
         "hidden_act": (str, "silu"),
         "intermediate_size": (int, 8192),
         "max_position_embeddings": (int, 4096),
         "num_key_value_heads": (int | None, None),
         "original_max_position_embeddings": (int, 4096),
-        "pad_token_id": (int | None, 32000),
-        "resid_pdrop": (float | int, 0.0),
         "rms_norm_eps": (float, 1e-5),
         "sliding_window": (int | None, None),
     }

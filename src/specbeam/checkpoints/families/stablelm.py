@@ -17,10 +17,7 @@ class StableLM(Architecture):
     gguf_name = "stablelm"
     features: ClassVar = {"norm": "layer"}
     keys: ClassVar = {
-        "bos_token_id": (int | None, 0),
-        "eos_token_id": (int | list[int] | None, 0),
         "hidden_act": (str, "silu"),
-        "hidden_dropout": (float | int, 0.0),
         "intermediate_size": (int, 6912),
         "layer_norm_eps": (float, 1e-5),
         "max_position_embeddings": (int, 4096),

@@ -7,7 +7,16 @@ from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
-from specbeam.checkpoints.architecture import COMMON, Architecture, check_rope, fits, in_words, nested, scaled_context
+from specbeam.checkpoints.architecture import (
+    COMMON,
+    SIZES,
+    Architecture,
+    check_rope,
+    fits,
+    in_words,
+    nested,
+    scaled_context,
+)
 from specbeam.checkpoints.config import (
     MAX_HEAD_DIM,
     Config,
@@ -43,8 +52,6 @@ LAYERS = (
     "decoder_layers",
 )
 """The keys that say how many layers a model, or a part of it, has."""
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""The keys without which a config.json is refused. transformers would take defaults for them."""
 LAYER_KINDS = {
     *("full_attention", "sliding_attention", "chunked_attention", "window_attention", "indexed_attention"),
     *("compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse", "conv", "moe", "hybrid"),
