@@ -24,7 +24,7 @@ OLDER_NAMES = {
     *("rope_local_base_freq", "n_embd", "n_layer", "n_head", "n_positions", "layer_types", "no_rope_layers"),
 }
 READ = sorted({*COMMON, *OLDER_NAMES, *(key for architecture in ARCHITECTURES.values() for key in architecture.keys)})
-"""The other keys of a file, such as those of training, are believed whatever they say."""
+"""The other keys of a file, such as keys about training, may have any value."""
 WHISPER = {
     **{"model_type": "whisper", "vocab_size": 259, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 30},
     **{"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "suppress_tokens": [7]},

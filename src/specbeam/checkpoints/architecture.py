@@ -159,7 +159,7 @@ class Architecture:
         name: ``model_type`` in config.json.
         gguf_name: ``general.architecture`` in GGUF files; None if its files carry the name of another architecture.
         keys: the keys of its config.json that are read beside :data:`COMMON`, or have another type or default than
-            there. Types and defaults are those of transformers.
+            there. transformers has the same types and defaults.
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
         features: fields of :class:`Config` that all its models share. A config.json names its activation itself.

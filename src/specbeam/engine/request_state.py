@@ -21,7 +21,7 @@ from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafts import Draft
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
-from specbeam.engine.features import Sound
+from specbeam.engine.features import AudioFeatures
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.own_strategy import OwnStrategy
@@ -64,7 +64,7 @@ class RequestState:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
-        features: Sound | None = None,
+        features: AudioFeatures | None = None,
         writes: bool = True,
         clients: Clients[RequestState],
         budget: Budget,

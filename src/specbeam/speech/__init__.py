@@ -1,4 +1,4 @@
-"""Speech: sound to text."""
+"""Speech: audio to text."""
 
 from specbeam.speech.settings import Settings as Settings
 from specbeam.speech.transcript import Alternative as Alternative

@@ -1,7 +1,8 @@
 """When the tokens of a window's text are spoken, by openai-whisper's method (``timing.py``).
 
-Some heads of cross-attention follow the sound from token to token. One pass over the text shows their attention.
-Dynamic time warping (Sakoe and Chiba 1978) then finds the path through it that takes tokens and sound in their order.
+Alignment heads are heads of cross-attention that follow the audio from token to token. One forward pass over the text
+shows their attention.
+Dynamic time warping (Sakoe and Chiba 1978) then finds the path through it that takes tokens and audio in their order.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MEDIAN_WIDTH = 7
 """Positions."""
 NODES_AT_ONCE = 64
 """Logits are held for this many nodes."""
-Heads = tuple[tuple[int, int], ...]
+AlignmentHeads = tuple[tuple[int, int], ...]
 """The layer and the head of each."""
 
 
-def alignment_heads(lm: LanguageModel) -> Heads:
-    """The heads that follow the sound: the checkpoint's, or as in openai-whisper all of the last half of the layers.
+def alignment_heads(lm: LanguageModel) -> AlignmentHeads:
+    """The alignment heads: the checkpoint's, or as in openai-whisper all of the last half of the layers.
 
     Raises:
         SpecbeamError: the backend does not show cross-attention, or the checkpoint names heads that do not exist.
@@ -60,20 +61,20 @@ def alignment_heads(lm: LanguageModel) -> Heads:
     return tuple((layer, head) for layer, head in given)
 
 
-class Listen:
-    """A strategy that generates nothing. It reads a text, and notes how it attends to the sound.
+class AlignText:
+    """A strategy that generates nothing. It reads a text, and notes how it attends to the audio.
 
     Args:
         begin: how many tokens of the prompt are before the one that asks for a text without timestamps.
         text: its tokens. They follow that token, and the end token follows them.
-        positions: of the sound, from its start.
+        positions: of the encoder's output, from its start.
 
     Attributes:
         watch: how the prompt attends.
         probabilities: of the text's tokens, each among all tokens of text.
     """
 
-    def __init__(self, heads: Heads, begin: int, text: list[int], end: int, positions: int) -> None:
+    def __init__(self, heads: AlignmentHeads, begin: int, text: list[int], end: int, positions: int) -> None:
         self._begin, self._text, self._end = begin, text, end
         rows = begin + 1 + len(text) + 1
         self.watch = Watch(heads, np.zeros((len(heads), rows, positions), np.float32))
@@ -130,8 +131,8 @@ def median_filter(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     if rows.shape[-1] <= half:
         return rows
     around = sliding_window_view(np.pad(rows, ((0, 0), (half, half)), mode="reflect"), MEDIAN_WIDTH, axis=-1)
-    found: NDArray[np.float32] = np.sort(around, axis=-1)[..., half]
-    return found
+    medians: NDArray[np.float32] = np.sort(around, axis=-1)[..., half]
+    return medians
 
 
 def token_times(matrix: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
-"""Sound as samples: 16 kHz, mono.
+"""Audio as samples: 16 kHz, mono.
 
 Files are decoded by FFmpeg in a child process (:mod:`specbeam.speech.av_decoder`) into a temporary file, which the
-system deletes once the samples are no longer used. So sound of hours takes little memory, and a damaged file harms
+system deletes once the samples are no longer used. So hours of audio take little memory, and a damaged file harms
 nobody. The samples equal faster-whisper's bit for bit.
 """
 
@@ -43,7 +43,7 @@ COPIED_BYTES = 1 << 20
 MAX_PEAK = 2.0
 """Resampling may leave floats a little above 1, which are taken as they are. Far above, they are on another scale."""
 SHORT_BY_SECONDS, SHORT_BY_SHARE = 1.0, 0.01
-"""Sound that ends sooner than its file says by more than this is cut. Some formats know their length only roughly."""
+"""Audio that ends sooner than its file says by more than this is cut. Some formats know their length only roughly."""
 
 
 def load(source: Source, *, name: str | None = None, max_seconds: float = MAX_SECONDS) -> Samples:
@@ -51,13 +51,13 @@ def load(source: Source, *, name: str | None = None, max_seconds: float = MAX_SE
 
     Args:
         source: samples are checked, and come back as one dimension of int16 or float32. Files have any format that
-            FFmpeg decodes: of a video the sound is taken. An open file is read from where it is. A file that is cut
+            FFmpeg decodes: of a video the audio is taken. An open file is read from where it is. A file that is cut
             gives what comes before the cut, and a warning.
         name: what messages call it; None: its path or name.
-        max_seconds: the longest sound that is taken.
+        max_seconds: the longest audio that is taken.
 
     Raises:
-        SpecbeamError: the file is not there, or has no sound that can be decoded, or too much of it; or samples have
+        SpecbeamError: the file is not there, or has no audio that can be decoded, or too much of it; or samples have
             another form.
     """
     if isinstance(source, np.ndarray):
@@ -136,7 +136,7 @@ class Decoding:
         """Wait for the samples, once.
 
         Raises:
-            SpecbeamError: the file has no sound that can be decoded, or too much of it.
+            SpecbeamError: the file has no audio that can be decoded, or too much of it.
         """
         with located(self._name):
             report = self._report()

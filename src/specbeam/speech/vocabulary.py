@@ -151,11 +151,11 @@ class Vocabulary:
 
     def suppressed(self, given: tuple[int, ...]) -> list[int]:
         """The tokens that may never follow. -1 stands for symbols that nobody speaks, and special tokens are added."""
-        asked = [token for token in given if token >= 0] + ([*self.non_speech] if -1 in given else [])
-        return sorted({*asked, self.start, self.previous, self.no_speech, *self._not_said})
+        tokens = [token for token in given if token >= 0] + ([*self.non_speech] if -1 in given else [])
+        return sorted({*tokens, self.start, self.previous, self.no_speech, *self._control_tokens})
 
     @cached_property
-    def _not_said(self) -> set[int]:
+    def _control_tokens(self) -> set[int]:
         """The tokens of tasks, and the one that Whisper does not use: in English-only vocabularies, too."""
         found = _special_tokens(self.lm)
         return {found[name] for name in ("<|translate|>", "<|transcribe|>", "<|startoflm|>") if name in found}

@@ -248,7 +248,7 @@ class CrossBlock(Block):
 
 
 class Encoder(nn.Module):
-    """An encoder of sound: two convolutions, then layers whose positions see each other."""
+    """An encoder of audio: two convolutions, then layers whose positions see each other."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Encoder(nn.Module):
         self.norm = Norm(config.hidden_size, config)
 
     def begin(self, features: Tensor) -> Tensor:
-        """What the first layer reads, [positions, features], of sound [bands, frames]. A position has two frames."""
+        """What the first layer reads, [positions, features], of audio [mel bins, frames]. A position has two frames."""
         x = convolve(convolve(features, self.conv1, 1, self.activation), self.conv2, 2, self.activation)
         return x.t() + self.positions.weight
 

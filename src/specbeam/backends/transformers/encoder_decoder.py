@@ -28,7 +28,7 @@ MAX_ENCODED_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A prompt, or sound, that the encoder has read.
+    """A prompt, or audio, that the encoder has read.
 
     Attributes:
         states: the encoder's output, [1, tokens, features].
@@ -61,14 +61,14 @@ class EncoderDecoderBackend(TransformersBackend):
         super().__init__(model)
 
     def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
-        reads_sound = self.features_shape is not None
-        if self.model.main_input_name != "input_ids" and not reads_sound:
+        reads_audio = self.features_shape is not None
+        if self.model.main_input_name != "input_ids" and not reads_audio:
             return f"its encoder reads {self.model.main_input_name}, not text"
         if not self.model._supports_attention_backend and not self.model._supports_sdpa:
             return "its attention does not follow the mask it is given"
         if not self._positions.can_be_given:
             return "its decoder's positions cannot be those of a tree"
-        if not (self.start_token_ids or reads_sound):
+        if not (self.start_token_ids or reads_audio):
             return "it has no decoder_start_token_id"
         return None
 
@@ -107,7 +107,7 @@ class EncoderDecoderBackend(TransformersBackend):
 
     @torch.no_grad()
     def states(self, features: NDArray[np.float32]) -> Tensor:
-        """The encoder's output for features of sound [bands, frames], [positions, features]."""
+        """The encoder's output for features of audio [mel bins, frames], [positions, features]."""
         read = to_device(features[None], self.device).to(self.dtype)
         with self._one_pass:
             states: Tensor = self.model.get_encoder()(read).last_hidden_state[0]
@@ -119,7 +119,7 @@ class EncoderDecoderBackend(TransformersBackend):
 
     @torch.no_grad()
     def place(self, states: Tensor, slots: NDArray[np.int64] | None = None) -> Source:
-        """Sound as the encoder has read it, from its output [positions, features]. It takes no slots."""
+        """Audio that the encoder has read, from its output [positions, features]. It takes no slots."""
         return self.attended([states])[0]
 
     def _states_of(self, sources: list[list[int]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whisper (Radford et al. 2022): an encoder reads 30 seconds of sound, and a decoder writes what was said."""
+"""Whisper (Radford et al. 2022): an encoder reads 30 seconds of audio, and a decoder writes what was said."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def rope_from_transformers(given: Mapping[str, Any], dim: int, context: int) -> 
         trained = float(given["original_max_position_embeddings"])
         factor = context / trained if given["factor"] is None else float(given["factor"])
         fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
-        divisors = yarn_divisors(theta, dim, factor, trained, fast, slow, whole=bool(given.get("truncate", True)))
+        divisors = yarn_divisors(theta, dim, factor, trained, fast, slow, truncate=bool(given.get("truncate", True)))
         mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
         usual = yarn_scale(factor, float(mscale), float(mscale_all)) if mscale and mscale_all else yarn_scale(factor)
         scale = given.get("attention_factor")
