@@ -58,31 +58,31 @@ def in_words(kind: Any) -> str:
     return " or ".join(dict.fromkeys(WORDS[get_origin(one) or one] for one in kinds))
 
 
-def rope_parameters(given: SimpleNamespace, theta: float, theta_key: str = "rope_theta") -> dict[str, Any]:
+def rope_parameters(keys: SimpleNamespace, theta: float, theta_key: str = "rope_theta") -> dict[str, Any]:
     """The rotary settings in the form of transformers 5, where one or several older keys may stand for them.
 
     Args:
         theta: the default of ``rope_theta``.
         theta_key: its key beside the other settings.
     """
-    ropes = getattr(given, "rope_scaling", None) or given.rope_parameters
-    given.rope_parameters = ropes = {} if ropes is None else ropes
-    theta, partial = getattr(given, theta_key, theta), vars(given).pop("partial_rotary_factor", None)
-    for parameters in nested(given) or [ropes]:
+    ropes = getattr(keys, "rope_scaling", None) or keys.rope_parameters
+    keys.rope_parameters = ropes = {} if ropes is None else ropes
+    theta, partial = getattr(keys, theta_key, theta), vars(keys).pop("partial_rotary_factor", None)
+    for parameters in nested(keys) or [ropes]:
         parameters.setdefault("rope_theta", theta)
         if partial is not None:
             parameters.setdefault("partial_rotary_factor", partial)
-    return standardized(given)
+    return standardized(keys)
 
 
-def standardized(given: SimpleNamespace) -> dict[str, Any]:
+def standardized(keys: SimpleNamespace) -> dict[str, Any]:
     """The rotary settings, with their kind and the original context length where that counts."""
-    context = given.max_position_embeddings
-    for parameters in nested(given) or [given.rope_parameters]:
+    context = keys.max_position_embeddings
+    for parameters in nested(keys) or [keys.rope_parameters]:
         parameters.setdefault("rope_type", parameters.get("type", "default"))
         if parameters["rope_type"] in ("llama3", "yarn", "longrope"):
             parameters.setdefault(ORIGINAL, context)
-    ropes: dict[str, Any] = given.rope_parameters
+    ropes: dict[str, Any] = keys.rope_parameters
     return ropes
 
 
@@ -106,10 +106,10 @@ def scaled_context(ropes: Mapping[str, Any], context: int) -> int:
     return context
 
 
-def nested(given: SimpleNamespace) -> list[dict[str, Any]]:
+def nested(keys: SimpleNamespace) -> list[dict[str, Any]]:
     """The rotary settings of each kind of layers; empty if there is one for all layers."""
-    kinds = getattr(given, "layer_types", None) or ()
-    return [value for key, value in given.rope_parameters.items() if key in kinds and value is not None]
+    kinds = getattr(keys, "layer_types", None) or ()
+    return [value for key, value in keys.rope_parameters.items() if key in kinds and value is not None]
 
 
 def check_rope(parameters: Mapping[str, Any]) -> None:
@@ -228,25 +228,25 @@ class Architecture:
         """Whether its layers rotate queries and keys."""
         return not self.features.get("learned_positions", False)
 
-    def derive(self, given: SimpleNamespace) -> None:
+    def derive(self, keys: SimpleNamespace) -> None:
         """Give keys of a config.json the values that follow from other keys.
 
         Raises:
             SpecbeamError: keys contradict each other.
         """
-        if given.num_key_value_heads is None:
-            given.num_key_value_heads = given.num_attention_heads
+        if keys.num_key_value_heads is None:
+            keys.num_key_value_heads = keys.num_attention_heads
 
-    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
+    def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
         """The rotary settings of a config.json as transformers 5 has them. They may be nested by kinds of layers."""
-        return rope_parameters(given, self.rope_theta)
+        return rope_parameters(keys, self.rope_theta)
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         """Add to a configuration the options of config.json that only this architecture has.
 
         Args:
             config: read by the rules that all architectures share.
-            given: the keys of the file, with defaults.
+            keys: of the file, with defaults.
         """
         return config
 
@@ -287,22 +287,22 @@ class Architecture:
         return False
 
 
-def require_whole_heads(given: SimpleNamespace) -> None:
+def require_whole_heads(keys: SimpleNamespace) -> None:
     """Raises SpecbeamError if hidden_size is no multiple of the number of heads. Not all architectures ask for that."""
-    if given.hidden_size % given.num_attention_heads:
+    if keys.hidden_size % keys.num_attention_heads:
         raise SpecbeamError(
-            f"config.json says hidden_size = {given.hidden_size}, which is no multiple of its "
-            f"{given.num_attention_heads} heads"
+            f"config.json says hidden_size = {keys.hidden_size}, which is no multiple of its "
+            f"{keys.num_attention_heads} heads"
         )
 
 
-def windows_above(given: SimpleNamespace) -> None:
+def windows_above(keys: SimpleNamespace) -> None:
     """Give the layers from ``max_window_layers`` on a window, where windows are in use (Qwen)."""
-    given.sliding_window = given.sliding_window if given.use_sliding_window else None
-    if given.layer_types is None:
-        first = given.max_window_layers if given.sliding_window is not None else given.num_hidden_layers
+    keys.sliding_window = keys.sliding_window if keys.use_sliding_window else None
+    if keys.layer_types is None:
+        first = keys.max_window_layers if keys.sliding_window is not None else keys.num_hidden_layers
         kinds = ("full_attention", "sliding_attention")
-        given.layer_types = [kinds[i >= first] for i in range(given.num_hidden_layers)]
+        keys.layer_types = [kinds[i >= first] for i in range(keys.num_hidden_layers)]
 
 
 def tensor_names(parameter: str, modules: Mapping[str, str]) -> list[str]:

@@ -233,9 +233,9 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
             logger.warning("%d of %d contexts are too long and were cut on the left", cut, len(contexts))
         return [context[-room:] for context, room in zip(contexts, rooms, strict=True)]
 
-    def _options_for(self, given: Mapping[str, Any], number: int) -> Options:
+    def _options_for(self, generation_kwargs: Mapping[str, Any], number: int) -> Options:
         """The options of a request: the task's generation_kwargs, overridden by the model's own arguments."""
-        task = dict(given)
+        task = dict(generation_kwargs)
         stops = [stop for name in ("until", "stop_strings") for stop in _strings(task.pop(name, None))]
         lengths = [length for name in LENGTHS if (length := task.pop(name, None)) is not None]
         sampling = {name: task.pop(name) for name in ("do_sample", *SAMPLING_OPTIONS) if name in task}
@@ -259,9 +259,9 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return replace(options, eos_token_id=sorted(ends))
 
 
-def _strings(given: str | Iterable[str] | None) -> list[str]:
+def _strings(strings: str | Iterable[str] | None) -> list[str]:
     """One or several texts as a list, without empty ones."""
-    return [text for text in ([given] if isinstance(given, str) else given or ()) if text]
+    return [text for text in ([strings] if isinstance(strings, str) else strings or ()) if text]
 
 
 def _batch_size(batch_size: int | str, most: int | None) -> int:

@@ -43,8 +43,8 @@ def alignment_heads(lm: LanguageModel) -> AlignmentHeads:
             "model with backend='cpu' or 'torch'"
         )
     layers, heads = lm.backend.cross_heads
-    given = lm.generation_defaults.get("alignment_heads")
-    if not given:
+    pairs = lm.generation_defaults.get("alignment_heads")
+    if not pairs:
         return tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
 
     def exists(pair: Any) -> bool:
@@ -54,11 +54,11 @@ def alignment_heads(lm: LanguageModel) -> AlignmentHeads:
             and all(type(n) is int and 0 <= n < most for n, most in zip(pair, (layers, heads), strict=True))
         )
 
-    if not isinstance(given, list | tuple) or not all(map(exists, given)):
+    if not isinstance(pairs, list | tuple) or not all(map(exists, pairs)):
         raise lm.generation_defaults.refused(
             "alignment_heads", f"pairs of a layer below {layers} and a head of {heads}"
         )
-    return tuple((layer, head) for layer, head in given)
+    return tuple((layer, head) for layer, head in pairs)
 
 
 class AlignText:

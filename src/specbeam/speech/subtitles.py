@@ -65,14 +65,14 @@ def cues(segments: Iterable[Segment], layout: Layout) -> Iterator[Cue]:
             yield Cue(segment.start, segment.end, segment.text.strip())
         return
     for words in _filled(segments, layout):
-        whole = Cue(words[0].start, words[-1].end, "".join(word.word for word in words))
+        cue = Cue(words[0].start, words[-1].end, "".join(word.word for word in words))
         if not layout.highlight_words:
-            yield whole
+            yield cue
             continue
-        last = whole.start
+        last = cue.start
         for place, word in enumerate(words):
             if _milliseconds(last) != _milliseconds(word.start):
-                yield whole._replace(start=last, end=word.start)
+                yield cue._replace(start=last, end=word.start)
             texts = [one.word for one in words]
             texts[place] = re.sub(r"^(\s*)(.*)$", r"\1<u>\2</u>", word.word)
             yield Cue(word.start, word.end, "".join(texts))

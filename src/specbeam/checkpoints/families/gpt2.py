@@ -57,11 +57,11 @@ class GPT2(Architecture):
     folder_ignored = (".attn.bias", ".attn.masked_bias")  # the causal mask
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
 
-    def derive(self, given: SimpleNamespace) -> None:
+    def derive(self, keys: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        width = 4 * config.hidden_size if given.n_inner is None else given.n_inner
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        width = 4 * config.hidden_size if keys.n_inner is None else keys.n_inner
         return replace(config, intermediate_size=width, num_kv_heads=config.num_heads)
 
     def stores_transposed(self, source: str) -> bool:

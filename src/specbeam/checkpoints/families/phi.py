@@ -32,17 +32,17 @@ class Phi3(Architecture):
         "blocks.N.mlp.gate_up": "blk.N.ffn_up",
     }
 
-    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
-        given.partial_rotary_factor = partial = getattr(given, "partial_rotary_factor", 1.0)
-        ropes = rope_parameters(given, self.rope_theta)
+    def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
+        keys.partial_rotary_factor = partial = getattr(keys, "partial_rotary_factor", 1.0)
+        ropes = rope_parameters(keys, self.rope_theta)
         ropes.setdefault("partial_rotary_factor", partial)
         if ropes["rope_type"] in ("yarn", "longrope"):
-            ropes[ORIGINAL] = given.original_max_position_embeddings
+            ropes[ORIGINAL] = keys.original_max_position_embeddings
         if ropes["rope_type"] in ("su", "yarn"):  # names of earlier versions
             ropes["rope_type"] = "longrope"
         if ropes["rope_type"] not in ("default", "longrope"):
             raise SpecbeamError(f"config.json has rotary scaling {ropes['rope_type']!r}: Phi-3 has longrope alone")
-        features = int(given.hidden_size // given.num_attention_heads * ropes["partial_rotary_factor"]) // 2
+        features = int(keys.hidden_size // keys.num_attention_heads * ropes["partial_rotary_factor"]) // 2
         for key in ("short_factor", "long_factor"):
             factors = ropes.get(key)
             if factors is None:

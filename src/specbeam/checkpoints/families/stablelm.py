@@ -28,9 +28,9 @@ class StableLM(Architecture):
         "use_qkv_bias": (bool, False),
     }
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        parallel = bool(given.use_parallel_residual)
-        return replace(config, parallel=parallel, mlp_norm=not parallel, qkv_bias=bool(given.use_qkv_bias))
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        parallel = bool(keys.use_parallel_residual)
+        return replace(config, parallel=parallel, mlp_norm=not parallel, qkv_bias=bool(keys.use_qkv_bias))
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         return replace(config, parallel=not config.mlp_norm)

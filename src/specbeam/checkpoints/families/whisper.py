@@ -115,29 +115,29 @@ class Whisper(Architecture):
         "decoder/alignment_layer": None,
     }
 
-    def derive(self, given: SimpleNamespace) -> None:
+    def derive(self, keys: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         encoder = replace(
             config,
             norm_eps=NORM_EPS,
-            intermediate_size=given.encoder_ffn_dim,
-            context_length=given.max_source_positions,
-            bands=given.num_mel_bins,
+            intermediate_size=keys.encoder_ffn_dim,
+            context_length=keys.max_source_positions,
+            bands=keys.num_mel_bins,
         )
-        heads = given.decoder_attention_heads
+        heads = keys.decoder_attention_heads
         for number in (config.num_heads, size("decoder_attention_heads", heads)):
             require_whole_heads(SimpleNamespace(hidden_size=config.hidden_size, num_attention_heads=number))
         return replace(
             encoder,
-            intermediate_size=given.decoder_ffn_dim,
-            layers=(Layer(),) * size("decoder_layers", given.decoder_layers),
+            intermediate_size=keys.decoder_ffn_dim,
+            layers=(Layer(),) * size("decoder_layers", keys.decoder_layers),
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=config.hidden_size // heads,
             attention_scale=(config.hidden_size // heads) ** -0.5,
-            context_length=given.max_target_positions,
+            context_length=keys.max_target_positions,
             bands=None,
             encoder=encoder,
         )

@@ -145,10 +145,10 @@ def _index_of_uv() -> str | None:
     return None
 
 
-def size_of(whole: Path) -> int:
+def size_of(folder: Path) -> int:
     """The bytes of a file, or of all files of a folder."""
     size = 0
-    for path in (whole, *whole.rglob("*")):
+    for path in (folder, *folder.rglob("*")):
         try:
             size += path.stat().st_size if path.is_file() else 0
         except OSError:  # pip has just moved it

@@ -271,7 +271,7 @@ def generate(
     return OUTPUTS[bool(model.config.is_encoder_decoder), beams > 1](**outputs)
 
 
-def _draft(lm: LanguageModel, tokenizer: Any, **given: Any) -> dict[str, Any]:
+def _draft(lm: LanguageModel, tokenizer: Any, **arguments: Any) -> dict[str, Any]:
     """The draft that one of the arguments asks for, as an argument of ``Engine.submit``; empty without one.
 
     Args:
@@ -280,7 +280,7 @@ def _draft(lm: LanguageModel, tokenizer: Any, **given: Any) -> dict[str, Any]:
     Raises:
         SpecbeamError: two of them ask for one.
     """
-    asked = {name: value for name, value in given.items() if value is not None}
+    asked = {name: value for name, value in arguments.items() if value is not None}
     if len(asked) > 1:
         raise SpecbeamError(f"{' and '.join(asked)} each ask for a draft: leave out all but one")
     if "prompt_lookup_num_tokens" in asked:
