@@ -26,9 +26,6 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
             fits. A hub id may name a GGUF file or its quantization: ``org/name:Q4_K_M``.
         revision: a branch, tag or commit of a hub id.
         download: False to look only on this machine.
-
-    Raises:
-        SpecbeamError: nothing fits, or it cannot be fetched.
     """
     name = os.fspath(source)
     if not name:
@@ -85,9 +82,6 @@ def open_checkpoint(path: Path, adapter: Path | None = None, *, download: bool =
             file, or with a LoRA adapter. The base model that the adapter names is then located, and fetched if need be.
         adapter: the folder of a LoRA adapter to merge into the model's weights.
         download: False to look for the base model only on this machine.
-
-    Raises:
-        SpecbeamError: it is no checkpoint, or a damaged one.
     """
     if path.is_dir() and (path / ADAPTER).is_file():
         if adapter is not None:

@@ -171,9 +171,6 @@ class Checkpoint(ABC):
 
         Args:
             texts: the names of the files of a folder that count beside the weights; None for all.
-
-        Raises:
-            SpecbeamError: a file cannot be read.
         """
         folders = [path for path in (self.path, self.adapter and self.adapter.path) if path and path.is_dir()]
         files = [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in TEXT_FILES]

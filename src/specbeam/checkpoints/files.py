@@ -50,9 +50,6 @@ def file_inside(folder: Path, name: Any, named_in: str) -> Path:
     Args:
         name: as it stands in that file. Only a relative path without ".." is allowed.
         named_in: the file that names it, for the message.
-
-    Raises:
-        SpecbeamError: the name is no such path, or it is a link that leaves the folder.
     """
     if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
         path = None
@@ -115,11 +112,7 @@ def missing_weights(folder: Path, file: Path) -> SpecbeamError:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a folder; empty if there is no such file.
-
-    Raises:
-        SpecbeamError: the file holds something else.
-    """
+    """The JSON object in a file of a folder; empty if there is no such file."""
     file = folder / name
     if not file.is_file():
         return {}
@@ -137,9 +130,6 @@ def weight_map(folder: Path) -> dict[str, Path]:
     """The file of each tensor as the index names it; empty for a folder without an index.
 
     It is empty also for a folder with all weights in one file: as in transformers, that file goes before an index.
-
-    Raises:
-        SpecbeamError: the index is damaged, or names a file outside the folder.
     """
     if (folder / WEIGHTS).is_file():
         return {}

@@ -32,11 +32,7 @@ AlignmentHeads = tuple[tuple[int, int], ...]
 
 
 def alignment_heads(lm: LanguageModel) -> AlignmentHeads:
-    """The alignment heads: the checkpoint's, or as in openai-whisper all of the last half of the layers.
-
-    Raises:
-        SpecbeamError: the backend does not show cross-attention, or the checkpoint names heads that do not exist.
-    """
+    """The alignment heads: the checkpoint's, or as in openai-whisper all of the last half of the layers."""
     if lm.backend.cross_heads is None:
         raise SpecbeamError(
             f"word_timestamps needs attention weights, which the backend {lm.backend.name} does not show: load the "

@@ -79,9 +79,6 @@ def begin(
     Args:
         source, name, max_seconds: as for :func:`load`.
         cpu_seconds: as in :mod:`specbeam.speech.av_decoder`.
-
-    Raises:
-        SpecbeamError: the file is not there, or empty, or PyAV is missing.
     """
     limits = str(int(max_seconds * SAMPLE_RATE)), str(cpu_seconds)
     if isinstance(source, str | os.PathLike):
@@ -105,9 +102,6 @@ class Decoding:
         name: what messages call it.
         suffix: the end of its name, such as ".mp3".
         limits: as the child takes them.
-
-    Raises:
-        SpecbeamError: the file is empty, or PyAV is missing.
     """
 
     def __init__(self, file: IO[bytes], name: str, suffix: str, *limits: str) -> None:
@@ -133,11 +127,7 @@ class Decoding:
             self._samples.close()
 
     def samples(self) -> NDArray[np.int16]:
-        """Wait for the samples, once.
-
-        Raises:
-            SpecbeamError: the file has no audio that can be decoded, or too much of it.
-        """
+        """Wait for the samples, once."""
         with located(self._name):
             report = self._report()
             if report["error"] is not None:

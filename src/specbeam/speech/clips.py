@@ -82,11 +82,7 @@ def whole_file(frames: int) -> list[Clip]:
 
 
 def named_clips(times: Sequence[float], frames: int) -> list[Clip]:
-    """The clips that a caller names: the start of each and its end, in seconds. The last end may be left out.
-
-    Raises:
-        SpecbeamError: a clip ends before it begins, or times are negative.
-    """
+    """The clips that a caller names: the start of each and its end, in seconds. The last end may be left out."""
     points = [round(time * FRAMES_PER_SECOND) for time in times]
     if len(points) % 2:
         points.append(max(frames, points[-1]))

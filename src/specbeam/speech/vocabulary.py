@@ -91,11 +91,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, lm: LanguageModel) -> Vocabulary:
-        """The special tokens of a model.
-
-        Raises:
-            SpecbeamError: it is no Whisper model, or it has no tokenizer.
-        """
+        """The special tokens of a model."""
         shape = lm.backend.features_shape
         if shape is None:
             raise SpecbeamError(f"{lm.source} reads no sound: give a Whisper model")
@@ -135,9 +131,6 @@ class Vocabulary:
 
         Args:
             what: the name of the option, for messages.
-
-        Raises:
-            SpecbeamError: the text has a special token, such as ``<|en|>``.
         """
         ids = token_ids(self.lm.tokenizer, " " + text.strip())
         for token in ids:

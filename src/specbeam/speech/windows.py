@@ -44,12 +44,7 @@ class Transcriber:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, settings: Settings) -> Transcriber:
-        """Check the settings against the model.
-
-        Raises:
-            SpecbeamError: an unknown language, a language or a task that an English-only model lacks, hotwords that
-                are too many, times of words with a backend that shows no attention.
-        """
+        """Check the settings against the model."""
         _check_language(vocabulary, settings)
         hotwords = vocabulary.encode(settings.hotwords, "hotwords") if settings.hotwords else []
         prompt = settings.initial_prompt

@@ -354,9 +354,6 @@ def check_weights(model: Any, name: str) -> None:
 
     Args:
         name: of the model, for the error.
-
-    Raises:
-        SpecbeamError: names the tensor.
     """
     if model in _checked:
         return
@@ -368,11 +365,7 @@ def check_weights(model: Any, name: str) -> None:
 
 @torch.no_grad()
 def _merge(model: Any, adapter: Adapter) -> None:
-    """Change the weights of a model of transformers as an adapter says.
-
-    Raises:
-        SpecbeamError: the adapter does not fit the model.
-    """
+    """Change the weights of a model of transformers as an adapter says."""
     _resize(model, adapter)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
     modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in weights}

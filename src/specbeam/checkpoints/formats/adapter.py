@@ -125,9 +125,6 @@ class Adapter:
 
         Args:
             names: of the embedding and the head, in the base model.
-
-        Raises:
-            SpecbeamError: the adapter's tensor is no matrix.
         """
         shapes = {name: self.shapes[self.replaced[name]] for name in names if name in self.replaced}
         for name, shape in shapes.items():
@@ -138,11 +135,7 @@ class Adapter:
         return [tokens for tokens, _ in shapes.values()]
 
     def replacement(self, name: str) -> Floats:
-        """The new tensor in place of one that is replaced, in float32.
-
-        Raises:
-            SpecbeamError: its weights are not finite.
-        """
+        """The new tensor in place of one that is replaced, in float32."""
         tensor = self.tensors[self.replaced[name]]
         new = np.reshape(tensor.rows(0, tensor.shape[0] if tensor.shape else 1), tensor.shape)
         if not are_finite(new):
@@ -155,9 +148,6 @@ class Adapter:
         Args:
             shape_of: the shape of a weight of the model, [out, in] for a matrix; None for a name that the model lacks.
             tied: the weights that the model uses in two places.
-
-        Raises:
-            SpecbeamError: names the weight that does not fit.
         """
         for name in [*self.updates, *self.replaced]:
             shape = shape_of(name)
@@ -175,11 +165,7 @@ class Adapter:
                 )
 
     def update(self, name: str, start: int, stop: int) -> Floats:
-        """Rows ``start`` to ``stop`` of s B A [out, in] for a tensor that is updated, in float32.
-
-        Raises:
-            SpecbeamError: weights of A or B are not finite.
-        """
+        """Rows ``start`` to ``stop`` of s B A [out, in] for a tensor that is updated, in float32."""
         update = self.updates[name]
         a, b = self.tensors[update.a], self.tensors[update.b]
         if update.embedding:

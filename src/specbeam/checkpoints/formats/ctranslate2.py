@@ -269,11 +269,7 @@ class ModelFile(NamedTuple):
 
 
 def read_model_file(file: Path) -> ModelFile:
-    """The header of a ``model.bin``.
-
-    Raises:
-        SpecbeamError: it is of another format or version, or damaged.
-    """
+    """The header of a ``model.bin``."""
     check_fetched(file)
     try:
         with file.open("rb") as opened:

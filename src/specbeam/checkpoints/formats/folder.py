@@ -299,12 +299,7 @@ def quantization_of(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str
 
 
 def check_not_quantized(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
-    """Refuse a quantized folder. Arguments as for :func:`quantization_of`.
-
-    Raises:
-        Unsupported: transformers may know the quantization.
-        SpecbeamError: config.json does not describe it as transformers needs it.
-    """
+    """Refuse a quantized folder. Arguments as for :func:`quantization_of`."""
     if name := quantization_of(folder, config, dtypes):
         how = config.get("quantization_config")
         is_described = isinstance(how, dict) and ("quant_method" in how or _loads_in_bits(how))

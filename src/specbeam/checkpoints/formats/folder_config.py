@@ -69,9 +69,6 @@ def check_counts(content: Mapping[str, Any], tensors: Collection[str]) -> None:
     Args:
         content: the content of config.json.
         tensors: the names of the tensors beside it. A layer has one at least.
-
-    Raises:
-        SpecbeamError: a number in it, or in a part of it, is too large.
     """
     for part in dictionaries(content):
         for names, most in ((LAYERS, len(tensors)), (OTHER_COUNTS, MAX_COUNT)):
@@ -86,10 +83,6 @@ def config_from_hugging_face(content: Mapping[str, Any], tensors: Collection[str
     Args:
         content: the content of the file.
         tensors: the names of the tensors beside it.
-
-    Raises:
-        Unsupported: an architecture or a feature that specbeam lacks.
-        SpecbeamError: a key is missing, or its value is wrong.
     """
     name = str(content.get("model_type"))
     require_supported(name)
@@ -99,12 +92,7 @@ def config_from_hugging_face(content: Mapping[str, Any], tensors: Collection[str
 
 
 def complete(architecture: Architecture, content: Mapping[str, Any]) -> SimpleNamespace:
-    """The keys of a config.json as attributes, with the defaults of its architecture.
-
-    Raises:
-        SpecbeamError: a key is missing, or its value has a type or a length that transformers refuses.
-        Unsupported: settings of single layers.
-    """
+    """The keys of a config.json as attributes, with the defaults of its architecture."""
     older = architecture.older_names
     for key in SIZES:
         if key not in content and older.get(key) not in content:
@@ -204,9 +192,6 @@ def rope_from_transformers(parameters: Mapping[str, Any], dim: int, context: int
     Args:
         dim: how many features of a head are rotated.
         context: ``max_position_embeddings``.
-
-    Raises:
-        Unsupported: a kind of rope scaling that specbeam lacks.
     """
     theta = float(parameters.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"

@@ -21,7 +21,7 @@ from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
 from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, check_transformers, config_from_gguf
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
-from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, Vocabulary, vocabulary_from_gguf
+from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, GGUFVocabulary, vocabulary_from_gguf
 from specbeam.errors import SpecbeamError
 from specbeam.options.generation_defaults import GenerationDefaults
 
@@ -155,7 +155,7 @@ class GGUFCheckpoint(Checkpoint):
         check_transformers(self.metadata, self.shapes, config, lambda: self.config)
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GGUFVocabulary:
         """The tokens of the file. Raises SpecbeamError if they contradict each other."""
         with refusing(f"{self.path}: its tokenizer is damaged"):
             return vocabulary_from_gguf(self.metadata, self.path)

@@ -145,11 +145,7 @@ def files(model: Kept) -> list[str]:
 
 
 def remove(model: Kept) -> int:
-    """Remove a repository from the cache: all revisions, and unfinished downloads. Returns the bytes that this frees.
-
-    Raises:
-        SpecbeamError: its folder is a link, or a part of it cannot be removed.
-    """
+    """Remove a repository from the cache: all revisions and unfinished downloads. Returns the bytes that this frees."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.utils.logging import get_verbosity, set_verbosity
 

@@ -45,11 +45,7 @@ def folder() -> Path:
 
 
 def limit() -> int:
-    """How many bytes all packed files may have together: $SPECBEAM_PACKED_GB, else DEFAULT_LIMIT_GB.
-
-    Raises:
-        SpecbeamError: the variable holds no number, or a negative one.
-    """
+    """How many bytes all packed files may have together: $SPECBEAM_PACKED_GB, else DEFAULT_LIMIT_GB."""
     configured = os.environ.get("SPECBEAM_PACKED_GB") or DEFAULT_LIMIT_GB
     try:
         gigabytes = float(configured)

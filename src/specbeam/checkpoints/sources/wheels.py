@@ -112,9 +112,6 @@ def _pip(name: str) -> tuple[list[str], dict[str, str]]:
 
     Environments of uv have no pip. Then Python's bundled pip is used, or one that uv runs, with the index of uv's
     configuration.
-
-    Raises:
-        SpecbeamError: there is none of these.
     """
     if find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"], {}

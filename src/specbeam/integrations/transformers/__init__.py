@@ -276,9 +276,6 @@ def _draft(lm: LanguageModel, tokenizer: Any, **arguments: Any) -> dict[str, Any
 
     Args:
         tokenizer: of a draft that is a model of transformers.
-
-    Raises:
-        SpecbeamError: two of them ask for one.
     """
     asked = {name: value for name, value in arguments.items() if value is not None}
     if len(asked) > 1:

@@ -122,11 +122,7 @@ class Named:
 
 
 def check_processors(processors: Sequence[Any], vocab_size: int, num_beams: int) -> None:
-    """Refuse processors of transformers that need the whole batch, and tokens that the model lacks.
-
-    Raises:
-        SpecbeamError: names the option.
-    """
+    """Refuse processors of transformers that need the whole batch, and tokens that the model lacks."""
     kinds = {type(processor) for processor in processors}
     if num_beams > 1 and {theirs.InfNanRemoveLogitsProcessor, theirs.ExponentialDecayLengthPenalty} <= kinds:
         # The first makes a forbidden end token's -inf finite, and the second raises that to inf. Then transformers goes

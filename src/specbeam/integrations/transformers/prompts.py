@@ -58,9 +58,6 @@ class Prompts:
         cache: keeps the keys and values of the sequences. None if nobody asks for it.
         rows: the prompts of all rows, or one for each of some rows that have the same.
         have_ids: whether all token ids are known.
-
-    Raises:
-        SpecbeamError: names what cannot be read.
     """
 
     def __init__(
