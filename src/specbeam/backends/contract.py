@@ -64,7 +64,7 @@ class Backend(Protocol):
     device: str
     """Its name: "cpu", "cuda:1"."""
     precision: str
-    """The number type of its weights, such as "float32", "int8", or "Q4_K_M" for the blocks of a file."""
+    """The dtype of its weights, such as "float32", "int8", or "Q4_K_M" for the blocks of a file."""
     weights_digest: str | None = None
     """A digest of all bytes of its weights. None if there is none."""
     vocab_size: int
@@ -186,7 +186,7 @@ class AudioEncoder(Backend, Protocol):
     @property
     def encoder_digest(self) -> str:
         """A digest of the encoder: its configuration, all bytes of its weights as the backend has them, and their
-        number types. Backends of one class on one device whose digests are equal give equal states."""
+        dtypes. Backends of one class on one device whose digests are equal give equal states."""
 
     def source_slots(self, source: NDArray[np.float32]) -> int:
         """The slots of the KV cache that hold audio. 0 if the backend keeps it elsewhere."""

@@ -26,7 +26,7 @@ from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.system.machine import usable_processors
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I16": "int16", "I8": "int8"}
-"""Names of number types in PyTorch, by the names in safetensors and GGUF files."""
+"""Names of dtypes in PyTorch, by the names in safetensors and GGUF files."""
 TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
 Piece = tuple[int, Callable[[], object]]
@@ -80,7 +80,7 @@ class Checkpoint(ABC):
         path: a folder or a file.
         adapter: merged into the weights as they are read, if there is one.
         shapes: the shape of each tensor, as it lies in the file.
-        weights_by_type: how many weights have each number type, by its name in the file.
+        weights_by_type: how many weights have each dtype, by its name in the file.
     """
 
     path: Path
@@ -141,8 +141,8 @@ class Checkpoint(ABC):
     @property
     def dtype(self) -> str:
         """The dtype of most of the weights, such as "bfloat16" or "Q4_K"."""
-        most = self.weights_by_type.most_common(1)[0][0] if self.weights_by_type else "unknown"
-        return DTYPES.get(most, most)
+        commonest = self.weights_by_type.most_common(1)[0][0] if self.weights_by_type else "unknown"
+        return DTYPES.get(commonest, commonest)
 
     def read(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start to stop of a tensor, float32, dequantized and in our order. Several threads may call it."""

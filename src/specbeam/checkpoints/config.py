@@ -254,8 +254,8 @@ def make_layers(number: Any, tensors: Sized, layer: Callable[[int], Layer]) -> t
     return tuple(layer(i) for i in range(number))
 
 
-def size(name: str, value: Any, most: int = MAX_SIZE) -> int:
+def size(name: str, value: Any, maximum: int = MAX_SIZE) -> int:
     """The value, if it is a size. Raises SpecbeamError if it is not."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= maximum:
         raise SpecbeamError(f"the model's configuration says {name} = {value!r}, which is no size")
     return value

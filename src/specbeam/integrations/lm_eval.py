@@ -174,8 +174,8 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
             raise SpecbeamError(
                 f"a text of {longest} tokens is to be scored in one piece, but {self.lm.source} sees {self.max_length}"
             )
-        rooms = [self.max_length + 1 - len(continuation) for continuation in continuations]
-        texts = list(zip(self._fitted([context for _, context, _ in requests], rooms), continuations, strict=True))
+        capacities = [self.max_length + 1 - len(continuation) for continuation in continuations]
+        texts = list(zip(self._fitted([context for _, context, _ in requests], capacities), continuations, strict=True))
         answers = [(0.0, True)] * len(texts)
         with tqdm(total=len(texts), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for number, log_prob, greedy in score(self.lm, texts, max_contexts=self.batch_size):
@@ -204,13 +204,13 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each request's context, without the stop string that ended it."""
         options = [self._options_for(request.args[1], number) for number, request in enumerate(requests)]
-        if (most := max((o.max_new_tokens for o in options), default=0)) >= self.max_length:
+        if (max_new_tokens := max((o.max_new_tokens for o in options), default=0)) >= self.max_length:
             raise SpecbeamError(
-                f"{most} new tokens leave no room for a prompt in the {self.max_length} tokens {self.lm.source} sees: "
-                "ask for fewer (--gen_kwargs max_gen_toks=N)"
+                f"{max_new_tokens} new tokens leave no room for a prompt in the {self.max_length} tokens "
+                f"{self.lm.source} sees: ask for fewer (--gen_kwargs max_gen_toks=N)"
             )
-        rooms = [self.max_length - o.max_new_tokens for o in options]
-        prompts = self._fitted([self.tok_encode(request.args[0]) for request in requests], rooms)
+        capacities = [self.max_length - o.max_new_tokens for o in options]
+        prompts = self._fitted([self.tok_encode(request.args[0]) for request in requests], capacities)
 
         texts = [""] * len(requests)
         longest_first = sorted(range(len(requests)), key=lambda number: len(prompts[number]), reverse=True)
@@ -225,13 +225,13 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
                 bar.update()
         return texts
 
-    def _fitted(self, contexts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
-        """Contexts of at least one token, cut on the left where they are longer than their room."""
+    def _fitted(self, contexts: Sequence[list[int]], capacities: Sequence[int]) -> list[list[int]]:
+        """Contexts of at least one token, cut on the left where they are longer than their capacity."""
         contexts = [context or [self.prefix_token_id] for context in contexts]
-        cut = sum(len(context) > room for context, room in zip(contexts, rooms, strict=True))
+        cut = sum(len(context) > capacity for context, capacity in zip(contexts, capacities, strict=True))
         if cut:
             logger.warning("%d of %d contexts are too long and were cut on the left", cut, len(contexts))
-        return [context[-room:] for context, room in zip(contexts, rooms, strict=True)]
+        return [context[-capacity:] for context, capacity in zip(contexts, capacities, strict=True)]
 
     def _options_for(self, generation_kwargs: Mapping[str, Any], number: int) -> Options:
         """The options of a request: the task's generation_kwargs, overridden by the model's own arguments."""

@@ -47,7 +47,7 @@ def alignment_heads(lm: LanguageModel) -> AlignmentHeads:
         return (
             isinstance(pair, list | tuple)
             and len(pair) == 2
-            and all(type(n) is int and 0 <= n < most for n, most in zip(pair, (layers, heads), strict=True))
+            and all(type(n) is int and 0 <= n < limit for n, limit in zip(pair, (layers, heads), strict=True))
         )
 
     if not isinstance(pairs, list | tuple) or not all(map(exists, pairs)):
@@ -164,10 +164,10 @@ def warp(costs: NDArray[np.float64]) -> NDArray[np.int64]:
         rows = np.arange(low, high)
         both, row, column = before[low:high], latest[low:high], latest[low + 1 : high + 1]
         kind = np.where((both < row) & (both < column), 0, np.where((row < both) & (row < column), 1, 2))
-        least = np.where(kind == 0, both, np.where(kind == 1, row, column))
+        lowest = np.where(kind == 0, both, np.where(kind == 1, row, column))
         steps[diagonal, low:high] = kind
         current = infinite.copy()
-        current[low + 1 : high + 1] = costs[rows, diagonal - rows] + least
+        current[low + 1 : high + 1] = costs[rows, diagonal - rows] + lowest
         before, latest = latest, current
     at, place = n - 1, m - 1
     path = [(at, place)]

@@ -31,7 +31,7 @@ class ScorePromptThen:
     """A strategy that first notes how likely some tokens are after one of the prompt, before any mask.
 
     Args:
-        place: of the token in the prompt.
+        index: of the token in the prompt.
         tokens: ids.
         goes_on: with the method that the options name. Otherwise the request ends there.
 
@@ -39,8 +39,8 @@ class ScorePromptThen:
         log_probs: of the tokens, in their order. Empty until then.
     """
 
-    def __init__(self, place: int, tokens: Sequence[int], goes_on: bool = True) -> None:
-        self._place, self._tokens, self._goes_on = place, [*tokens], goes_on
+    def __init__(self, index: int, tokens: Sequence[int], goes_on: bool = True) -> None:
+        self._index, self._tokens, self._goes_on = index, [*tokens], goes_on
         self.log_probs: list[float] = []
 
     def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
@@ -48,7 +48,7 @@ class ScorePromptThen:
 
     def _strategy(self, setup: Setup, drafter: Drafter | None) -> Generator[Any, Selection, list[Hypothesis]]:
         given = np.array([self._tokens], np.int64)
-        selection = yield Evaluate([self._place], SelectionRequest(top=0, given=given))
+        selection = yield Evaluate([self._index], SelectionRequest(top=0, given=given))
         assert selection.given is not None
         self.log_probs = selection.given[0].tolist()
         if not self._goes_on:
@@ -168,12 +168,12 @@ Steps = Generator[WindowRequest | Segment | list[Task], Any, None]
 
 
 def run_together(
-    engine: Engine, tasks: Iterable[Task], most: int, draft: Draft | None = None
+    engine: Engine, tasks: Iterable[Task], max_requests: int, draft: Draft | None = None
 ) -> Iterator[tuple[Task, Segment | None]]:
     """Let tasks share an engine's passes.
 
-    A task is begun when fewer than ``most`` others are. If the caller leaves, or an error comes up, all requests are
-    cancelled.
+    A task is begun when fewer than ``max_requests`` others are. If the caller leaves, or an error comes up, all
+    requests are cancelled.
 
     Yields:
         Each final segment with its task. At the end of a task, the task and None.
@@ -203,7 +203,7 @@ def run_together(
 
     try:
         while True:
-            while len(waiting) < most and (task := next_tasks.popleft() if next_tasks else next(later, None)):
+            while len(waiting) < max_requests and (task := next_tasks.popleft() if next_tasks else next(later, None)):
                 yield from go_on(task, None)
             if not waiting:
                 return

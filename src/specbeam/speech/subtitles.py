@@ -70,11 +70,11 @@ def cues(segments: Iterable[Segment], layout: Layout) -> Iterator[Cue]:
             yield cue
             continue
         last = cue.start
-        for place, word in enumerate(words):
+        for index, word in enumerate(words):
             if _milliseconds(last) != _milliseconds(word.start):
                 yield cue._replace(start=last, end=word.start)
             texts = [one.word for one in words]
-            texts[place] = re.sub(r"^(\s*)(.*)$", r"\1<u>\2</u>", word.word)
+            texts[index] = re.sub(r"^(\s*)(.*)$", r"\1<u>\2</u>", word.word)
             yield Cue(word.start, word.end, "".join(texts))
             last = word.end
 

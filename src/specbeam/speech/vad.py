@@ -88,8 +88,8 @@ def _joined(
 ) -> Iterator[Stretch]:
     """Speech between silences of at least ``min_silence`` samples."""
     start = silence = None  # where the speech began, and the silence in it
-    for place, probability in enumerate(probabilities):
-        here = place * WINDOW
+    for index, probability in enumerate(probabilities):
+        here = index * WINDOW
         if probability >= threshold:
             start, silence = here if start is None else start, None
         elif start is not None and probability < neg_threshold:

@@ -71,15 +71,15 @@ class Transcriber:
         size = self.vocabulary.lm.backend.vocab_size
         if foreign := [token for token in self.initial_prompt if not 0 <= token < size]:
             raise SpecbeamError(f"initial_prompt: the token id {foreign[0]} is not in the vocabulary of {size}")
-        most = self.max_prompt - bool(self.initial_prompt)  # whose end counts
-        if (words := len(self.hotwords)) > most:
+        maximum = self.max_prompt - bool(self.initial_prompt)  # whose end counts
+        if (words := len(self.hotwords)) > maximum:
             beside = " beside initial_prompt" if self.initial_prompt else ""
             raise SpecbeamError(
-                f"hotwords: {words} tokens are too many, since a prompt holds at most {most}{beside}: give fewer"
+                f"hotwords: {words} tokens are too many, since a prompt holds at most {maximum}{beside}: give fewer"
             )
-        most = self.context // 2
-        if (new := self.settings.max_new_tokens) is not None and new > most:
-            raise SpecbeamError(f"max_new_tokens={new} is not allowed: a window has at most {most} new tokens")
+        maximum = self.context // 2
+        if (new := self.settings.max_new_tokens) is not None and new > maximum:
+            raise SpecbeamError(f"max_new_tokens={new} is not allowed: a window has at most {maximum} new tokens")
 
     @property
     def context(self) -> int:
@@ -228,13 +228,13 @@ class Windows:
                     spoken = timed.segments
                 del features  # they hold the output of the encoder
                 origin = self._origin(clip, start, frames, text)
-                shown, place = [], 0
+                shown, index = [], 0
                 for part in spoken:
                     written = self.transcriber.vocabulary.decode(part.tokens)
                     begin, end = clip.seconds(part.start), clip.seconds(part.end, is_end=True)
                     if part.words and self.transcriber.settings.vad_filter:  # as in faster-whisper
                         begin, end = part.words[0].start, part.words[-1].end
-                    here, place = slice(place, place + len(part.tokens)), place + len(part.tokens)
+                    here, index = slice(index, index + len(part.tokens)), index + len(part.tokens)
                     if begin >= end or not written.strip():  # it has no length, or begins where the audio has ended
                         continue
                     shown += part.tokens
@@ -285,18 +285,18 @@ class Windows:
     def _rejects(self, text: Text) -> str | None:
         """Why a text is not good enough; None if it is, and for silence, whose text does not matter."""
         settings, reason = self.transcriber.settings, None
-        if (most := settings.compression_ratio_threshold) is not None and text.compression_ratio > most:
-            reason = f"compression_ratio {text.compression_ratio:.2f} > {most:g}"
-        if (least := settings.log_prob_threshold) is not None and text.avg_logprob < least:
+        if (maximum := settings.compression_ratio_threshold) is not None and text.compression_ratio > maximum:
+            reason = f"compression_ratio {text.compression_ratio:.2f} > {maximum:g}"
+        if (minimum := settings.log_prob_threshold) is not None and text.avg_logprob < minimum:
             if settings.no_speech_threshold is not None and text.no_speech_prob > settings.no_speech_threshold:
                 return None
-            reason = f"avg_logprob {text.avg_logprob:.2f} < {least:g}"
+            reason = f"avg_logprob {text.avg_logprob:.2f} < {minimum:g}"
         return reason
 
     def _is_silent(self, text: Text) -> bool:
-        least, most = self.transcriber.settings.log_prob_threshold, self.transcriber.settings.no_speech_threshold
-        is_likely = least is not None and text.avg_logprob > least
-        return most is not None and text.no_speech_prob > most and not is_likely
+        minimum, maximum = self.transcriber.settings.log_prob_threshold, self.transcriber.settings.no_speech_threshold
+        is_likely = minimum is not None and text.avg_logprob > minimum
+        return maximum is not None and text.no_speech_prob > maximum and not is_likely
 
     def _go_on(self, tokens: list[int], temperature: float) -> None:
         settings = self.transcriber.settings

@@ -235,14 +235,14 @@ def split_words(tokens: list[int], decode: Callable[[list[int]], str], by_spaces
         decode: the text of tokens, in which U+FFFD stands for a part of a character.
         by_spaces: else each token, or several that make a character together, is a word.
     """
-    pieces, waiting, full_text, place = list[tuple[str, list[int]]](), list[int](), decode(tokens), 0
+    pieces, waiting, full_text, index = list[tuple[str, list[int]]](), list[int](), decode(tokens), 0
     for number, token in enumerate(tokens, 1):
         waiting.append(token)
         text = decode(waiting)
         at = text.find(UNKNOWN)  # it may be a part of a character, unless the whole text has it there, too
-        if at < 0 or number == len(tokens) or full_text[place + at : place + at + 1] == UNKNOWN:
+        if at < 0 or number == len(tokens) or full_text[index + at : index + at + 1] == UNKNOWN:
             pieces.append((text, waiting))
-            waiting, place = [], place + len(text)
+            waiting, index = [], index + len(text)
     if not by_spaces:
         return pieces
     words = list[tuple[str, list[int]]]()
@@ -272,21 +272,21 @@ def merge_punctuation(timings: list[Timing], prepended: str, appended: str) -> N
         appended: marks that belong to the word before.
     """
     following = len(timings) - 1
-    for place in range(len(timings) - 2, -1, -1):
-        mark, word = timings[place], timings[following]
+    for index in range(len(timings) - 2, -1, -1):
+        mark, word = timings[index], timings[following]
         if mark.text.startswith(" ") and mark.text.strip() in prepended:
             word.text, word.tokens = mark.text + word.text, mark.tokens + word.tokens
             mark.text, mark.tokens = "", []
         else:
-            following = place
+            following = index
     before = 0
-    for place in range(1, len(timings)):
-        word, mark = timings[before], timings[place]
+    for index in range(1, len(timings)):
+        word, mark = timings[before], timings[index]
         if not word.text.endswith(" ") and mark.text in appended:
             word.text, word.tokens = word.text + mark.text, word.tokens + mark.tokens
             mark.text, mark.tokens = "", []
         else:
-            before = place
+            before = index
 
 
 def fit(words: list[Timing], start: float, end: float, last_end: float, median: float) -> tuple[float, float]:
@@ -337,10 +337,10 @@ def skip(
         last: where the speech before the window ends.
     """
     spoken = [number for number, one in enumerate(segments) if one.words]
-    for place, number in enumerate(spoken):
-        one, following = segments[number], [segments[later] for later in spoken[place + 1 :]][:1]
+    for index, number in enumerate(spoken):
+        one, following = segments[number], [segments[later] for later in spoken[index + 1 :]][:1]
         if is_conspicuous(one):
-            if place == 0 and one.start - start > threshold:
+            if index == 0 and one.start - start > threshold:
                 return Skip(0, one.start, starts_with_silence=True)
             next_start = following[0].words[0].start if following else end
             before = one.start - last > threshold or one.start < threshold or one.start - start < EDGE

@@ -127,21 +127,21 @@ class Suffixes:
     def __init__(
         self, segments: Sequence[Segment], shapes: Sequence[tuple[tuple[int, int], int] | None], device: str
     ) -> None:
-        room = max(shape[0][1] for shape in shapes if shape is not None)
-        places, ends = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+        capacity = max(shape[0][1] for shape in shapes if shape is not None)
+        indices, ends = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
         for s, shape in zip(segments, shapes, strict=True):
             n = len(s.tokens)
             if shape is None:
-                places.append(np.full((n, room), -1))
+                indices.append(np.full((n, capacity), -1))
                 ends.append(np.full(n, -1))
                 continue
-            (_, own), start = shape
-            first = start + own * np.arange(n)
-            places.append(first[:, None] + np.minimum(np.arange(room), own - 1))
+            (_, width), start = shape
+            first = start + width * np.arange(n)
+            indices.append(first[:, None] + np.minimum(np.arange(capacity), width - 1))
             ends.append(first + s.suffixes.shape[1])
-        whole, at = np.concatenate(places), np.concatenate(ends)
+        index, at = np.concatenate(indices), np.concatenate(ends)
         nodes = np.flatnonzero(at >= 0)
-        self._places, self._nodes, self._ends = (to_device(a, device) for a in (whole, nodes, at[nodes]))
+        self._indices, self._nodes, self._ends = (to_device(a, device) for a in (index, nodes, at[nodes]))
 
     def grow(self, slots: Tensor, parents: Tensor, new: Tensor) -> None:
         """Go on to the next nodes.
@@ -151,6 +151,6 @@ class Suffixes:
             parents: of each node, among the nodes of the pass, int64 [n].
             new: the slot of each node, int32 [n].
         """
-        slots[self._places[self._nodes]] = slots[self._places[parents[self._nodes]]]
+        slots[self._indices[self._nodes]] = slots[self._indices[parents[self._nodes]]]
         slots[self._ends] = new[self._nodes]
         self._ends += 1

@@ -494,25 +494,25 @@ def make_inputs(segments: Sequence[Segment], per_block: int, more: int = 0) -> I
     """
     starts, slots = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     blocks, suffixes = list[tuple[int, int, int, int]](), list[tuple[tuple[int, int], int] | None]()
-    first = place = longest = 0
+    first = index = longest = 0
     for s in segments:
         n, columns = s.suffixes.shape
         length = int(s.positions.max()) + 1
         longest = max(longest, length + more)
-        begin = place
+        begin = index
         if columns:
-            shared, room = len(s.prefix), columns + more
-            own = np.zeros((n, room), np.int64)
-            own[:, :columns] = s.suffixes
-            slots += [s.prefix, own.ravel()]
-            place += shared + own.size
-            suffixes.append(((n, room), begin + shared))
-            starts.append(begin + shared + room * np.arange(n))
+            shared, capacity = len(s.prefix), columns + more
+            suffix_slots = np.zeros((n, capacity), np.int64)
+            suffix_slots[:, :columns] = s.suffixes
+            slots += [s.prefix, suffix_slots.ravel()]
+            index += shared + suffix_slots.size
+            suffixes.append(((n, capacity), begin + shared))
+            starts.append(begin + shared + capacity * np.arange(n))
         else:
             prefix = np.concatenate([s.prefix[:length], s.ahead])
             shared = -(-len(prefix) // TILE_POSITIONS) * TILE_POSITIONS
             slots.append(prefix)
-            place += len(prefix)
+            index += len(prefix)
             suffixes.append(None)
             starts.append(np.zeros(n, np.int64))
         blocks += [(first + i, min(per_block, n - i), begin, shared) for i in range(0, n, per_block)]

@@ -47,7 +47,7 @@ def are_finite(weights: Tensor) -> bool:
 
 
 def digest_of(module: nn.Module, about: str) -> str:
-    """SHA-256 over a text and a module's weights: names, shapes, number types and bytes, in the order of the module."""
+    """SHA-256 over a text and a module's weights: names, shapes, dtypes and bytes, in the order of the module."""
     digest = hashlib.sha256(about.encode())
     for name, weights in module.state_dict().items():
         digest.update(f"{name} {weights.dtype} {[*weights.shape]}\n".encode())

@@ -124,9 +124,9 @@ def evict(keep: Path) -> None:
         keep: the file in use, which stays even if it is above the limit alone.
     """
     kept = files()
-    total, most = sum(file.size for file in kept), limit()
+    total, limit_bytes = sum(file.size for file in kept), limit()
     for file in kept:
-        if total > most and file.path != keep and _remove(file.path):
+        if total > limit_bytes and file.path != keep and _remove(file.path):
             total -= file.size
 
 
