@@ -71,12 +71,10 @@ def check_counts(content: Mapping[str, Any], tensors: Collection[str]) -> None:
         tensors: the names of the tensors beside it. A layer has one at least.
     """
     for part in dictionaries(content):
-        for names, maximum in ((LAYERS, len(tensors)), (OTHER_COUNTS, MAX_COUNT)):
+        for names, limit in ((LAYERS, len(tensors)), (OTHER_COUNTS, MAX_COUNT)):
             for name in names:
-                if isinstance(number := part.get(name), int | float) and not number <= maximum:
-                    raise SpecbeamError(
-                        f"config.json says {name} = {number}, which is too large: at most {maximum} fit"
-                    )
+                if isinstance(number := part.get(name), int | float) and not number <= limit:
+                    raise SpecbeamError(f"config.json says {name} = {number}, which is too large: at most {limit} fit")
 
 
 def config_from_hugging_face(content: Mapping[str, Any], tensors: Collection[str]) -> Config:
