@@ -31,6 +31,13 @@ LFS_POINTER = b"version https://git-lfs"
 MAX_NAME_BYTES = 255
 VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 """The files that hold the vocabulary of a tokenizer. Tokenizers have one of them at least."""
+NEEDS_CODE = "needs code of its own (auto_map), and a checkpoint's code is never run"
+TOKENIZER_FILES = ("fast_tokenizer_files", "gguf_file", "vocab", "merges")
+"""The keys of tokenizer_config.json whose files transformers opens wherever they are."""
+SAMPLED_BLOCKS, BLOCK_BYTES = 4, 4096
+"""How many blocks of each extent are read, and their size. A block is a page, the least that a disk reads."""
+READ_BYTES = 1 << 24
+"""The most that is read into memory at once."""
 
 
 def check_links(folder: Path) -> None:
@@ -140,11 +147,6 @@ def weight_map(folder: Path) -> dict[str, Path]:
     return {tensor: files[name] for tensor, name in named.items()}
 
 
-NEEDS_CODE = "needs code of its own (auto_map), and a checkpoint's code is never run"
-TOKENIZER_FILES = ("fast_tokenizer_files", "gguf_file", "vocab", "merges")
-"""The keys of tokenizer_config.json whose files transformers opens wherever they are."""
-
-
 def check_model(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse what ``trust_remote_code=False`` lets pass: the code of a part of the model, and files elsewhere.
 
@@ -207,13 +209,6 @@ def dictionaries(value: Any) -> Iterator[dict[str, Any]]:
             rest += part.values()
         elif isinstance(part, list):
             rest += part
-
-
-SAMPLED_BLOCKS, BLOCK_BYTES = 4, 4096
-"""How many blocks of each extent are read, and their size. A block is a page, the least that a disk reads."""
-
-READ_BYTES = 1 << 24
-"""The most that is read into memory at once."""
 
 
 class Extent(NamedTuple):

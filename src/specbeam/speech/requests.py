@@ -26,6 +26,9 @@ from specbeam.results import Sequence as Hypotheses
 from specbeam.speech.transcript import Alternative, Segment
 from specbeam.speech.vocabulary import Vocabulary
 
+MAX_LOOKUP_TOKENS = 1 << 14
+"""The last tokens of a file that lookups search: about an hour of speech. More would take longer than a pass."""
+
 
 class ScorePromptThen:
     """A strategy that first notes how likely some tokens are after one of the prompt, before any mask.
@@ -143,10 +146,6 @@ def _log_prob(sequence: Hypotheses) -> float:
 
 def _without_end(sequence: Hypotheses, vocabulary: Vocabulary) -> list[int]:
     return sequence.token_ids[:-1] if sequence.token_ids[-1:] == [vocabulary.end] else sequence.token_ids
-
-
-MAX_LOOKUP_TOKENS = 1 << 14
-"""The last tokens of a file that lookups search: about an hour of speech. More would take longer than a pass."""
 
 
 @dataclass(eq=False)

@@ -21,6 +21,8 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 WORD = 0xFFFFFFFF
+BLOCK_SIZE = 128
+"""The highest of many scores are searched in blocks of this size."""
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
@@ -116,10 +118,6 @@ def typical_p(scores: Tensor, p: float) -> Tensor:
     number = (scores.gather(-1, order).softmax(-1).cumsum(-1) < p).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
     far = ascending > ascending.gather(-1, number)
     return scores.masked_fill(torch.zeros_like(far).scatter(-1, order, far), MASKED)
-
-
-BLOCK_SIZE = 128
-"""The highest of many scores are searched in blocks of this size."""
 
 
 class Operations(NamedTuple):

@@ -30,6 +30,17 @@ END = "<|endoftext|>"
 SETTINGS = {"suppress_ids": "suppress_tokens", "suppress_ids_begin": "begin_suppress_tokens"}
 SETTINGS |= {"alignment_heads": "alignment_heads"}
 """Our names of the generation settings in its config.json."""
+VERSION = 6
+"""The version of model.bin that is read. Since 2021 it has aliases, and names the kind of model."""
+TYPES: list[tuple[np.dtype[Any], str]] = [
+    *((np.dtype("<f4"), "F32"), (np.dtype("i1"), "I8"), (np.dtype("<i2"), "I16"), (np.dtype("<i4"), "I32")),
+    *((np.dtype("<f2"), "F16"), (np.dtype("<u2"), "BF16")),
+]
+"""How NumPy reads the numbers of each type, and its name, by the number of the type in the file."""
+MAX_VARIABLES, MAX_RANK = 1 << 16, 4
+"""Far more than any model has. To read millions of names takes minutes."""
+SCALE = "_scale"
+"""What the name of a quantized variable's scales ends with."""
 
 
 class CTranslate2Checkpoint(Checkpoint):
@@ -183,19 +194,6 @@ class CTranslate2Checkpoint(Checkpoint):
     def generation_defaults(self) -> GenerationDefaults:
         settings = {ours: self._settings.get(theirs) for theirs, ours in SETTINGS.items()}
         return GenerationDefaults({name: ids for name, ids in settings.items() if ids}, "config.json")
-
-
-VERSION = 6
-"""Of the format. Since 2021 it has aliases, and names the kind of model."""
-TYPES: list[tuple[np.dtype[Any], str]] = [
-    *((np.dtype("<f4"), "F32"), (np.dtype("i1"), "I8"), (np.dtype("<i2"), "I16"), (np.dtype("<i4"), "I32")),
-    *((np.dtype("<f2"), "F16"), (np.dtype("<u2"), "BF16")),
-]
-"""How NumPy reads the numbers of each type, and its name, by the number of the type in the file."""
-MAX_VARIABLES, MAX_RANK = 1 << 16, 4
-"""Far more than any model has. To read millions of names takes minutes."""
-SCALE = "_scale"
-"""What the name of a quantized variable's scales ends with."""
 
 
 class Variable(NamedTuple):

@@ -40,6 +40,8 @@ from specbeam.options.generation_defaults import FILE, GenerationDefaults, defau
 from specbeam.system.extras import require
 
 logger = logging.getLogger("specbeam")
+OF_MODELOPT, OF_AWQ = "hf_quant_config.json", "quant_config.json"
+"""Files in which NVIDIA's ModelOpt and AutoAWQ describe a quantization. AutoAWQ's are of 2023."""
 
 
 class FolderCheckpoint(Checkpoint):
@@ -272,10 +274,6 @@ class FolderCheckpoint(Checkpoint):
 def _vocabulary(folder: Path) -> Path | None:
     """The first file of a folder that holds the vocabulary of a tokenizer."""
     return next((file for name in VOCABULARIES for file in folder.glob(name) if file.is_file()), None)
-
-
-OF_MODELOPT, OF_AWQ = "hf_quant_config.json", "quant_config.json"
-"""Files in which NVIDIA's ModelOpt and AutoAWQ describe a quantization. AutoAWQ's are of 2023."""
 
 
 def quantization_of(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:

@@ -83,6 +83,16 @@ OTHER_FILES = {
     "imatrix": "an importance matrix for llama-quantize: give the file of the model",
 }
 """What a file is that is no model, by ``general.type``."""
+TRANSFORMERS_NAMES = {
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
+"""transformers' names of architectures, where GGUF files have other names."""
+IN_SHAPES = frozenset(("expert_feed_forward_length", "expert_shared_feed_forward_length", "attention.value_length"))
+"""Keys that the shapes of tensors repeat. transformers refuses tensors of other shapes."""
+WAY_OUT = "Give the folder from which the file was made"
 
 
 def config_from_gguf(
@@ -226,13 +236,6 @@ def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]
     return Rope(theta, dim, stretched if own is None else own, scale)
 
 
-OWN_NAMES = {"gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-"""transformers' names of architectures, where GGUF files have other names."""
-IN_SHAPES = frozenset(("expert_feed_forward_length", "expert_shared_feed_forward_length", "attention.value_length"))
-"""Keys that the shapes of tensors repeat. transformers refuses tensors of other shapes."""
-WAY_OUT = "Give the folder from which the file was made"
-
-
 def check_transformers(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[int, ...]],
@@ -284,7 +287,7 @@ def _lost_keys(metadata: Metadata) -> list[str]:
     """The keys of an architecture unknown to specbeam that have an effect, and that the loader ignores."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    taken = GGUF_CONFIG_MAPPING.get(OWN_NAMES.get(metadata.architecture, metadata.architecture))
+    taken = GGUF_CONFIG_MAPPING.get(TRANSFORMERS_NAMES.get(metadata.architecture, metadata.architecture))
     heads, hidden = metadata.get("attention.head_count"), metadata.get("embedding_length")
     head_dims = [metadata.get("attention.key_length")]
     if isinstance(heads, int) and isinstance(hidden, int) and heads:

@@ -73,6 +73,23 @@ OF_SENTENCEPIECE = ("LlamaTokenizer", "GemmaTokenizer", PLAIN)
 """Classes that read tokenizer.model where there is no tokenizer.json. The others read vocab.json and merges.txt."""
 TOKEN_KEYS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 WHOLE = (CONTROL, USER_DEFINED)
+TEXT_END = "<|endoftext|>"
+DEFAULTS: dict[str, dict[str, str]] = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GemmaTokenizer": {
+        **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
+        **{"pad_token": "<pad>", "mask_token": "<mask>"},
+    },
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
+    "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END) | {"pad_token": "<|padding|>"},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
+    WHISPER: dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
+}
+"""The special tokens of each kind that is rebuilt, if tokenizer_config.json names none."""
+START, PREVIOUS = "<|startoftranscript|>", "<|startofprev|>"
+BEGIN = (START, "<|notimestamps|>")
+"""Whisper's tokens that begin each text."""
+TIMESTAMP = re.compile(r"<\|\d+\.\d+\|>")
 
 
 class _LeftToTransformersError(Exception):
@@ -406,25 +423,6 @@ REBUILD: dict[str, Callable[..., Backend]] = {
     "Qwen2Tokenizer": _qwen2,
     WHISPER: _gpt2,
 }
-TEXT_END = "<|endoftext|>"
-DEFAULTS: dict[str, dict[str, str]] = {
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    "GemmaTokenizer": {
-        **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
-        **{"pad_token": "<pad>", "mask_token": "<mask>"},
-    },
-    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
-    "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END) | {"pad_token": "<|padding|>"},
-    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
-    WHISPER: dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
-}
-"""The special tokens of each kind that is rebuilt, if tokenizer_config.json names none."""
-
-
-START, PREVIOUS = "<|startoftranscript|>", "<|startofprev|>"
-BEGIN = (START, "<|notimestamps|>")
-"""They begin each text."""
-TIMESTAMP = re.compile(r"<\|\d+\.\d+\|>")
 
 
 class WhisperTokenizer(Tokenizer):
