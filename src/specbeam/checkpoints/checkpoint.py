@@ -176,8 +176,8 @@ class Checkpoint(ABC):
         files = [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in TEXT_FILES]
         files = [file for file in files if texts is None or file.name in texts]
         try:
-            whole = [(file, [Extent(0, file.stat().st_size, whole=True)]) for file in files]
-            return fingerprint([*self.extents, *whole])
+            whole_files = [(file, [Extent(0, file.stat().st_size, whole=True)]) for file in files]
+            return fingerprint([*self.extents, *whole_files])
         except OSError as error:
             raise SpecbeamError(f"{error.filename or self.path} cannot be read: {error.strerror}") from error
 

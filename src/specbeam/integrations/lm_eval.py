@@ -102,9 +102,9 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         if not isinstance(self.max_length, int) or not 2 <= self.max_length <= context:
             raise SpecbeamError(f"max_length={max_length!r} is not allowed: give 2 to {context}, the model's context")
         self._greedy = self._options.do_sample is False or self._options.temperature == 0
-        own = self.tokenizer.eos_token_id
-        has_own = own is not None and own < self.lm.backend.vocab_size
-        self._eos_token_ids = self.lm.eos_token_ids | ({own} if has_own else set())
+        eos = self.tokenizer.eos_token_id
+        has_eos = eos is not None and eos < self.lm.backend.vocab_size
+        self._eos_token_ids = self.lm.eos_token_ids | ({eos} if has_eos else set())
 
     @classmethod
     def create_from_arg_obj(

@@ -87,11 +87,11 @@ def begin(
             return Decoding(file, name or str(path), path.suffix, *limits)
     if not callable(getattr(source, "read", None)):
         raise SpecbeamError(f"audio={shown(source)} is no sound: give a path, an open file, or an array of samples")
-    own = getattr(source, "name", None)
-    own = own if isinstance(own, str) else ""
-    name = name or own or "the file"
+    file_name = getattr(source, "name", None)
+    file_name = file_name if isinstance(file_name, str) else ""
+    name = name or file_name or "the file"
     with located(name), _copied(source) as file:
-        return Decoding(file, name, Path(own).suffix, *limits)
+        return Decoding(file, name, Path(file_name).suffix, *limits)
 
 
 class Decoding:
@@ -138,9 +138,9 @@ class Decoding:
             return np.frombuffer(mmap.mmap(self._samples.fileno(), 0, access=mmap.ACCESS_READ), np.int16)
 
     def _report(self) -> Report:
-        _, said = self._child.communicate()
+        _, output = self._child.communicate()
         try:
-            report: Report = json.loads(said.splitlines()[-1])
+            report: Report = json.loads(output.splitlines()[-1])
         except (ValueError, IndexError):
             if child_processes.ran_out_of_time(self._child.returncode):
                 raise SpecbeamError("decoding it takes too much processor time") from None
@@ -217,10 +217,10 @@ def _copied(source: Any) -> Iterator[IO[bytes]]:
 
 
 def _warn_of_damage(name: str, report: Report) -> None:
-    has, said = report["samples"] / SAMPLE_RATE, report["seconds"]
+    has, stated = report["samples"] / SAMPLE_RATE, report["seconds"]
     place = "" if report["damaged_at"] is None else f" at {report['damaged_at']:.1f} s"
-    if said is not None and has < said * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
-        logger.warning("%s is cut or damaged%s: of %.1f seconds of sound, %.1f could be read", name, place, said, has)
+    if stated is not None and has < stated * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
+        logger.warning("%s is cut or damaged%s: of %.1f seconds of sound, %.1f could be read", name, place, stated, has)
     elif report["not_numbers"]:
         logger.warning("%s is damaged%s: %d samples are no numbers, and are silent", name, place, report["not_numbers"])
     elif report["damaged"] or report["missing"]:

@@ -202,9 +202,9 @@ def _decoded(container: Any, stream: Any, report: Report, names_no_end: bool) ->
                     gap = 0.0
                 if report["damaged_at"] is None and (gap or report["damaged"]):
                     report["damaged_at"] = seconds
-                own = frame.samples / frame.sample_rate
-                end = None if start is None else start + own
-                seconds, lost, damaged = seconds + gap + own, 0, report["damaged"]
+                duration = frame.samples / frame.sample_rate
+                end = None if start is None else start + duration
+                seconds, lost, damaged = seconds + gap + duration, 0, report["damaged"]
                 yield frame
             read += packet.size
         except FFmpegError:  # after an error of reading there are no more packets

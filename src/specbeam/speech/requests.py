@@ -50,8 +50,8 @@ class ScorePromptThen:
         return self._strategy(setup, drafter)
 
     def _strategy(self, setup: Setup, drafter: Drafter | None) -> Generator[Any, Selection, list[Hypothesis]]:
-        given = np.array([self._tokens], np.int64)
-        selection = yield Evaluate([self._index], SelectionRequest(top=0, given=given))
+        tokens = np.array([self._tokens], np.int64)
+        selection = yield Evaluate([self._index], SelectionRequest(top=0, given=tokens))
         assert selection.given is not None
         self.log_probs = selection.given[0].tolist()
         if not self._goes_on:

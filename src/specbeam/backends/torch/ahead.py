@@ -28,16 +28,16 @@ class Passes(Protocol):
         """What was selected for each segment in the first passes."""
 
 
-def go_ahead(going: Passes, passes: int, flags: Flags, halt: NDArray[np.int32]) -> list[Selection]:
+def go_ahead(runs: Passes, passes: int, flags: Flags, halt: NDArray[np.int32]) -> list[Selection]:
     """Run passes until one segment may not go on. See :meth:`AheadBackend.forward_ahead`.
 
     The host learns of that a few passes later. What these passes have done is left out.
     """
     for number in range(passes):
-        flags.add(going.run(number))
+        flags.add(runs.run(number))
         if halt[0] or number + 1 == passes or not flags.up_to(number - PASSES_IN_FLIGHT):
             break
-    return going.selections(flags.passes)
+    return runs.selections(flags.passes)
 
 
 class Flags:

@@ -151,12 +151,12 @@ class GpuBackend(TorchBackend):
             ready = self._ready(inputs, queries)
             if is_plain and ready.may_be_captured and len({request.vocab for request in requests}) == 1:
                 likeliest = Likeliest(self, ready, segments, passes, last, vocab)
-                found = go_ahead(likeliest, passes, flags, halt)
-                if all(selection.finite for selection in found):
-                    return found
+                selections = go_ahead(likeliest, passes, flags, halt)
+                if all(selection.finite for selection in selections):
+                    return selections
                 ready, flags = self._ready(inputs, queries), Flags(passes, len(segments), self.device)  # for the logits
-            going = Chosen(self, ready, segments, requests, beams, inputs.suffixes, last, vocab)
-            return go_ahead(going, passes, flags, halt)
+            chosen = Chosen(self, ready, segments, requests, beams, inputs.suffixes, last, vocab)
+            return go_ahead(chosen, passes, flags, halt)
 
     def _inputs(self, segments: list[Segment], more: int = 0) -> tuple[Inputs, int]:
         """The numbers of a pass, and how many queries read keys together at most."""
@@ -170,7 +170,7 @@ class GpuBackend(TorchBackend):
         size = 4 * (padded[0] + padded[1]) + len(inputs.slots) + TILE_POSITIONS * padded[2]
         fits = n <= MAX_CAPTURED_NODES and size <= MAX_NUMBERS
         nodes, blocks, tiles = padded if fits else (n, b, inputs.tiles)
-        branch = any(own is not None for own in inputs.suffixes)
+        branch = any(suffix is not None for suffix in inputs.suffixes)
         sizes = Sizes(nodes, blocks, tiles if nodes * tiles <= MAX_SHARED_TILES else None, branch, queries)
         numbers = inputs.numbers(sizes)
         if not fits:  # programs read the slots of whole tiles
@@ -307,18 +307,18 @@ class Likeliest:
         self._greedy.ends.zero_()
         self._greedy.ends[ends] = 1
 
-    def _place(self, whole: Tensor) -> Tensor:
+    def _place(self, array: Tensor) -> Tensor:
         """The part of an array that these passes use, [passes, nodes]."""
         part, shape = self._places
-        return whole.view(-1)[part].view(shape)
+        return array.view(-1)[part].view(shape)
 
     def run(self, number: int) -> Tensor:
         self._backend.follow(self._ready, self._vocab, self._greedy)
         return self._place(self._greedy.goes_on)[number, : self._count]
 
     def selections(self, count: int) -> list[Selection]:
-        found = self._greedy.tokens.long(), self._greedy.scores.clone(), self._greedy.normalizers.clone()
-        ((tokens, scores, normalizers),) = to_cpu([[self._place(one)[:count, : self._count] for one in found]])
+        arrays = self._greedy.tokens.long(), self._greedy.scores.clone(), self._greedy.normalizers.clone()
+        ((tokens, scores, normalizers),) = to_cpu([[self._place(one)[:count, : self._count] for one in arrays]])
         log_probs = scores - normalizers
         columns = [np.s_[:, i : i + 1] for i in range(self._count)]
         return [
@@ -355,14 +355,14 @@ class Chosen:
         self._groups: list[list[tuple[Tensor, Group]]] = []
         for kind in self._kinds:
             same: dict[int, list[tuple[int, slice]]] = {}
-            for number, own in zip(kind.numbers, kind.own_rows(), strict=True):
-                width = 0 if beams[number] is None else own.stop - own.start
-                same.setdefault(width, []).append((number, own))
+            for number, rows_of_request in zip(kind.numbers, kind.own_rows(), strict=True):
+                width = 0 if beams[number] is None else rows_of_request.stop - rows_of_request.start
+                same.setdefault(width, []).append((number, rows_of_request))
             groups = []
             for some in same.values():
                 searches = [how for i, _ in some if (how := beams[i]) is not None]
                 group = Group(
-                    _places(own for _, own in some), _places(rows[i] for i, _ in some), searches or None, ends
+                    _places(part for _, part in some), _places(rows[i] for i, _ in some), searches or None, ends
                 )
                 groups.append((to_device(np.array([i for i, _ in some]), device), group))
             self._groups.append(groups)

@@ -188,12 +188,12 @@ class Kind:
             values: arrays [passes, n, ...].
             logits: of the last pass.
         """
-        found = []
+        selections = []
         for number, part, rows in zip(self.numbers, self.parts, self.own_rows(), strict=True):
-            own: list[Any] = [None if a is None else np.concatenate(a[:, rows]) for a in values]
-            own += [((logits[part, : self.request.vocab], slice(0, part.stop - part.start)),), torch.cat]
-            found.append((number, Selection(*own)))
-        return found
+            arrays: list[Any] = [None if a is None else np.concatenate(a[:, rows]) for a in values]
+            arrays += [((logits[part, : self.request.vocab], slice(0, part.stop - part.start)),), torch.cat]
+            selections.append((number, Selection(*arrays)))
+        return selections
 
 
 def select(logits: Tensor, request: SelectionRequest, normalizers: NDArray[np.float32] | None = None) -> Selection:
@@ -217,9 +217,10 @@ def choose(
     """
     kinds = kinds_of(requests)
     selected = [kind.select(logits, operations or PLAIN) for kind in kinds]
-    values = to_cpu([[None if one is None else one[None] for one in own] for own in selected])
-    found = dict(pair for kind, own in zip(kinds, values, strict=True) for pair in kind.selections(own, logits))
-    return [found[i] for i in range(len(requests))]
+    values = to_cpu([[None if one is None else one[None] for one in tensors] for tensors in selected])
+    pairs = (pair for kind, arrays in zip(kinds, values, strict=True) for pair in kind.selections(arrays, logits))
+    by_number = dict(pairs)
+    return [by_number[i] for i in range(len(requests))]
 
 
 def kinds_of(requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Kind]:

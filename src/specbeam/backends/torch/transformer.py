@@ -169,8 +169,8 @@ class CrossAttention(nn.Module):
         """Write the scores of this layer's watched heads, from q [n, heads, head_dim], keys [kv_heads, p, head_dim]."""
         for number, (layer, head) in enumerate(watch.heads):
             if layer == self.layer:
-                own = keys[head * len(keys) // q.shape[1], : watch.scores.shape[2]]
-                watch.scores[number, positions] = (q[:, head] @ own.t() * self.scale).float().cpu().numpy()
+                keys_of_head = keys[head * len(keys) // q.shape[1], : watch.scores.shape[2]]
+                watch.scores[number, positions] = (q[:, head] @ keys_of_head.t() * self.scale).float().cpu().numpy()
 
     def place(self, states: Tensor, store: KeyValues, slots: slice | Tensor) -> None:
         """The same for this layer alone as :meth:`Transformer.place`."""

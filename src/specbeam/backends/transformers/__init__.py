@@ -242,9 +242,9 @@ class CausalBackend(TransformersBackend):
         none = torch.empty(0, self.vocab_size, device=self.device)
         new = super().forward(some) if (some := [s for s in rest if len(s.tokens)]) else none
         logits, at = [none], 0
-        for s, own in zip(segments, rest, strict=True):
-            end = at + len(own.wanted)
-            if len(own.wanted) < len(s.wanted):  # the last token of the prompt: nobody asks about earlier ones
+        for s, segment_rest in zip(segments, rest, strict=True):
+            end = at + len(segment_rest.wanted)
+            if len(segment_rest.wanted) < len(s.wanted):  # the last token of the prompt: nobody asks about earlier ones
                 logits.append(s.source.logits[None])
             logits.append(new[at:end])
             at = end
@@ -308,14 +308,14 @@ def load_model(
     path: Path,
     device: str,
     dtype: str,
-    own: str,
+    stored_dtype: str,
     adapter: Adapter | None = None,
     check: Callable[[Any], None] | None = None,
 ) -> Any:
     """A checkpoint as transformers loads it, folder or GGUF file.
 
     Args:
-        own: the dtype of its weights.
+        stored_dtype: the dtype of its weights.
         adapter: is merged into them.
         check: refuses a configuration of transformers that is not the checkpoint's.
 
@@ -327,7 +327,7 @@ def load_model(
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     check_model(folder, {} if file else read_json(folder, "config.json"))
     where = {"local_files_only": True, "trust_remote_code": False, **file}
-    how = {"dtype": getattr(torch, choose_dtype(dtype, chosen, own)), "use_safetensors": True}
+    how = {"dtype": getattr(torch, choose_dtype(dtype, chosen, stored_dtype)), "use_safetensors": True}
     with refusing(f"transformers cannot load {path}"):
         config = AutoConfig.from_pretrained(folder, **where)
         if check is not None:
@@ -380,14 +380,14 @@ def _merge(model: Any, adapter: Adapter) -> None:
         tied=[name for name, weight in weights.items() if uses[id(weight)] > 1],
     )
     for name in adapter.replaced:
-        own, new = name.rpartition(".")[2], torch.from_numpy(adapter.replacement(name))
+        kind, new = name.rpartition(".")[2], torch.from_numpy(adapter.replacement(name))
         if new.shape != weights[name].shape:
             raise SpecbeamError(
                 f"{adapter.path} replaces {name} by {list(new.shape)}, but in the base model it is "
                 f"{list(weights[name].shape)}: give its own base model"
             )
         weights[name] = torch.nn.Parameter(new.to(weights[name].dtype), requires_grad=False)
-        setattr(modules[name], own, weights[name])  # not tied any more, if it was
+        setattr(modules[name], kind, weights[name])  # not tied any more, if it was
     for name in adapter.updates:
         weight = matrix(name)
         weight.copy_(weight.float() + torch.from_numpy(adapter.update(name, 0, len(weight))))

@@ -83,14 +83,14 @@ class EncoderDecoderBackend(TransformersBackend):
 
     @torch.no_grad()
     def encode(self, sources: Sequence[Any], slots: Sequence[NDArray[np.int64]] = ()) -> list[Source]:
-        found: dict[int, Source] = {}
+        by_number: dict[int, Source] = {}
         with self._one_pass:
             for numbers in _of_like_length(sources):
                 together = [sources[number] for number in numbers]
                 states = self._states_of(together)
                 read = [of[: len(source)] for of, source in zip(states, together, strict=True)]
-                found.update(zip(numbers, self._attended(read), strict=True))
-        return [found[number] for number in range(len(sources))]
+                by_number.update(zip(numbers, self._attended(read), strict=True))
+        return [by_number[number] for number in range(len(sources))]
 
     def attended(self, states: list[Tensor]) -> list[Source]:
         """Prompts as the encoder has read them, from its output for each of them, [tokens, features]."""
@@ -145,15 +145,15 @@ class EncoderDecoderBackend(TransformersBackend):
         )
         layers = filled.cross_attention_cache.layers
 
-        def own(padded: Tensor, row: int, dim: int) -> Tensor:
+        def unpadded(padded: Tensor, row: int, dim: int) -> Tensor:
             """One prompt's part of the output, [1, ...]. A view would keep the whole output in memory."""
             return padded[row : row + 1].narrow(dim, 0, len(prompts[row])).clone()
 
         return [
             Source(
-                own(states, row, 1),
-                [own(layer.keys, row, 2) for layer in layers],
-                [own(layer.values, row, 2) for layer in layers],
+                unpadded(states, row, 1),
+                [unpadded(layer.keys, row, 2) for layer in layers],
+                [unpadded(layer.values, row, 2) for layer in layers],
             )
             for row in range(len(prompts))
         ]
@@ -184,8 +184,8 @@ class EncoderDecoderBackend(TransformersBackend):
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)]).tolist()
         logits = []
         for segment, seen, start, end in zip(segments, views, starts, starts[1:], strict=False):
-            own = keep[(keep >= start) & (keep < end)] - start
-            logits.append(self._run([segment], [seen], own))
+            wanted = keep[(keep >= start) & (keep < end)] - start
+            logits.append(self._run([segment], [seen], wanted))
         return torch.cat(logits)
 
     def _source_mask(self, segments: list[Segment]) -> Tensor | None:

@@ -83,17 +83,17 @@ class Adapter:
         self.updates: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         for name in self.shapes:
-            own = name.removeprefix(PREFIX)
-            if own == name or (".lora_" in own and not FACTOR.fullmatch(own)):
+            inner = name.removeprefix(PREFIX)
+            if inner == name or (".lora_" in inner and not FACTOR.fullmatch(inner)):
                 raise SpecbeamError(
                     f"{path}: the tensor {name} cannot be merged: known are the factors A and B of LoRA"
                 )
-            if WRAPPED.search(own) and PREFIX + WRAPPED.sub(".", own) in self.shapes:
+            if WRAPPED.search(inner) and PREFIX + WRAPPED.sub(".", inner) in self.shapes:
                 continue
-            if factor := FACTOR.fullmatch(own):
+            if factor := FACTOR.fullmatch(inner):
                 self.updates[f"{factor['module']}.weight"] = self._update(factor["module"])
             else:
-                self.replaced[own.replace(".base_layer.", ".")] = name
+                self.replaced[inner.replace(".base_layer.", ".")] = name
 
     @property
     def base(self) -> str | None:

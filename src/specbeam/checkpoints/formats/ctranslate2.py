@@ -59,24 +59,25 @@ class CTranslate2Checkpoint(Checkpoint):
         self.weights_by_type = Counter()
         for one in self._file.variables.values():
             self.weights_by_type[one.dtype] += prod(one.shape)
-        own = CTRANSLATE2_ARCHITECTURES.get(self._file.spec)
-        if own is None:
+        architecture = CTRANSLATE2_ARCHITECTURES.get(self._file.spec)
+        if architecture is None:
             raise SpecbeamError(
                 f"{path} is a {shown(self._file.spec)} of CTranslate2, which is not supported: supported are "
                 f"{', '.join(CTRANSLATE2_ARCHITECTURES)}"
             )
-        if self._file.revision != own.ctranslate2_revision:
+        if self._file.revision != architecture.ctranslate2_revision:
             raise SpecbeamError(
                 f"{path} is a {self._file.spec} of revision {self._file.revision}, and only revision "
-                f"{own.ctranslate2_revision} is supported: convert the model again"
+                f"{architecture.ctranslate2_revision} is supported: convert the model again"
             )
         for name, number in self._file.numbers.items():
-            if name not in own.ctranslate2_numbers or own.ctranslate2_numbers[name] not in (None, number):
+            expected = architecture.ctranslate2_numbers
+            if name not in expected or expected[name] not in (None, number):
                 raise SpecbeamError(f"{path}: {shown(name)} = {number:g} in {MODEL} is not supported")
         for name, one in self._file.variables.items():
-            if one.is_whole and one.scales is None and name not in own.ctranslate2_ignored:
+            if one.is_whole and one.scales is None and name not in architecture.ctranslate2_ignored:
                 raise SpecbeamError(f"{path}: {shown(name)} of {MODEL} holds whole numbers, but has no scale")
-        self._own = own
+        self._architecture = architecture
 
     @property
     def facts(self) -> Facts:
@@ -95,9 +96,9 @@ class CTranslate2Checkpoint(Checkpoint):
 
     @cached_property
     def config(self) -> Config:
-        with refusing(f"{self.path}: {MODEL} does not describe a {self._own.name} model"):
-            keys = self._own.keys_of_ctranslate2(self._shape, self._file.numbers, self.shapes)
-        keys |= {"model_type": self._own.name, "tie_word_embeddings": self._head in self._file.aliases}
+        with refusing(f"{self.path}: {MODEL} does not describe a {self._architecture.name} model"):
+            keys = self._architecture.keys_of_ctranslate2(self._shape, self._file.numbers, self.shapes)
+        keys |= {"model_type": self._architecture.name, "tie_word_embeddings": self._head in self._file.aliases}
         check_counts(keys, self.shapes)
         return config_from_hugging_face(keys, self.shapes)
 
@@ -113,7 +114,7 @@ class CTranslate2Checkpoint(Checkpoint):
 
     @property
     def modules(self) -> Mapping[str, str]:
-        return self._own.ctranslate2_tensors
+        return self._architecture.ctranslate2_tensors
 
     def sources(self, name: str) -> list[str]:
         return [self._stored(source) for source in super().sources(name)]
@@ -122,8 +123,8 @@ class CTranslate2Checkpoint(Checkpoint):
         """A name of a parameter as the file has it."""
         module, _, kind = name.rpartition(".")
         end = next((theirs for ours, theirs in NAMES.items() if name.endswith(ours)), None)
-        own = f"{module}/{kind}" if end is None else module[: -len(end.partition("/")[0])] + end
-        return self._file.aliases.get(own, own)
+        name = f"{module}/{kind}" if end is None else module[: -len(end.partition("/")[0])] + end
+        return self._file.aliases.get(name, name)
 
     def shape(self, source: str) -> tuple[int, ...]:
         shape = self.shapes[source]
@@ -150,7 +151,7 @@ class CTranslate2Checkpoint(Checkpoint):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return self._own.ctranslate2_ignored
+        return self._architecture.ctranslate2_ignored
 
     def check_transformers(self, config: Any) -> None:
         raise SpecbeamError(f"{self.path}: transformers cannot read models of CTranslate2: leave out the backend")
@@ -178,17 +179,17 @@ class CTranslate2Checkpoint(Checkpoint):
     def tokenizer(self) -> Any:
         if not (self.path / "tokenizer.json").is_file():
             return None
-        own = tokenizer_from_folder(self.path, {}, {})
-        if own is None:
+        tokenizer = tokenizer_from_folder(self.path, {}, {})
+        if tokenizer is None:
             raise SpecbeamError(f"{self.path} has no tokenizer that can be loaded: fetch its tokenizer.json again")
-        return own
+        return tokenizer
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         if END in self.vocabulary:
             return frozenset([self.vocabulary.index(END)])
-        found = None if self.tokenizer is None else self.tokenizer.get_vocab().get(END)
-        return frozenset() if found is None else frozenset([found])
+        end = None if self.tokenizer is None else self.tokenizer.get_vocab().get(END)
+        return frozenset() if end is None else frozenset([end])
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
@@ -291,15 +292,15 @@ class _Reader:
             )
         spec, (revision, count) = self._text(), self._numbers("II")
         self._demand(count <= MAX_VARIABLES, f"it has {count:,} variables")
-        found: dict[str, Variable] = {}
+        variables: dict[str, Variable] = {}
         for _ in range(count):
             variable = self._variable()
-            self._demand(variable.name not in found, f"it has two variables {shown(variable.name)}")
-            found[variable.name] = variable
-        aliases = self._aliases(found)
-        scales = {name: one for name, one in found.items() if name.endswith(SCALE) and name[: -len(SCALE)] in found}
-        numbers = {name: self._number(one) for name, one in found.items() if not one.shape}
-        tensors = {name: one for name, one in found.items() if one.shape and name not in scales}
+            self._demand(variable.name not in variables, f"it has two variables {shown(variable.name)}")
+            variables[variable.name] = variable
+        aliases = self._aliases(variables)
+        scales = {n: one for n, one in variables.items() if n.endswith(SCALE) and n[: -len(SCALE)] in variables}
+        numbers = {name: self._number(one) for name, one in variables.items() if not one.shape}
+        tensors = {name: one for name, one in variables.items() if one.shape and name not in scales}
         return ModelFile(
             spec,
             revision,

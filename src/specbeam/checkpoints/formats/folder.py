@@ -113,8 +113,8 @@ class FolderCheckpoint(Checkpoint):
         if not card.is_file():
             return None
         head = card.read_text(encoding="utf-8", errors="replace").split("---")
-        found = re.search(r"^license:[\s-]*(\S.*)$", head[1], re.MULTILINE) if len(head) > 2 else None
-        return found[1].strip().strip("\"'") if found else None
+        license = re.search(r"^license:[\s-]*(\S.*)$", head[1], re.MULTILINE) if len(head) > 2 else None
+        return license[1].strip().strip("\"'") if license else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,9 +178,9 @@ class FolderCheckpoint(Checkpoint):
             return None  # transformers would make an empty one for some architectures
         check_tokenizer(folder, described)
         config = self._config if folder == self.path else read_json(folder, "config.json")
-        own = tokenizer_from_folder(folder, config, described)
-        if own is not None:
-            return own
+        tokenizer = tokenizer_from_folder(folder, config, described)
+        if tokenizer is not None:
+            return tokenizer
         require(f"the tokenizer of {folder}", "transformers")
         from transformers import AutoTokenizer
 
@@ -219,8 +219,8 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
-        own = [(file, extents_of(file)) for file in self._weights]
-        return own if self.adapter is None else own + self.adapter.extents
+        extents = [(file, extents_of(file)) for file in self._weights]
+        return extents if self.adapter is None else extents + self.adapter.extents
 
     def sources(self, name: str) -> list[str]:
         return [self._stored(source) for source in super().sources(name)]

@@ -179,14 +179,14 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
         taken = {key: name for name, (key, _, changes) in SAMPLING.items() if changes(self.metadata.get(key, 0))}
-        found = {name: self.metadata[key] for key, name in taken.items()}
+        settings = {name: self.metadata[key] for key, name in taken.items()}
         known = {PENALTY, *(key for key, *_ in SAMPLING.values())}
         penalty = self.metadata.get(PENALTY, 1.0)
         if others := sorted(key for key in self.metadata if key.startswith("general.sampling.") and key not in known):
             logger.warning("%s recommends options that specbeam lacks: %s", self.path, ", ".join(others))
         suppressed = [i for i in self.metadata.get("tokenizer.ggml.suppress_tokens", []) if i >= 0]
         return GenerationDefaults(
-            found | {"suppress_tokens": suppressed or None},
+            settings | {"suppress_tokens": suppressed or None},
             self.path.name,
             {} if penalty == 1 else {"repetition_penalty": penalty},
         )
@@ -271,15 +271,15 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
         return content.decode("utf-8", errors="replace")
 
     def strings(count: int) -> list[str]:  # a vocabulary has 262,144, so this is one loop without calls of ours
-        begin, length_at, found = data.tell(), struct.Struct("<Q").unpack_from, []
+        begin, length_at, texts = data.tell(), struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             end = begin + 8 + length_at(data, begin)[0]
             if end > size:
                 raise ValueError("a string ends beyond the file")
-            found.append(data[begin + 8 : end].decode("utf-8", "replace"))
+            texts.append(data[begin + 8 : end].decode("utf-8", "replace"))
             begin = end
         data.seek(begin)
-        return found
+        return texts
 
     def value(kind: int) -> tuple[str, Any]:
         """The name of the type, and the value. llama.cpp has no arrays of arrays."""

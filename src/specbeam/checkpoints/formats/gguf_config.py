@@ -115,12 +115,13 @@ def config_from_gguf(
     name = str(metadata.get("general.architecture"))
     check_model_file(metadata, tensors)
     require_supported(name, GGUF_ARCHITECTURES)
-    own = Metadata(name, metadata)
+    of_architecture = Metadata(name, metadata)
     with refusing(f"the GGUF file's metadata do not describe a {name} model"):
-        config = _read(GGUF_ARCHITECTURES[name], own, tensors, divisors or {})
-    if unknown := sorted(own.keys() - own.read - NO_EFFECT):
+        config = _read(GGUF_ARCHITECTURES[name], of_architecture, tensors, divisors or {})
+    if unknown := sorted(of_architecture.keys() - of_architecture.read - NO_EFFECT):
         logger.warning(
-            "the GGUF file has keys that are not known and have no effect: %s", ", ".join(map(own.name, unknown))
+            "the GGUF file has keys that are not known and have no effect: %s",
+            ", ".join(map(of_architecture.name, unknown)),
         )
     return config
 
@@ -230,17 +231,17 @@ def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]
         stretched = yarn_divisors(theta, dim, factor, trained, float(fast), float(slow), mix=mix)
     elif kind != "none" and factor != 1:
         stretched = (factor,) * (dim // 2)
-    own = divisors.get(LONGROPE_DIVISORS, divisors.get(LLAMA3_DIVISORS))
-    if own is not None and stretched is not None and len(own) == len(stretched):
-        own = tuple(a * b for a, b in zip(own, stretched, strict=True))
-    return Rope(theta, dim, stretched if own is None else own, scale)
+    factors = divisors.get(LONGROPE_DIVISORS, divisors.get(LLAMA3_DIVISORS))
+    if factors is not None and stretched is not None and len(factors) == len(stretched):
+        factors = tuple(a * b for a, b in zip(factors, stretched, strict=True))
+    return Rope(theta, dim, stretched if factors is None else factors, scale)
 
 
 def check_transformers(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[int, ...]],
     config: Any,
-    own: Callable[[], Config],
+    make_config: Callable[[], Config],
 ) -> None:
     """Refuse a GGUF file that transformers' loader would run as another model.
 
@@ -248,7 +249,7 @@ def check_transformers(
         metadata: all keys of the file.
         tensors: the shape of each tensor, by name.
         config: the configuration that the loader makes of the file.
-        own: gives the configuration that specbeam makes of it, for an architecture that specbeam has.
+        make_config: gives the configuration that specbeam makes of it, for an architecture that specbeam has.
 
     Raises:
         SpecbeamError: names what the loader drops or changes.
@@ -256,7 +257,7 @@ def check_transformers(
     check_model_file(metadata, tensors)
     name = str(metadata.get("general.architecture"))
     if name in GGUF_ARCHITECTURES:
-        ours, theirs = own(), config_from_hugging_face(config.to_dict(), tensors)
+        ours, theirs = make_config(), config_from_hugging_face(config.to_dict(), tensors)
         for field in fields(Config):
             a, b = getattr(ours, field.name), getattr(theirs, field.name)
             if field.name != "architecture" and not _equal(a, b):
@@ -299,13 +300,13 @@ def _lost_keys(metadata: Metadata) -> list[str]:
     lost = []
     for key, value in metadata.items():
         if key.startswith("rope.scal"):
-            neutral = metadata.architecture == "gpt-oss" or not (is_scaled or key.endswith("attn_factor"))
+            is_kept = metadata.architecture == "gpt-oss" or not (is_scaled or key.endswith("attn_factor"))
         elif taken is None:  # the loader has code of its own for this architecture
-            neutral = True
+            is_kept = True
         elif key in ("attention.key_length", "rope.dimension_count"):
-            neutral = value in head_dims or taken.get(key) is not None
+            is_kept = value in head_dims or taken.get(key) is not None
         else:
-            neutral = taken.get(key) is not None or key in NO_EFFECT | IN_SHAPES or value in (0, "", None)
-        if not neutral and (key, value) != ("attention.causal", True):
+            is_kept = taken.get(key) is not None or key in NO_EFFECT | IN_SHAPES or value in (0, "", None)
+        if not is_kept and (key, value) != ("attention.causal", True):
             lost.append(metadata.name(key))
     return lost

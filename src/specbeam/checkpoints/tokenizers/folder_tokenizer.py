@@ -135,9 +135,9 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], described: dict[str, Any
 
     added = _added_tokens(folder, options, content)
     if model is not None:
-        whole = [(piece, type) for piece, type in zip(model.pieces, model.types, strict=True) if type in WHOLE]
+        unsplit = [(piece, type) for piece, type in zip(model.pieces, model.types, strict=True) if type in WHOLE]
         options["additional_special_tokens"] = [
-            AddedToken(piece, normalized=False, special=type == CONTROL) for piece, type in whole
+            AddedToken(piece, normalized=False, special=type == CONTROL) for piece, type in unsplit
         ]
     named, extra = _special_tokens(options, {token.content: token for token in added.values()})
     if kind == PLAIN and model is not None:
@@ -164,8 +164,8 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], described: dict[str, Any
     elif not text:
         bos, eos = ([special[f"{name}_token"]] if _adds(described, name, special) else [] for name in ("bos", "eos"))
         surround(backend, bos, eos)
-    made = WhisperTokenizer if kind == WHISPER else Tokenizer
-    return made(backend, special, _chat_template(folder, options), extra=map(str, extra), kind=kind)
+    class_ = WhisperTokenizer if kind == WHISPER else Tokenizer
+    return class_(backend, special, _chat_template(folder, options), extra=map(str, extra), kind=kind)
 
 
 def _demand(condition: bool) -> None:
@@ -187,17 +187,17 @@ def _of_other_files(folder: Path, kind: str) -> tuple[SentencePiece | None, dict
     """
     names = [file.name for file in folder.iterdir()]
     others = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json")
-    found = {name for name in names if any(other in name for other in others)}
+    named = {name for name in names if any(other in name for other in others)}
     model = None
     if kind in OF_SENTENCEPIECE:
-        _demand(found == {"tokenizer.model"})
+        _demand(named == {"tokenizer.model"})
         model = read_sentencepiece(folder / "tokenizer.model")
         _demand(model.model_type == BPE)
         check_lengths(model.pieces, folder / "tokenizer.model")
         vocabulary = {piece: i for i, piece in enumerate(model.pieces)}
         merges = [(left, right) for _, left, right in cuts(vocabulary)]
     else:
-        _demand(not found and "vocab.json" in names and "merges.txt" in names)
+        _demand(not named and "vocab.json" in names and "merges.txt" in names)
         vocabulary = read_json(folder, "vocab.json")
         for token, i in vocabulary.items():
             if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < 1 << 32:
@@ -249,12 +249,12 @@ def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any],
     known = OF_MODEL[model]
     for source in (described, config):
         _demand(isinstance(source.get("tokenizer_class"), str | None) and source.get("tokenizer_class") != "")
-    given = described.get("tokenizer_class")
-    if given is None and (given := config.get("tokenizer_class")) is not None:
-        _demand(given not in AS_THE_FILE_SAYS[1:])
-    if given is None:
-        given = known or PLAIN
-    bare = given.removesuffix("Fast")
+    stated = described.get("tokenizer_class")
+    if stated is None and (stated := config.get("tokenizer_class")) is not None:
+        _demand(stated not in AS_THE_FILE_SAYS[1:])
+    if stated is None:
+        stated = known or PLAIN
+    bare = stated.removesuffix("Fast")
     if bare == "LlamaTokenizer" and model not in WRONG_IN_FILES and '"ByteLevel"' in text:
         return PLAIN
     if known == PLAIN and bare != PLAIN:
@@ -340,9 +340,9 @@ def _chat_template(folder: Path, options: Mapping[str, Any]) -> str | dict[str, 
     """The chat templates: files come before what tokenizer_config.json holds."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.name.removesuffix(".jinja"): file for file in folder.glob("additional_chat_templates/*.jinja")}
-    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-    if found:
-        return found["default"] if [*found] == ["default"] else found
+    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if templates:
+        return templates["default"] if [*templates] == ["default"] else templates
     template = options.get("chat_template")
     if isinstance(template, list):
         template = {one["name"]: one["template"] for one in template}

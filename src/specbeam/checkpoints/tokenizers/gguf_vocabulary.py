@@ -121,9 +121,9 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> GGUFV
         return ids[name]
 
     for key, names in NAMES.items():
-        found = sorted(ids[name] for name in names if name in ids)
-        if key not in named and found:
-            named[key] = make_control(tokens[found[0]])
+        present = sorted(ids[name] for name in names if name in ids)
+        if key not in named and present:
+            named[key] = make_control(tokens[present[0]])
     ends = {make_control(name) for name in ENDS if name in ids}
     ends |= {named[key] for key in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep") if key in named}
     if changed:

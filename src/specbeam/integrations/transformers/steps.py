@@ -143,9 +143,9 @@ class Steps:
         yield from beam_search(search, setup.record, drafter)
         texts = search.kept()
         if len(texts) < search.num_return_sequences:
-            found = f"only {len(texts)} texts" if texts else "no texts"
+            count = f"only {len(texts)} texts" if texts else "no texts"
             raise SpecbeamError(
-                f"num_return_sequences={search.num_return_sequences}, but {found} of a prompt are possible with these "
+                f"num_return_sequences={search.num_return_sequences}, but {count} of a prompt are possible with these "
                 f"options: {'ask for fewer texts, or ' if texts else ''}allow more tokens"
             )
         self.beam_indices = search.beam_indices()
