@@ -179,7 +179,8 @@ def show(given: argparse.Namespace) -> int:
 
 def facts_of(source: str, revision: str | None) -> dict[str, Any]:
     """The facts of a checkpoint on this machine. Sizes are in bytes."""
-    from specbeam.checkpoints import locate, open_checkpoint, packed
+    from specbeam.checkpoints import locate, open_checkpoint
+    from specbeam.checkpoints.sources import packed
 
     checkpoint = open_checkpoint(locate(source, revision, download=False), download=False)
     facts = checkpoint.facts
@@ -219,8 +220,7 @@ def facts_of_alias(name: str) -> dict[str, Any]:
 
 
 def remove(given: argparse.Namespace) -> int:
-    from specbeam.checkpoints import packed
-    from specbeam.checkpoints.sources import hub
+    from specbeam.checkpoints.sources import hub, packed
     from specbeam.checkpoints.sources.registry import ALIASES, HubModel, folder
     from specbeam.checkpoints.sources.registry import remove as remove_alias
 
@@ -247,7 +247,7 @@ def remove(given: argparse.Namespace) -> int:
 
 
 def show_packed(given: argparse.Namespace) -> int:
-    from specbeam.checkpoints import packed
+    from specbeam.checkpoints.sources import packed
 
     if given.clear:
         print(f"removed {megabytes(packed.clear())} from {packed.folder()}")

@@ -366,8 +366,8 @@ def load_silently(
         raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
     loaded: Backend
     if backend == "transformers":
-        from specbeam.backends.encoder_decoder import backend_of
         from specbeam.backends.transformers import load_model
+        from specbeam.backends.transformers.encoder_decoder import backend_of
 
         check = checkpoint.check_transformers
         try:

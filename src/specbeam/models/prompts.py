@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.code import refusing
+from specbeam.checkpoints.files import refusing
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import NAMES
 from specbeam.errors import PromptTooLong, SpecbeamError
 from specbeam.models.model import LanguageModel

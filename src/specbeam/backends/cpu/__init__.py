@@ -288,11 +288,7 @@ def choose_threads(threads: int | None) -> int:
 
 
 def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
-    """How weights are kept, one of ``MODES``.
-
-    Raises:
-        SpecbeamError: ``quantize`` is not a mode, or it is "keep" and the checkpoint is not quantized.
-    """
+    """How weights are kept, one of ``MODES``."""
     if quantize not in ("auto", *MODES):
         raise SpecbeamError(f"quantize={quantize!r} is not allowed: give auto, {', '.join(MODES)}")
     if quantize == "keep" and not checkpoint.quantized:

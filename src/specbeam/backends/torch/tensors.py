@@ -1,13 +1,15 @@
-"""Copies between the host and the device of the logits. The host waits only for the copy of the selections."""
+"""Tensors of PyTorch and the host: copies between them, whether weights are finite, and a digest of weights."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 Values = list[Any]
 """The arrays or tensors of a selection, in the order of its attributes."""
@@ -33,3 +35,21 @@ def to_cpu(selections: list[Values]) -> list[Values]:
         arrays.append(flat.reshape(tensor.shape).astype(kind))
     rest = iter(arrays)
     return [[None if value is None else next(rest) for value in values] for values in selections]
+
+
+def are_finite(weights: Tensor) -> bool:
+    """Whether all of some weights are finite numbers. They are read once: ``isfinite`` would make tensors as large."""
+    if not weights.numel():
+        return True
+    if weights.element_size() == 1:  # PyTorch does not compare numbers of 8 bits
+        weights = weights.float()
+    return all(math.isfinite(extreme) for extreme in weights.aminmax())
+
+
+def digest_of(module: nn.Module, about: str) -> str:
+    """SHA-256 over a text and a module's weights: names, shapes, dtypes and bytes, in the order of the module."""
+    digest = hashlib.sha256(about.encode())
+    for name, weights in module.state_dict().items():
+        digest.update(f"{name} {weights.dtype} {[*weights.shape]}\n".encode())
+        digest.update(weights.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

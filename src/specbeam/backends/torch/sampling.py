@@ -13,22 +13,111 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Backend
-from specbeam.backends.torch.noise import gumbel
-from specbeam.backends.torch.transfer import Values, to_cpu, to_device
-from specbeam.backends.torch.warpers import (
-    min_p,
-    only_the_likeliest,
-    only_together,
-    temperature,
-    top_k,
-    top_p,
-    typical_p,
-)
+from specbeam.backends.torch.tensors import Values, to_cpu, to_device
 from specbeam.core.callers import returned_scores
 from specbeam.core.selection import MASKED, Edit, Noise, Selection, SelectionRequest
 
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+WORD = 0xFFFFFFFF
 BLOCK_SIZE = 128
 """The highest of many scores are searched in blocks of this size."""
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
+    """Four random words for each counter: Philox4x32-10 (Salmon et al. 2011, "Parallel Random Numbers", 3.3).
+
+    Args:
+        counter: four words, int64 of one shape, each below 2**32.
+        key: two such words.
+    """
+    c, k = list(counter), list(key)
+    for _ in range(ROUNDS):
+        low = [word * multiplier for word, multiplier in zip(c[::2], MULTIPLIERS, strict=True)]
+        high = [product >> 32 & WORD for product in low]  # products wrap around, and their bits are right
+        c = [high[1] ^ c[1] ^ k[0], low[1] & WORD, high[0] ^ c[3] ^ k[1], low[0] & WORD]
+        k = [word + step & WORD for word, step in zip(k, KEY_STEPS, strict=True)]
+    return c
+
+
+def gumbel(
+    seeds: NDArray[np.uint64],
+    streams: NDArray[np.uint32],
+    positions: NDArray[np.uint32],
+    vocab: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Draws from the standard Gumbel distribution for the first tokens, float64 [n, vocab].
+
+    The key is the seed, and the counter is (token // 4, position, stream, 0). The word's number is token % 4.
+
+    Args:
+        seeds, streams, positions: of each row, [n].
+    """
+    bits = seeds.astype(np.int64)  # torch.compile has no bit operations of uint64
+    columns = (bits & WORD, bits >> 32 & WORD, positions, streams)
+    low, high, position, stream = to_device(np.stack([c.astype(np.int64) for c in columns])[..., None], device)
+    quarter = torch.arange(-(-vocab // 4), device=device)[None]
+    words = torch.stack(philox([quarter, position, stream, torch.zeros_like(quarter)], [low, high]), dim=-1)
+    uniform = (words.flatten(1)[:, :vocab].double() + 0.5) * 2.0**-32
+    return -(-uniform.log()).log()
+
+
+def only_the_likeliest(scores: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Scores [n, vocab] with -inf for all of some tokens but the likeliest of them, in each row."""
+    columns = to_device(np.array(tokens), scores.device)
+    among = scores[:, columns]
+    best = among.argmax(-1, keepdim=True)
+    scores = scores.clone()
+    scores[:, columns] = torch.full_like(among, MASKED).scatter(-1, best, among.gather(-1, best))
+    return scores
+
+
+def only_together(scores: Tensor, first: int, end: int) -> Tensor:
+    """Scores [n, vocab] where the tokens from first to before end are alone if together they beat each other token."""
+    among, others = scores[:, first:end], torch.cat([scores[:, :first], scores[:, end:]], dim=-1)
+    if not among.shape[-1] or not others.shape[-1]:
+        return scores
+    alone = (among.logsumexp(-1) > others.amax(-1))[:, None]
+    is_other = torch.ones(scores.shape[-1], dtype=torch.bool, device=scores.device)
+    is_other[first:end] = False
+    return scores.masked_fill(alone & is_other, MASKED)
+
+
+def temperature(scores: Tensor, value: float) -> Tensor:
+    """Divide by the temperature."""
+    return scores / value
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Keep the k highest scores, and those equal to the lowest of them (Fan et al. 2018, 5.4)."""
+    lowest = scores.topk(min(k, scores.shape[-1])).values[..., -1:]
+    return scores.masked_fill(scores < lowest, MASKED)
+
+
+def top_p(scores: Tensor, p: float) -> Tensor:
+    """Keep the likeliest tokens whose probabilities first sum to p (nucleus sampling, Holtzman et al. 2020, 3.1)."""
+    ascending, order = scores.sort(dim=-1)
+    below = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    below[..., -1] = False  # the likeliest always stays
+    return scores.masked_fill(torch.zeros_like(below).scatter(-1, order, below), MASKED)
+
+
+def min_p(scores: Tensor, p: float) -> Tensor:
+    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, 3)."""
+    probabilities = scores.softmax(-1)
+    return scores.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), MASKED)
+
+
+def typical_p(scores: Tensor, p: float) -> Tensor:
+    """Keep the tokens whose surprise is nearest to the expected one, until they sum to p (Meister et al. 2023, 4)."""
+    log_probs = scores.log_softmax(-1)
+    expected = -(log_probs * log_probs.exp()).nansum(-1, keepdim=True)  # impossible tokens are 0 * -inf
+    ascending, order = (-log_probs - expected).abs().sort(dim=-1)
+    number = (scores.gather(-1, order).softmax(-1).cumsum(-1) < p).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    far = ascending > ascending.gather(-1, number)
+    return scores.masked_fill(torch.zeros_like(far).scatter(-1, order, far), MASKED)
 
 
 class Operations(NamedTuple):
@@ -99,12 +188,12 @@ class Kind:
             values: arrays [passes, n, ...].
             logits: of the last pass.
         """
-        found = []
+        selections = []
         for number, part, rows in zip(self.numbers, self.parts, self.own_rows(), strict=True):
-            own: list[Any] = [None if a is None else np.concatenate(a[:, rows]) for a in values]
-            own += [((logits[part, : self.request.vocab], slice(0, part.stop - part.start)),), torch.cat]
-            found.append((number, Selection(*own)))
-        return found
+            arrays: list[Any] = [None if a is None else np.concatenate(a[:, rows]) for a in values]
+            arrays += [((logits[part, : self.request.vocab], slice(0, part.stop - part.start)),), torch.cat]
+            selections.append((number, Selection(*arrays)))
+        return selections
 
 
 def select(logits: Tensor, request: SelectionRequest, normalizers: NDArray[np.float32] | None = None) -> Selection:
@@ -128,9 +217,10 @@ def choose(
     """
     kinds = kinds_of(requests)
     selected = [kind.select(logits, operations or PLAIN) for kind in kinds]
-    values = to_cpu([[None if one is None else one[None] for one in own] for own in selected])
-    found = dict(pair for kind, own in zip(kinds, values, strict=True) for pair in kind.selections(own, logits))
-    return [found[i] for i in range(len(requests))]
+    values = to_cpu([[None if one is None else one[None] for one in tensors] for tensors in selected])
+    pairs = (pair for kind, arrays in zip(kinds, values, strict=True) for pair in kind.selections(arrays, logits))
+    by_number = dict(pairs)
+    return [by_number[i] for i in range(len(requests))]
 
 
 def kinds_of(requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Kind]:

@@ -1,11 +1,14 @@
-"""One text of one window: what is asked of the engine, and what its answer says."""
+"""What the engine is asked about windows, the texts that it answers with, and tasks that share its passes."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -15,19 +18,24 @@ from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.setup import MakeStrategy
 from specbeam.decoding.strategies import make_strategy
 from specbeam.drafting.drafter import Drafter
-from specbeam.engine import Setup
-from specbeam.engine.features import Sound
+from specbeam.drafting.lookup import Continued
+from specbeam.engine import Engine, Request, Setup
+from specbeam.engine.drafts import Draft, is_lookup
+from specbeam.engine.features import AudioFeatures
 from specbeam.results import Result, TopLogProbs
 from specbeam.results import Sequence as Hypotheses
-from specbeam.speech.results import Alternative
+from specbeam.speech.transcript import Alternative, Segment
 from specbeam.speech.vocabulary import Vocabulary
+
+MAX_LOOKUP_TOKENS = 1 << 14
+"""The last tokens of a file that lookups search: about an hour of speech. More would take longer than a pass."""
 
 
 class ScorePromptThen:
     """A strategy that first notes how likely some tokens are after one of the prompt, before any mask.
 
     Args:
-        place: of the token in the prompt.
+        index: of the token in the prompt.
         tokens: ids.
         goes_on: with the method that the options name. Otherwise the request ends there.
 
@@ -35,16 +43,16 @@ class ScorePromptThen:
         log_probs: of the tokens, in their order. Empty until then.
     """
 
-    def __init__(self, place: int, tokens: Sequence[int], goes_on: bool = True) -> None:
-        self._place, self._tokens, self._goes_on = place, [*tokens], goes_on
+    def __init__(self, index: int, tokens: Sequence[int], goes_on: bool = True) -> None:
+        self._index, self._tokens, self._goes_on = index, [*tokens], goes_on
         self.log_probs: list[float] = []
 
     def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         return self._strategy(setup, drafter)
 
     def _strategy(self, setup: Setup, drafter: Drafter | None) -> Generator[Any, Selection, list[Hypothesis]]:
-        given = np.array([self._tokens], np.int64)
-        selection = yield Evaluate([self._place], SelectionRequest(top=0, given=given))
+        tokens = np.array([self._tokens], np.int64)
+        selection = yield Evaluate([self._index], SelectionRequest(top=0, given=tokens))
         assert selection.given is not None
         self.log_probs = selection.given[0].tolist()
         if not self._goes_on:
@@ -53,26 +61,25 @@ class ScorePromptThen:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A request to the engine, about the sound of one window.
+class WindowRequest:
+    """A request to the engine, about the audio of one window.
 
     Attributes:
-        sound: the features, which several attempts share.
+        features: fallback attempts share them.
         prompt: token ids.
         options: of :class:`specbeam.Options`.
-        strategy: as in :meth:`specbeam.Engine.submit`.
-        writes: as there.
+        strategy, writes: as in :meth:`specbeam.Engine.submit`.
         drafts: whether a draft may be given.
-        said: the tokens of the file so far, in which lookups look beside the prompt.
+        transcribed: the tokens of the file so far, which lookups search beside the prompt.
     """
 
-    sound: Sound
+    features: AudioFeatures
     prompt: list[int]
     options: dict[str, Any]
     strategy: MakeStrategy | None = None
     writes: bool = True
     drafts: bool = True
-    said: Sequence[int] = ()
+    transcribed: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,8 @@ class Text:
             ranked = sorted(ranked, key=lambda one: likelihood[id(one)], reverse=True)
         alternatives: dict[str, Alternative] = {}
         for one in ranked:
-            made = _alternative(one, vocabulary)
-            alternatives.setdefault(made.text, made)
+            alternative = _alternative(one, vocabulary)
+            alternatives.setdefault(alternative.text, alternative)
         best, text = ranked[0], next(iter(alternatives.values()))
         many = len(text.tokens)
         return cls(
@@ -140,3 +147,86 @@ def _log_prob(sequence: Hypotheses) -> float:
 
 def _without_end(sequence: Hypotheses, vocabulary: Vocabulary) -> list[int]:
     return sequence.token_ids[:-1] if sequence.token_ids[-1:] == [vocabulary.end] else sequence.token_ids
+
+
+@dataclass(eq=False)
+class Task:
+    """Work whose steps wait for the engine.
+
+    Attributes:
+        steps: requests, whose results it is sent; final segments; and tasks to begin, before others.
+        file: the number of the file that it is about.
+        part: its number among the tasks of the file; None for the one that begins them.
+    """
+
+    steps: Steps
+    file: int
+    part: int | None = None
+
+
+Steps = Generator[WindowRequest | Segment | list[Task], Any, None]
+
+
+def run_together(
+    engine: Engine, tasks: Iterable[Task], max_requests: int, draft: Draft | None = None
+) -> Iterator[tuple[Task, Segment | None]]:
+    """Let tasks share an engine's passes.
+
+    A task is begun when fewer than ``max_requests`` others are. If the caller leaves, or an error comes up, all
+    requests are cancelled.
+
+    Yields:
+        Each final segment with its task. At the end of a task, the task and None.
+    """
+    later, next_tasks = iter(tasks), deque[Task]()
+    waiting: dict[Request, Task] = {}
+    answered: SimpleQueue[Request] = SimpleQueue()
+
+    def go_on(task: Task, result: Result | None) -> Iterator[tuple[Task, Segment | None]]:
+        """Let a task take steps until it waits for the engine, or ends."""
+        while True:
+            try:
+                step = task.steps.send(result)
+            except StopIteration:
+                yield task, None
+                return
+            result = None
+            if isinstance(step, WindowRequest):
+                request = _submit(engine, step, draft)
+                waiting[request] = task
+                request.add_done_callback(answered.put)
+                return
+            if isinstance(step, Segment):
+                yield task, step
+            else:
+                next_tasks.extend(step)
+
+    try:
+        while True:
+            while len(waiting) < max_requests and (task := next_tasks.popleft() if next_tasks else next(later, None)):
+                yield from go_on(task, None)
+            if not waiting:
+                return
+            while answered.empty() and not engine.is_running:
+                engine.step()
+            request = answered.get()
+            yield from go_on(waiting.pop(request), request.result())
+    finally:
+        for request in waiting:
+            request.cancel()
+        with suppress(Exception):
+            while not (engine.is_running or all(request.done for request in waiting)):
+                engine.step()
+
+
+def _submit(engine: Engine, request: WindowRequest, draft: Draft | None) -> Request:
+    if is_lookup(draft):
+        draft = Continued(draft, request.transcribed[-MAX_LOOKUP_TOKENS:])
+    return engine.submit(
+        request.prompt,
+        request.options,
+        draft=draft if request.drafts else None,
+        strategy=request.strategy,
+        features=request.features,
+        writes=request.writes,
+    )

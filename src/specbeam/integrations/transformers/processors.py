@@ -122,11 +122,7 @@ class Named:
 
 
 def check_processors(processors: Sequence[Any], vocab_size: int, num_beams: int) -> None:
-    """Refuse processors of transformers that need the whole batch, and tokens that the model lacks.
-
-    Raises:
-        SpecbeamError: names the option.
-    """
+    """Refuse processors of transformers that need the whole batch, and tokens that the model lacks."""
     kinds = {type(processor) for processor in processors}
     if num_beams > 1 and {theirs.InfNanRemoveLogitsProcessor, theirs.ExponentialDecayLengthPenalty} <= kinds:
         # The first makes a forbidden end token's -inf finite, and the second raises that to inf. Then transformers goes
@@ -229,14 +225,14 @@ def _but_for_no_tokens(remove_invalid: Any) -> Callable[[Tensor, Tensor], Tensor
 def _last_warpers(steps: list[Any]) -> list[Any]:
     """The longest end of the steps that consists of warpers that specbeam has, in its order."""
     order = [*WARPERS]
-    found: list[Any] = []
+    warpers: list[Any] = []
     for step in reversed(steps):
         kind = type(step)
-        later = order.index(type(found[-1])) if found else len(order)
+        later = order.index(type(warpers[-1])) if warpers else len(order)
         if kind not in WARPERS or order.index(kind) >= later or not _is_plain(step):
             break
-        found.append(step)
-    return found
+        warpers.append(step)
+    return warpers
 
 
 def _is_plain(warper: Any) -> bool:

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from specbeam.speech.features import LogMel, mel_filters
+from specbeam.speech.log_mel import LogMel, mel_filters
 
 
 def tone(seconds, seed=0):

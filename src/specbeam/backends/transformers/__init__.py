@@ -23,18 +23,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, Cache
 from transformers.pytorch_utils import Conv1D
 
-from specbeam.backends.compat import cache_argument
 from specbeam.backends.contract import TreeBatch
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
-from specbeam.backends.torch.finite import are_finite
-from specbeam.backends.torch.selecting import TensorBackend
-from specbeam.backends.torch.transfer import to_device
-from specbeam.checkpoints.code import check_model, refusing
-from specbeam.checkpoints.config_keys import scaled_context
-from specbeam.checkpoints.files import read_json
-from specbeam.checkpoints.finite import not_finite
+from specbeam.backends.torch.sampling import TensorBackend
+from specbeam.backends.torch.tensors import are_finite, to_device
+from specbeam.backends.transformers.compat import cache_argument
+from specbeam.checkpoints.architecture import scaled_context
+from specbeam.checkpoints.files import check_model, read_json, refusing
 from specbeam.checkpoints.formats.adapter import Adapter
+from specbeam.checkpoints.parameters import not_finite
 from specbeam.errors import SpecbeamError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -244,9 +242,9 @@ class CausalBackend(TransformersBackend):
         none = torch.empty(0, self.vocab_size, device=self.device)
         new = super().forward(some) if (some := [s for s in rest if len(s.tokens)]) else none
         logits, at = [none], 0
-        for s, own in zip(segments, rest, strict=True):
-            end = at + len(own.wanted)
-            if len(own.wanted) < len(s.wanted):  # the last token of the prompt: nobody asks about earlier ones
+        for s, segment_rest in zip(segments, rest, strict=True):
+            end = at + len(segment_rest.wanted)
+            if len(segment_rest.wanted) < len(s.wanted):  # the last token of the prompt: nobody asks about earlier ones
                 logits.append(s.source.logits[None])
             logits.append(new[at:end])
             at = end
@@ -310,14 +308,14 @@ def load_model(
     path: Path,
     device: str,
     dtype: str,
-    own: str,
+    stored_dtype: str,
     adapter: Adapter | None = None,
     check: Callable[[Any], None] | None = None,
 ) -> Any:
     """A checkpoint as transformers loads it, folder or GGUF file.
 
     Args:
-        own: the dtype of its weights.
+        stored_dtype: the dtype of its weights.
         adapter: is merged into them.
         check: refuses a configuration of transformers that is not the checkpoint's.
 
@@ -329,7 +327,7 @@ def load_model(
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     check_model(folder, {} if file else read_json(folder, "config.json"))
     where = {"local_files_only": True, "trust_remote_code": False, **file}
-    how = {"dtype": getattr(torch, choose_dtype(dtype, chosen, own)), "use_safetensors": True}
+    how = {"dtype": getattr(torch, choose_dtype(dtype, chosen, stored_dtype)), "use_safetensors": True}
     with refusing(f"transformers cannot load {path}"):
         config = AutoConfig.from_pretrained(folder, **where)
         if check is not None:
@@ -356,9 +354,6 @@ def check_weights(model: Any, name: str) -> None:
 
     Args:
         name: of the model, for the error.
-
-    Raises:
-        SpecbeamError: names the tensor.
     """
     if model in _checked:
         return
@@ -370,11 +365,7 @@ def check_weights(model: Any, name: str) -> None:
 
 @torch.no_grad()
 def _merge(model: Any, adapter: Adapter) -> None:
-    """Change the weights of a model of transformers as an adapter says.
-
-    Raises:
-        SpecbeamError: the adapter does not fit the model.
-    """
+    """Change the weights of a model of transformers as an adapter says."""
     _resize(model, adapter)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
     modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in weights}
@@ -389,14 +380,14 @@ def _merge(model: Any, adapter: Adapter) -> None:
         tied=[name for name, weight in weights.items() if uses[id(weight)] > 1],
     )
     for name in adapter.replaced:
-        own, new = name.rpartition(".")[2], torch.from_numpy(adapter.replacement(name))
+        kind, new = name.rpartition(".")[2], torch.from_numpy(adapter.replacement(name))
         if new.shape != weights[name].shape:
             raise SpecbeamError(
                 f"{adapter.path} replaces {name} by {list(new.shape)}, but in the base model it is "
                 f"{list(weights[name].shape)}: give its own base model"
             )
         weights[name] = torch.nn.Parameter(new.to(weights[name].dtype), requires_grad=False)
-        setattr(modules[name], own, weights[name])  # not tied any more, if it was
+        setattr(modules[name], kind, weights[name])  # not tied any more, if it was
     for name in adapter.updates:
         weight = matrix(name)
         weight.copy_(weight.float() + torch.from_numpy(adapter.update(name, 0, len(weight))))

@@ -18,7 +18,7 @@ from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.speech import Settings
 from specbeam.speech.alignment import alignment_heads, attention, median_filter, token_times, warp
 from specbeam.speech.clips import Clip
-from specbeam.speech.words import WITHOUT_SPACES, Spoken, WordFinder, split_words
+from specbeam.speech.word_timestamps import WITHOUT_SPACES, TimedSegment, WordFinder, split_words
 from tests.conftest import needs_torch
 from tests.speech.conftest import END, ENGLISH, NO_TIMES, START, TIMES, TRANSCRIBE, noise, random_whisper, text_tokens
 from tests.speech.record_words import BEGIN, bytes_of, logits_of, scores_of, text_of
@@ -46,12 +46,14 @@ def test_words_are_those_of_openai_whisper(number):
     seek, frames = one["seek"], one["frames"]
     by_spaces = one["language"] not in WITHOUT_SPACES
     finder = WordFinder(BYTES, Settings(), ((0, 0), (0, 1), (0, 2)), BEGIN, by_spaces, 3000, last_end=one["last"])
-    segments = [Spoken(100 * s["start"], 100 * s["end"], [400, *bytes_of(s["text"]), 401]) for s in one["segments"]]
+    segments = [
+        TimedSegment(100 * s["start"], 100 * s["end"], [400, *bytes_of(s["text"]), 401]) for s in one["segments"]
+    ]
 
     def attend(asked):
         text = [token for segment in one["segments"] for token in bytes_of(segment["text"])]
         assert asked.prompt == [*BEGIN, 300, *text, END_OF_BYTES]
-        assert (asked.sound, asked.writes, asked.drafts) == ("sound", False, False)
+        assert (asked.features, asked.writes, asked.drafts) == ("sound", False, False)
         listen = asked.strategy
         listen.probe.scores[:] = scores_of(one)[:, :, : listen.probe.scores.shape[2]]
         assert listen.probe.scores.shape == (3, len(asked.prompt), frames // 2)
@@ -75,7 +77,7 @@ def test_no_word_lies_in_two_segments(marks):
     """Also where a segment ends with a mark of the next word, or begins within a word."""
     texts = [' They say "', " well", "you -", " a. say", '."', " -"]
     finder = WordFinder(BYTES, Settings(**marks), ((0, 0),), BEGIN, True, 3000)
-    segments = [Spoken(100 * i, 100 * (i + 1), [400, *bytes_of(text), 401]) for i, text in enumerate(texts)]
+    segments = [TimedSegment(100 * i, 100 * (i + 1), [400, *bytes_of(text), 401]) for i, text in enumerate(texts)]
 
     def attend(asked):
         size = asked.strategy.probe.scores.shape[1:]

@@ -96,9 +96,9 @@ class Segment:
 
     def to_dict(self) -> dict[str, Any]:
         """The segment as plain data. Fields that nobody asked for are left out; its window is beside the segments."""
-        found = asdict(self)
-        del found["window"]
-        return {name: value for name, value in found.items() if value is not None}
+        fields = asdict(self)
+        del fields["window"]
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Transcript:
     @property
     def windows(self) -> list[Window]:
         """The windows that the segments come from, in their order."""
-        found = {id(one.window): one.window for one in self.segments if one.window is not None}
-        return [*found.values()]
+        windows = {id(one.window): one.window for one in self.segments if one.window is not None}
+        return [*windows.values()]
 
     def to_dict(self) -> dict[str, Any]:
         """The transcript as plain data. Fields that nobody asked for are left out."""

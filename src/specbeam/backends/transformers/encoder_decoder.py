@@ -15,12 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from specbeam.backends.compat import DecoderPositions
 from specbeam.backends.contract import TreeBatch
 from specbeam.backends.torch.cache import Seen
-from specbeam.backends.torch.digest import digest_of
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.tensors import digest_of, to_device
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
+from specbeam.backends.transformers.compat import DecoderPositions
 from specbeam.system.interrupts import HeldInterrupts
 
 MAX_ENCODED_TOKENS = 8192
@@ -29,7 +28,7 @@ MAX_ENCODED_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A prompt, or sound, that the encoder has read.
+    """A prompt, or audio, that the encoder has read.
 
     Attributes:
         states: the encoder's output, [1, tokens, features].
@@ -44,8 +43,7 @@ class Source:
 class EncoderDecoderBackend(TransformersBackend):
     """A loaded ``AutoModelForSeq2SeqLM``.
 
-    The decoders of such models count positions. :class:`specbeam.backends.compat.DecoderPositions` replaces them
-    during a pass.
+    The decoders of such models count positions. :class:`DecoderPositions` replaces them during a pass.
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,14 +61,14 @@ class EncoderDecoderBackend(TransformersBackend):
         super().__init__(model)
 
     def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
-        reads_sound = self.features_shape is not None
-        if self.model.main_input_name != "input_ids" and not reads_sound:
+        reads_audio = self.features_shape is not None
+        if self.model.main_input_name != "input_ids" and not reads_audio:
             return f"its encoder reads {self.model.main_input_name}, not text"
         if not self.model._supports_attention_backend and not self.model._supports_sdpa:
             return "its attention does not follow the mask it is given"
         if not self._positions.can_be_given:
             return "its decoder's positions cannot be those of a tree"
-        if not (self.start_token_ids or reads_sound):
+        if not (self.start_token_ids or reads_audio):
             return "it has no decoder_start_token_id"
         return None
 
@@ -85,14 +83,14 @@ class EncoderDecoderBackend(TransformersBackend):
 
     @torch.no_grad()
     def encode(self, sources: Sequence[Any], slots: Sequence[NDArray[np.int64]] = ()) -> list[Source]:
-        found: dict[int, Source] = {}
+        by_number: dict[int, Source] = {}
         with self._one_pass:
             for numbers in _of_like_length(sources):
                 together = [sources[number] for number in numbers]
                 states = self._states_of(together)
                 read = [of[: len(source)] for of, source in zip(states, together, strict=True)]
-                found.update(zip(numbers, self._attended(read), strict=True))
-        return [found[number] for number in range(len(sources))]
+                by_number.update(zip(numbers, self._attended(read), strict=True))
+        return [by_number[number] for number in range(len(sources))]
 
     def attended(self, states: list[Tensor]) -> list[Source]:
         """Prompts as the encoder has read them, from its output for each of them, [tokens, features]."""
@@ -109,7 +107,7 @@ class EncoderDecoderBackend(TransformersBackend):
 
     @torch.no_grad()
     def states(self, features: NDArray[np.float32]) -> Tensor:
-        """The encoder's output for features of sound [bands, frames], [positions, features]."""
+        """The encoder's output for features of audio [mel bins, frames], [positions, features]."""
         read = to_device(features[None], self.device).to(self.dtype)
         with self._one_pass:
             states: Tensor = self.model.get_encoder()(read).last_hidden_state[0]
@@ -121,7 +119,7 @@ class EncoderDecoderBackend(TransformersBackend):
 
     @torch.no_grad()
     def place(self, states: Tensor, slots: NDArray[np.int64] | None = None) -> Source:
-        """Sound as the encoder has read it, from its output [positions, features]. It takes no slots."""
+        """Audio that the encoder has read, from its output [positions, features]. It takes no slots."""
         return self.attended([states])[0]
 
     def _states_of(self, sources: list[list[int]]) -> Tensor:
@@ -147,15 +145,15 @@ class EncoderDecoderBackend(TransformersBackend):
         )
         layers = filled.cross_attention_cache.layers
 
-        def own(padded: Tensor, row: int, dim: int) -> Tensor:
+        def unpadded(padded: Tensor, row: int, dim: int) -> Tensor:
             """One prompt's part of the output, [1, ...]. A view would keep the whole output in memory."""
             return padded[row : row + 1].narrow(dim, 0, len(prompts[row])).clone()
 
         return [
             Source(
-                own(states, row, 1),
-                [own(layer.keys, row, 2) for layer in layers],
-                [own(layer.values, row, 2) for layer in layers],
+                unpadded(states, row, 1),
+                [unpadded(layer.keys, row, 2) for layer in layers],
+                [unpadded(layer.values, row, 2) for layer in layers],
             )
             for row in range(len(prompts))
         ]
@@ -186,8 +184,8 @@ class EncoderDecoderBackend(TransformersBackend):
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)]).tolist()
         logits = []
         for segment, seen, start, end in zip(segments, views, starts, starts[1:], strict=False):
-            own = keep[(keep >= start) & (keep < end)] - start
-            logits.append(self._run([segment], [seen], own))
+            wanted = keep[(keep >= start) & (keep < end)] - start
+            logits.append(self._run([segment], [seen], wanted))
         return torch.cat(logits)
 
     def _source_mask(self, segments: list[TreeBatch]) -> Tensor | None:

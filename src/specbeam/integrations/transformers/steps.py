@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from specbeam.backends.compat import ranks_draws
-from specbeam.backends.torch.selecting import changed
+from specbeam.backends.torch.sampling import changed
+from specbeam.backends.transformers.compat import ranks_draws
 from specbeam.core.selection import Selection, SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import Nodes, Tree
@@ -29,8 +29,8 @@ from specbeam.decoding.strategies import make_strategy
 from specbeam.drafting.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.errors import SpecbeamError
-from specbeam.integrations.transformers_processors import BatchRows
-from specbeam.integrations.transformers_prompts import KeysAndValues
+from specbeam.integrations.transformers.processors import BatchRows
+from specbeam.integrations.transformers.prompts import KeysAndValues
 from specbeam.logits.stopping import Stopping
 
 
@@ -141,9 +141,9 @@ class Steps:
         yield from beam_search(search, setup.record, drafter)
         texts = search.kept()
         if len(texts) < search.num_return_sequences:
-            found = f"only {len(texts)} texts" if texts else "no texts"
+            count = f"only {len(texts)} texts" if texts else "no texts"
             raise SpecbeamError(
-                f"num_return_sequences={search.num_return_sequences}, but {found} of a prompt are possible with these "
+                f"num_return_sequences={search.num_return_sequences}, but {count} of a prompt are possible with these "
                 f"options: {'ask for fewer texts, or ' if texts else ''}allow more tokens"
             )
         self.beam_indices = search.beam_indices()

@@ -45,31 +45,27 @@ def folder() -> Path:
 
 
 def limit() -> int:
-    """How many bytes all packed files may have together: $SPECBEAM_PACKED_GB, else DEFAULT_LIMIT_GB.
-
-    Raises:
-        SpecbeamError: the variable holds no number, or a negative one.
-    """
-    given = os.environ.get("SPECBEAM_PACKED_GB") or DEFAULT_LIMIT_GB
+    """How many bytes all packed files may have together: $SPECBEAM_PACKED_GB, else DEFAULT_LIMIT_GB."""
+    configured = os.environ.get("SPECBEAM_PACKED_GB") or DEFAULT_LIMIT_GB
     try:
-        gigabytes = float(given)
+        gigabytes = float(configured)
         if not 0 <= gigabytes < 1e9:
             raise ValueError
     except ValueError:
-        raise SpecbeamError(f"SPECBEAM_PACKED_GB={given!r} is not allowed: give a number of gigabytes") from None
+        raise SpecbeamError(f"SPECBEAM_PACKED_GB={configured!r} is not allowed: give a number of gigabytes") from None
     return int(gigabytes * 1e9)
 
 
 def files() -> list[PackedFile]:
     """All packed files, the least recently used first."""
-    found = []
+    packed = []
     for path in (*folder().glob(f"*{SUFFIX}"), *folder().glob(f"*{KEPT}")):
         try:
             facts = path.stat()
         except OSError:  # another process has just removed it
             continue
-        found.append(PackedFile(path, facts.st_size, facts.st_mtime))
-    return sorted(found, key=lambda file: file.used)
+        packed.append(PackedFile(path, facts.st_size, facts.st_mtime))
+    return sorted(packed, key=lambda file: file.used)
 
 
 def note_use(path: Path) -> None:
@@ -95,7 +91,7 @@ def unfinished(path: Path) -> Path:
 
 
 def kept(name: str, key: str, make: Callable[[], bytes]) -> bytes:
-    """Bytes that take long to make, from the file of an earlier call if that is whole.
+    """Bytes that take long to make, from the file of an earlier call if that is intact.
 
     Args:
         name: :func:`label` of the checkpoint.
@@ -103,7 +99,7 @@ def kept(name: str, key: str, make: Callable[[], bytes]) -> bytes:
     """
     path = folder() / f"{name}-{key}{KEPT}"
     with suppress(OSError):
-        digest, content = (whole := path.read_bytes())[:DIGEST_BYTES], whole[DIGEST_BYTES:]
+        digest, content = (stored := path.read_bytes())[:DIGEST_BYTES], stored[DIGEST_BYTES:]
         if hashlib.sha256(content).digest() == digest:
             note_use(path)
             return content
@@ -128,9 +124,9 @@ def evict(keep: Path) -> None:
         keep: the file in use, which stays even if it is above the limit alone.
     """
     kept = files()
-    total, most = sum(file.size for file in kept), limit()
+    total, limit_bytes = sum(file.size for file in kept), limit()
     for file in kept:
-        if total > most and file.path != keep and _remove(file.path):
+        if total > limit_bytes and file.path != keep and _remove(file.path):
             total -= file.size
 
 
@@ -140,12 +136,13 @@ def label(path: Path) -> str:
     Args:
         path: the checkpoint's. In the hub's cache the label is the name of the repository and of the GGUF file.
     """
-    whole = path.resolve() if path.is_dir() else path.absolute()  # in the hub's cache, files are links to blobs
-    name = whole.name if path.is_dir() else whole.stem
-    for place in (whole, *whole.parents):
+    absolute = path.resolve() if path.is_dir() else path.absolute()  # in the hub's cache, files are links to blobs
+    name = absolute.name if path.is_dir() else absolute.stem
+    for place in (absolute, *absolute.parents):
         if place.parent.name == "snapshots":
             # Uncut, so that the name of the repository finds its files.
-            return _plain(place.parent.parent.name) + ("" if place == whole else f"--{_plain(name)[:NAME_CHARACTERS]}")
+            file = "" if place == absolute else f"--{_plain(name)[:NAME_CHARACTERS]}"
+            return _plain(place.parent.parent.name) + file
     return _plain(name)[:NAME_CHARACTERS].lstrip(".")
 
 

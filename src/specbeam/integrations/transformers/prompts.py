@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from specbeam.backends.compat import CACHE, prefill
-from specbeam.backends.encoder_decoder import EncoderDecoderBackend
 from specbeam.backends.transformers import CausalBackend, ReadPrompt
+from specbeam.backends.transformers.compat import CACHE, prefill
+from specbeam.backends.transformers.encoder_decoder import EncoderDecoderBackend
 from specbeam.cache.slots import slots_of
 from specbeam.core.tree import Nodes, Tree
-from specbeam.integrations.transformers_processors import unsupported
+from specbeam.integrations.transformers.processors import unsupported
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 """Of each layer, [kv_heads, tokens, head_dim] each."""
@@ -58,9 +58,6 @@ class Prompts:
         cache: keeps the keys and values of the sequences. None if nobody asks for it.
         rows: the prompts of all rows, or one for each of some rows that have the same.
         have_ids: whether all token ids are known.
-
-    Raises:
-        SpecbeamError: names what cannot be read.
     """
 
     def __init__(
@@ -77,13 +74,13 @@ class Prompts:
         self._source_ids = source_ids
         self._config = generation_config
         self._arguments = {name: value for name, value in arguments.items() if value is not None}
-        given = self._arguments.get(CACHE)
-        refuse(given is not None and not isinstance(given, Cache), f"{CACHE} of type {type(given).__name__}")
-        is_callers = getattr(given, "_is_user_defined", False)
+        cache = self._arguments.get(CACHE)
+        refuse(cache is not None and not isinstance(cache, Cache), f"{CACHE} of type {type(cache).__name__}")
+        is_callers = getattr(cache, "_is_user_defined", False)
         refuse(has_beams and is_callers, f"{CACHE} with beams")
         wanted = is_callers or (not has_beams and bool(generation_config.return_dict_in_generate))
-        self.cache: Cache | None = given if wanted else None
-        repeats = wanted and not is_callers and _is_dynamic(given)  # prefill each prompt once, and repeat its cache
+        self.cache: Cache | None = cache if wanted else None
+        repeats = wanted and not is_callers and _is_dynamic(cache)  # prefill each prompt once, and repeat its cache
         self._every = slice(None, None, 1 if wanted and not repeats else copies)
         if isinstance(backend, EncoderDecoderBackend):
             self.rows = self._encoded(backend, input_ids)
@@ -134,11 +131,11 @@ class Prompts:
         window = self._backend._window
         refuse(has_holes and window is not None, "a mask that hides tokens inside a prompt, with a sliding window")
         is_read = past > 0 or embeds is not None or "token_type_ids" in arguments or self.cache is not None
-        if (given := arguments.get("position_ids")) is not None:
-            usual, given = (mask.cumsum(-1) - 1)[: len(given)], given.to(mask.device)
-            is_last_usual = given.shape == usual.shape and torch.equal(given[:, -1], usual[:, -1])
+        if (positions := arguments.get("position_ids")) is not None:
+            usual, positions = (mask.cumsum(-1) - 1)[: len(positions)], positions.to(mask.device)
+            is_last_usual = positions.shape == usual.shape and torch.equal(positions[:, -1], usual[:, -1])
             refuse(not is_last_usual, "position_ids other than the usual")
-            is_read |= bool((given != usual)[mask[: len(given)]].any())
+            is_read |= bool((positions != usual)[mask[: len(positions)]].any())
         ids = input_ids.new_zeros(rows, mask.shape[1])
         if input_ids.shape[1]:
             ids[:, -input_ids.shape[1] :] = input_ids
@@ -187,7 +184,7 @@ class Prompts:
             ids = ids.repeat_interleave(len(input_ids) // len(ids), 0)[self._every]
         self.have_ids = ids is not unknown and ids.shape == read.shape
         ids = ids if self.have_ids else unknown
-        return [Prompt(own[row].tolist(), 0, source) for own, row, source in zip(ids, read, sources, strict=True)]
+        return [Prompt(i[row].tolist(), 0, source) for i, row, source in zip(ids, read, sources, strict=True)]
 
     def _prefill(self, input_ids: Tensor, **more: Any) -> Any:
         """The output of the model for some rows, read as in transformers."""

@@ -19,10 +19,10 @@ from specbeam.options.options import Options
 from specbeam.speech.audio import Samples, load
 from specbeam.speech.av_decoder import SAMPLE_RATE
 from specbeam.speech.clips import Clip, named_clips, spoken_clips, whole_file
-from specbeam.speech.features import FRAMES_PER_SECOND, LogMel
-from specbeam.speech.results import Segment, Transcript
+from specbeam.speech.log_mel import FRAMES_PER_SECOND, LogMel
+from specbeam.speech.requests import Steps, Task, run_together
 from specbeam.speech.settings import Settings
-from specbeam.speech.together import Steps, Task, run_together
+from specbeam.speech.transcript import Segment, Transcript
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.speech.windows import Transcriber, Windows, detect_language, window
 
@@ -107,11 +107,11 @@ def transcribe_stream(
     check: Callable[[], object] | None = None,
     **options: Any,
 ) -> TranscriptStream:
-    """Write down what is said in a file. Its segments come as soon as they are certain, in their order.
+    """Write down what is said in a file. Its segments come as soon as they are final, in their order.
 
     Args:
         engine: one that :func:`speech_engine` made, to share with others. Arguments else as for :func:`transcribe`.
-        check: called while speech is looked for, every 8 seconds of sound. An error of it ends the stream.
+        check: called while speech is looked for, every 8 seconds of audio. An error of it ends the stream.
     """
     settings = Settings.of({**options, "language": language, "task": task, "num_beams": num_beams})
     file = _File(audio, 0, check)
@@ -151,20 +151,20 @@ class _File:
         check: as for :func:`transcribe_stream`.
 
     Attributes:
-        transcript: what is certain so far.
+        transcript: its final segments so far.
     """
 
     def __init__(self, audio: Audio, number: int, check: Callable[[], object] | None = None) -> None:
         self._audio, self.number, self._check = audio, number, check
         self.transcript = Transcript(None, 1.0, 0.0)
-        self._parts: list[deque[Segment | None]] = []  # segments that are not certain yet, and None at the end of each
-        self._shown = 0  # parts whose segments are all certain
+        self._parts: list[deque[Segment | None]] = []  # segments that may still move, and None at the end of each
+        self._shown = 0  # parts whose segments are all final
 
     def steps(self, transcriber: Transcriber) -> Steps:
         """Read the file, find the language, and begin the parts."""
         settings, vocabulary = transcriber.settings, transcriber.vocabulary
         samples = load(self._audio)
-        mel = LogMel(samples, transcriber.bands)
+        mel = LogMel(samples, transcriber.mel_bins)
         chains = _chains(samples, mel, transcriber, self._check)
         first, probability = None, 1.0
         language = settings.language if vocabulary.is_multilingual else "en"
@@ -173,30 +173,32 @@ class _File:
             first = window(transcriber, mel, clip, 0, min(transcriber.frames, clip.frames))
             language, probability = yield from detect_language(transcriber, first)
         self.transcript = Transcript(language, probability, len(samples) / SAMPLE_RATE)
-        tasks, said = [], list[int]()
+        tasks, transcribed = [], list[int]()
         for part, clips in enumerate(chains):
-            tasks.append(Task(Windows(transcriber, mel, clips, language, first, said).segments(), self.number, part))
+            tasks.append(
+                Task(Windows(transcriber, mel, clips, language, first, transcribed).segments(), self.number, part)
+            )
             first = None
         self._parts = [deque() for _ in tasks]
         yield tasks
 
-    def certain(self, part: int | None, segment: Segment | None) -> Iterator[Segment]:
-        """Take in a segment of a part, or its end. Yields the segments before which no other can come any more."""
+    def final(self, part: int | None, segment: Segment | None) -> Iterator[Segment]:
+        """Take in a segment of a part, or its end. Yields final segments: no other can come before them any more."""
         if part is not None:
             self._parts[part].append(segment)
         while self._shown < len(self._parts) and self._parts[self._shown]:
-            if (found := self._parts[self._shown].popleft()) is None:
+            if (following := self._parts[self._shown].popleft()) is None:
                 self._shown += 1
             else:
-                self.transcript.segments.append(found)
-                yield found
+                self.transcript.segments.append(following)
+                yield following
 
 
 def _checked(lm: LanguageModel, draft: Draft | None) -> Draft | None:
     """The draft that a caller means, refused before a file is read if it cannot draft for the model."""
-    found: Draft | None = load_draft(lm, draft)
-    check_draft(lm, found, Options())
-    return found
+    loaded: Draft | None = load_draft(lm, draft)
+    check_draft(lm, loaded, Options())
+    return loaded
 
 
 def _run(
@@ -208,8 +210,8 @@ def _run(
     tasks = (Task(file.steps(transcriber), file.number) for file in files)
     for task, segment in run_together(engine, tasks, MAX_REQUESTS, draft):
         file = files[task.file]
-        for certain in file.certain(task.part, segment):
-            yield file, certain
+        for final in file.final(task.part, segment):
+            yield file, final
 
 
 def _chains(
@@ -218,15 +220,14 @@ def _chains(
     """The clips of a file, in chains whose windows follow each other. Chains do not depend on each other."""
     settings = transcriber.settings
     if settings.clip_timestamps is not None:
-        found = named_clips(settings.clip_timestamps, mel.frames)
-        return [found] if found else []
+        clips = named_clips(settings.clip_timestamps, mel.frames)
+        return [clips] if clips else []
     if not settings.vad_filter:
-        found = whole_file(mel.frames)
-        return [found] if found else []
+        clips = whole_file(mel.frames)
+        return [clips] if clips else []
     from specbeam.speech.vad import SPEECH_PAD_MS, stretches  # it is an extra
 
-    own: dict[str, Any] = {} if check is None else {"check": check}
     parameters = settings.vad_parameters or {}
-    speech = stretches(samples, **own, **parameters)
+    speech = stretches(samples, check=check, **parameters)
     pad = parameters.get("speech_pad_ms", SPEECH_PAD_MS) * FRAMES_PER_SECOND // 1000
     return [[clip] for clip in spoken_clips(speech, mel.frames, transcriber.frames, pad)]

@@ -25,14 +25,14 @@ from transformers.generation import (
     PrefixConstrainedLogitsProcessor,
 )
 
-from specbeam.backends.compat import CACHE, argument_of_generate
-from specbeam.backends.encoder_decoder import backend_of
 from specbeam.backends.transformers import check_weights, context_length_of
+from specbeam.backends.transformers.compat import CACHE, argument_of_generate
+from specbeam.backends.transformers.encoder_decoder import backend_of
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
-from specbeam.integrations.transformers_processors import BatchRows, check_processors, options_of
-from specbeam.integrations.transformers_prompts import Prompts, refuse
-from specbeam.integrations.transformers_steps import Details, Steps
+from specbeam.integrations.transformers.processors import BatchRows, check_processors, options_of
+from specbeam.integrations.transformers.prompts import Prompts, refuse
+from specbeam.integrations.transformers.steps import Details, Steps
 from specbeam.models.model import LanguageModel, warn_of_settings
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.options.options import MAX_DRAFT_SIZES
@@ -90,9 +90,9 @@ def _wrap(model: Any, tokenizer: Any, must_be_finite: bool = True) -> LanguageMo
     """The same without a warning."""
     if getattr(model, "generation_config", None) is None:  # a model without a head has None
         is_name = isinstance(model, str | os.PathLike)
-        given = f"model={model!r}" if is_name else f"an object of type {type(model).__name__}"
+        what = f"model={model!r}" if is_name else f"an object of type {type(model).__name__}"
         raise SpecbeamError(
-            f"{given} is no model of transformers that generates text: give what AutoModelForCausalLM.from_pretrained "
+            f"{what} is no model of transformers that generates text: give what AutoModelForCausalLM.from_pretrained "
             "or AutoModelForSeq2SeqLM.from_pretrained returns. specbeam.load takes names and folders"
         )
     defaults = GenerationDefaults(model.generation_config.to_dict(), "generation_config")
@@ -237,11 +237,13 @@ def generate(
         prompt = prompts.of_row(first, len(input_ids))
         begin = len(lm.backend.start_token_ids or prompt.token_ids)
         row = BatchRows(input_ids, first, begin, prompt.padding, beams)
-        own = options | options_of(logits_processor, row, options["eos_token_id"], do_sample)
-        own["min_new_tokens"] = min(own.get("min_new_tokens", 0), own["max_new_tokens"])
-        own["seed"] = _seed() if do_sample else None
+        of_row = options | options_of(logits_processor, row, options["eos_token_id"], do_sample)
+        of_row["min_new_tokens"] = min(of_row.get("min_new_tokens", 0), of_row["max_new_tokens"])
+        of_row["seed"] = _seed() if do_sample else None
         steps.append(Steps(row, criteria, details))
-        requests.append(engine.submit(prompt.token_ids, own, strategy=steps[-1].strategy, source=prompt.source, **how))
+        requests.append(
+            engine.submit(prompt.token_ids, of_row, strategy=steps[-1].strategy, source=prompt.source, **how)
+        )
     fill = _fill_value(generation_config, beams)
     if streamer is not None and not has_prompt:
         streamer.put(input_ids.cpu())
@@ -271,16 +273,13 @@ def generate(
     return OUTPUTS[bool(model.config.is_encoder_decoder), beams > 1](**outputs)
 
 
-def _draft(lm: LanguageModel, tokenizer: Any, **given: Any) -> dict[str, Any]:
+def _draft(lm: LanguageModel, tokenizer: Any, **arguments: Any) -> dict[str, Any]:
     """The draft that one of the arguments asks for, as an argument of ``Engine.submit``; empty without one.
 
     Args:
         tokenizer: of a draft that is a model of transformers.
-
-    Raises:
-        SpecbeamError: two of them ask for one.
     """
-    asked = {name: value for name, value in given.items() if value is not None}
+    asked = {name: value for name, value in arguments.items() if value is not None}
     if len(asked) > 1:
         raise SpecbeamError(f"{' and '.join(asked)} each ask for a draft: leave out all but one")
     if "prompt_lookup_num_tokens" in asked:
