@@ -150,22 +150,6 @@ def names_one(text: str, kind: str) -> bool:
     return is_name(text) or text in entry_point_names(kind)
 
 
-def is_own_drafter(draft: str) -> bool:
-    """Whether a text names a drafter of the caller's own, and no model.
-
-    Raises:
-        SpecbeamError: it names both.
-    """
-    from specbeam.checkpoints.sources.registry import ALIASES
-
-    if is_name(draft):
-        return True
-    is_entry_point = draft in entry_point_names("drafter")
-    if is_entry_point and (draft in ALIASES or Path(draft).exists()):
-        raise SpecbeamError(f"draft={draft!r} is an entry point and a model: give the one's module:name, or ./{draft}")
-    return is_entry_point
-
-
 def qualified_name(plugin: Any) -> str:
     """The name of an object of the user's own as receipts show it: ``module:name``."""
     plugin = getattr(plugin, "func", plugin)  # of functools.partial

@@ -23,7 +23,7 @@ from specbeam.errors import SpecbeamError, shown
 from specbeam.jobs.atomic import replacing
 from specbeam.jobs.formats import ROW_DECODER, JsonlRows, Row, Rows, seekable
 from specbeam.jobs.journal import json_line
-from specbeam.options.names import LOOKUPS, NO_DRAFT
+from specbeam.options.names import NO_DRAFT
 from specbeam.system.extras import require
 
 if TYPE_CHECKING:
@@ -116,13 +116,11 @@ def make_answers(given: argparse.Namespace) -> Answers:
     from specbeam.server.models import Models
 
     lm = load_model(given)
-    draft, drafts = load_draft(given, lm), dict[str, Any]()
-    default = draft if draft in (None, *LOOKUPS) else "draft"
-    if default == "draft":
-        drafts["draft"] = draft
+    draft = load_draft(given, lm)
+    drafts = {} if draft is None else {"draft": draft}
     name = Path(given.model).resolve().name if Path(given.model).exists() else given.model
     limits = Limits(max_requests=given.batch_size, max_waiting=MAX_WAITING)
-    models = Models({name: lm}, drafts, default or NO_DRAFT, limits)
+    models = Models({name: lm}, drafts, next(iter(drafts), NO_DRAFT), limits)
     models.start()
     return partial(answers, make_app(models, limits), asyncio.Runner(), BATCHES_AT_ONCE * given.batch_size)
 

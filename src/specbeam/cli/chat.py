@@ -153,7 +153,7 @@ class Chat:
         Options.of(sampling.fill(self.given))
         self.engine = Engine(lm, max_requests=1)
         self.lm, self.draft, self.sampling = lm, draft, sampling
-        self.has_template = not self.raw and lm.tokenizer is not None and bool(lm.tokenizer.chat_template)
+        self.has_template = not self.raw and lm.has_chat_template
 
     def check_draft(self) -> None:
         """Raise SpecbeamError for options of drafts that have no effect with this draft, or without one."""

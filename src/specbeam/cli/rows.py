@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbeam import plugins
-from specbeam.cli.arguments import load_strategy, own_drafter, typed_text
+from specbeam.cli.arguments import load_strategy, typed_text
 from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
+from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import FAILED, SpecbeamError, located, shown_counts
-from specbeam.options.names import LOOKUPS
 from specbeam.options.options import ARGUMENTS, Options, check_names
 
 if TYPE_CHECKING:
@@ -455,7 +455,7 @@ def _contents(given: argparse.Namespace) -> list[str]:
     if strategy is not None and (file := plugins.source_file(strategy)) is not None:
         found.append(hashlib.sha256(file.read_bytes()).hexdigest())
     draft, corpus = (getattr(given, name, None) for name in ("draft", "draft_corpus"))  # not all commands have them
-    if draft not in (None, *LOOKUPS) and own_drafter(draft) is None:
+    if draft_kind(draft) == "model":
         found.append(open_checkpoint(locate(draft)).fingerprint())
     if corpus is not None:
         texts = [row.prompt for row in read_rows(None, corpus)]

@@ -177,7 +177,7 @@ def encode_answers(
         if isinstance(messages[0], int):
             raise SpecbeamError("texts follow a text or messages, not token ids: give the prompt as text")
         encode(lm, messages, raw=raw, most=room(lm, False))  # whatever is wrong with it is named
-        templated = not raw and bool(lm.tokenizer.chat_template)
+        templated = not raw and lm.has_chat_template
         joined = "\n\n".join(message["content"] for message in messages)
         before = render(lm.tokenizer, messages) if templated else joined
         is_fresh = templated and (messages[-1]["role"] != "assistant" or not messages[-1]["content"])
@@ -235,7 +235,7 @@ def _encode_text(
 ) -> list[int]:
     if lm.tokenizer is None:
         raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
-    templated = not raw and bool(lm.tokenizer.chat_template)
+    templated = not raw and lm.has_chat_template
     tokenizer, hidden = lm.tokenizer, None
     given = [*messages, dict(rendering.chat_template_kwargs), dict(rendering.tools)]
     if control_tokens is not None and templated and (hidden := control_tokens.hide(given)) is not None:
@@ -290,7 +290,7 @@ def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[
 
 def last_message(lm: LanguageModel, prompt: Any, *, raw: bool = False) -> str | None:
     """The last message of a prompt, without the chat template around it; None for a prompt that has no template."""
-    if raw or lm.tokenizer is None or not lm.tokenizer.chat_template:
+    if raw or not lm.has_chat_template:
         return None
     last = check(lm, prompt)[-1]
     return last["content"] if isinstance(last, dict) else None

@@ -208,7 +208,7 @@ class ServedModel:
         Raises:
             Refusal: there is no chat template.
         """
-        if not self.lm.tokenizer.chat_template:
+        if not self.lm.has_chat_template:
             raise Refusal(f"{self.name} has no chat template: use /v1/completions", "model", "no_chat_template")
 
     def tool_format(self, field: str) -> ToolFormat:
@@ -252,7 +252,7 @@ class Models:
 
     Args:
         lms: loaded models by name.
-        drafts: draft models and drafters of the operator's own, by name.
+        drafts: the operator's, by name. Lookups have their own names, too.
         default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none". In place
             of a draft model that reads sound, a model that reads text has the first one that reads text, and the
             reverse.

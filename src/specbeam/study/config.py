@@ -9,11 +9,12 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any
 
+from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import SpecbeamError, located
 from specbeam.models.model import Placement
-from specbeam.options.names import LOOKUPS, nearest_name
+from specbeam.options.names import nearest_name
 from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
-from specbeam.plugins import entry_point_names, is_name, is_own_drafter
+from specbeam.plugins import entry_point_names, is_name
 from specbeam.structured.grammar import DESCRIPTIONS
 from specbeam.study.tables import KNOWN, own_name
 
@@ -353,8 +354,7 @@ def _refuse_without_effect(study: Study, found: list[Method]) -> None:
         raise SpecbeamError(
             "decode.do_sample=true has no effect: it is for speculative; give decode.mode=sample, or leave it out"
         )
-    models = [m.draft for m in found if m.draft not in (None, *LOOKUPS) and not is_own_drafter(m.draft)]
-    if study.draft.quantize is not None and not models:
+    if study.draft.quantize is not None and not any(draft_kind(method.draft) == "model" for method in found):
         raise SpecbeamError(
             f"draft.quantize={study.draft.quantize} has no effect: no draft is a model; give draft_model=MODEL"
         )

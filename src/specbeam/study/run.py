@@ -13,11 +13,11 @@ from typing import Any
 
 from specbeam import plugins
 from specbeam.checkpoints import locate, open_checkpoint
+from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
 from specbeam.jobs.launchers import crew_on_ray, run_here
-from specbeam.options.names import LOOKUPS
 from specbeam.study.composition import as_yaml
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
@@ -315,11 +315,11 @@ def _sources(study: Study) -> dict[str, Path]:
     """
     compared = methods(study)
     own = {(m.strategy, "strategy") for m in compared if m.strategy is not None}
-    own |= {(m.draft, "drafter") for m in compared if m.draft is not None and plugins.is_own_drafter(m.draft)}
+    own |= {(m.draft, "drafter") for m in compared if draft_kind(m.draft) == "custom"}
     own_files = {name: plugins.source_file(plugins.resolve(name, kind, from_here=True)) for name, kind in sorted(own)}
-    wanted = [study.target_model, *(m.draft for m in compared), *study.metrics.perplexity]
-    names = dict.fromkeys(name for name in wanted if name not in (None, *LOOKUPS, "target", *own_files))
-    found = {str(name): locate(str(name)) for name in names}
+    draft_models = [m.draft for m in compared if draft_kind(m.draft) == "model"]
+    judges = [name for name in study.metrics.perplexity if name != "target"]
+    found = {name: locate(name) for name in map(str, [study.target_model, *draft_models, *judges])}
     for name, path in [*found.items()]:
         if (checkpoint := open_checkpoint(path)).adapter is not None:
             found[f"{name} (base model)"] = checkpoint.path

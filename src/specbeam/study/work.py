@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -14,11 +14,11 @@ import numpy as np
 
 from specbeam import plugins
 from specbeam.api.scoring import score
+from specbeam.drafting.resolve import resolve_draft
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel, load
 from specbeam.models.prompts import encode, last_message, show_prompt, tokenize
-from specbeam.options.names import LOOKUPS
 from specbeam.options.options import Options
 from specbeam.recording.events import LIKELIEST, Event, events, finite
 from specbeam.study.config import Method, Study, check, methods
@@ -58,11 +58,8 @@ class Work:
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
         """The target and its draft: a draft model, "ngram", "suffix", a drafter of the user's own or None."""
         target = self._model(self.study.target_model, method.load)
-        if method.draft is None or method.draft in LOOKUPS:
-            return target, method.draft
-        if plugins.is_own_drafter(method.draft):
-            return target, plugins.resolve(method.draft, "drafter", from_here=True)
-        return target, self._model(method.draft, method.draft_load)
+        load = partial(self._model, how=method.draft_load)
+        return target, resolve_draft(method.draft, load, from_here=True)
 
     def _model(self, source: str, how: Mapping[str, Any]) -> LanguageModel:
         """A model, which is loaded once for each way to load it."""
@@ -141,7 +138,7 @@ class Work:
     def _asked(self, lm: LanguageModel, job: Job) -> tuple[Any, dict[str, Any]]:
         """The prompt of a job, and the options that say how to read it."""
         chat = self.study.chat
-        if chat.raw or lm.tokenizer is None or not lm.tokenizer.chat_template:
+        if chat.raw or not lm.has_chat_template:
             return job["prompt"], {"raw": chat.raw}
         return job["messages"], {"system": chat.system_prompt if chat.use_system_prompt else None}
 
