@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam.cli.arguments import load_draft, load_model
 from specbeam.cli.rows import OPTION_NAMES, Answer, Answers, NumberedItem, Task
 from specbeam.errors import SpecbeamError, shown
-from specbeam.jobs.atomic import replacing
+from specbeam.jobs.files import replacing
 from specbeam.jobs.formats import ROW_DECODER, JsonlRows, Row, Rows, seekable
 from specbeam.jobs.journal import json_line
 from specbeam.options.names import NO_DRAFT

@@ -199,7 +199,7 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
             raise KeyboardInterrupt(f"{printer.finished:,} of {len(rows):,} prompts were finished")
         raise KeyboardInterrupt
     if given.record is not None and not printer.failed:
-        from specbeam.jobs.atomic import write_whole
+        from specbeam.jobs.files import write_whole
         from specbeam.recording.events import event_line, events
         from specbeam.recording.replay import replay_page
 

@@ -56,7 +56,7 @@ def printing_to(file: str | None) -> Iterator[TextIO]:
     if file is None or file == "-":
         yield sys.stdout
         return
-    from specbeam.jobs.atomic import replacing
+    from specbeam.jobs.files import replacing
 
     path = Path(file)
     if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe cannot be replaced

@@ -26,8 +26,8 @@ from specbeam.options.options import ARGUMENTS, Options, check_names
 if TYPE_CHECKING:
     from specbeam.api.scoring import Text
     from specbeam.jobs import Work
-    from specbeam.jobs.finished_rows import FinishedRows
     from specbeam.jobs.formats import Rows, Type
+    from specbeam.jobs.progress import Progress
 
 Asked = TypeVar("Asked")
 NumberedItem = tuple[int, Any]
@@ -47,8 +47,6 @@ SETTINGS_WITHOUT_EFFECT = (
 BATCHES_PER_JOB = 4
 """A worker of a cluster gets this many batches at a time, and this many are kept together. With few batches, many
 passes run half empty for the job's last texts."""
-SECONDS_PER_LINE = 5.0
-"""Without a terminal, a line says this often how many rows are finished."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,8 @@ def run_rows(
         task_of: what to do with the rows. It raises SpecbeamError for columns that IN does not have.
         open_input: opens IN; None for a file whose ending says what it is.
     """
+    from specbeam.jobs.files import locked
     from specbeam.jobs.formats import DELIMITERS, ending_of
-    from specbeam.jobs.lock import locked
 
     for name in ("batch_size", "limit"):
         if (number := getattr(given, name)) is not None and number < 1:
@@ -159,8 +157,9 @@ def _run_alone(
     output: Path,
 ) -> int:
     """Make the answers for the rows that are not finished, and write all rows. Returns the exit status."""
-    from specbeam.jobs.finished_rows import FinishedRows
+    from specbeam.jobs.finished import FinishedRows
     from specbeam.jobs.formats import chunks, open_rows, writer
+    from specbeam.jobs.progress import Progress
 
     with (open_input or partial(open_rows, delimiter=given.delimiter))(source, given.limit) as rows:
         task = task_of(rows)
@@ -180,15 +179,16 @@ def _run_alone(
         end = Summary(task)
         with (
             FinishedRows(output, fingerprint(rows.digest, task.facts, given), len(rows)) as finished,
-            Progress(finished, len(rows)) as progress,
+            Progress(progress_line, len(rows), finished.count, unit="row") as progress,
         ):
-            if output.exists() and finished.count < len(rows):
+            earlier = finished.count
+            if output.exists() and earlier < len(rows):
                 raise SpecbeamError(f"{output} is there already: delete it, or name another")
 
             def keep(answers: list[Answer]) -> None:
                 finished.add(answers)
                 end.made(answers)
-                progress.kept()
+                progress.show(finished.count)
 
             def cells() -> Iterator[Answer]:
                 for number, answer in enumerate(finished, 1):
@@ -199,7 +199,7 @@ def _run_alone(
             size = BATCHES_PER_JOB * given.batch_size
             try:
                 if cluster is None:
-                    work_here(task, todo, size, keep, progress.told)
+                    work_here(task, todo, size, keep, lambda more: progress.show(finished.count + more))
                 else:
                     work_on_ray(task, chunks(todo, size), keep, cluster)
                 with finished.reporting_kept_rows():
@@ -209,7 +209,7 @@ def _run_alone(
                 where = f", in {finished.path}. The same command goes on from there" if finished.count else ""
                 raise KeyboardInterrupt(kept + where) from None
         finished.path.unlink(missing_ok=True)
-    print(*end.lines(len(rows), progress.earlier, output), sep="\n", file=sys.stderr)
+    print(*end.lines(len(rows), earlier, output), sep="\n", file=sys.stderr)
     return FAILED if end.failed else 0
 
 
@@ -218,14 +218,14 @@ def work_here(
     todo: Iterator[NumberedItem],
     size: int,
     keep: Callable[[list[Answer]], object],
-    tell: Callable[[], object],
+    tell: Callable[[int], object],
 ) -> None:
     """Make answers in this process, and keep ``size`` at a time, and the rest when it ends, for whatever reason."""
     made: list[Answer] = []
     try:
         for answer in answers_here(task, todo):
             made.append(answer)
-            tell()
+            tell(len(made))
             if len(made) == size:
                 whole, made = made, []
                 keep(whole)
@@ -326,50 +326,11 @@ class Summary:
         yield f"[{rows:,} rows{before}, {self.failed:,} failed, {speed}, {seconds:,.1f} s, in {output}]"
 
 
-class Progress:
-    """How many rows are finished: a bar on a terminal, and elsewhere a line every few seconds.
-
-    Attributes:
-        earlier: rows that an earlier process finished.
-    """
-
-    def __init__(self, finished: FinishedRows, total: int) -> None:
-        from tqdm import tqdm
-
-        self._finished, self._total, self.earlier = finished, total, finished.count
-        self._bar = tqdm(total=total, initial=finished.count, unit="row", disable=None)
-        self._running = 0  # finished rows that are not kept yet
-        self._said_at = time.monotonic()
-        self._first: tuple[int, float] | None = None  # finished rows, and the time, once the models are loaded
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def told(self) -> None:
-        """A row is finished. It is kept together with others."""
-        self._running += 1
-        self._show()
-
-    def kept(self) -> None:
-        """All finished rows are kept."""
-        self._running = 0
-        self._show()
-
-    def _show(self) -> None:
-        done = self._finished.count + self._running
-        self._bar.update(done - self._bar.n)
-        now = time.monotonic()
-        first, began_at = self._first = self._first or (done, now)
-        if self._bar.disable and done < self._total and now - self._said_at >= SECONDS_PER_LINE:
-            self._said_at = now
-            left = ""
-            if done > first:
-                speed = (done - first) / (now - began_at)
-                left = f", {speed:,.1f} rows/s, about {(self._total - done) / speed:,.0f} s left"
-            print(f"specbeam: {done:,} of {self._total:,} rows{left}", file=sys.stderr, flush=True)
+def progress_line(progress: Progress) -> str:
+    left = ""
+    if progress.per_second is not None:
+        left = f", {progress.per_second:,.1f} rows/s, about {progress.seconds_left:,.0f} s left"
+    return f"specbeam: {progress.done:,} of {progress.total:,} rows{left}"
 
 
 def notices(source: Path, columns: list[str], reads: Sequence[str], added: dict[str, str]) -> Iterator[str]:

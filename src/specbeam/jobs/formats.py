@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.atomic import replacing
+from specbeam.jobs.files import replacing
 from specbeam.jobs.journal import json_line
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from specbeam.jobs.atomic import write_whole
+from specbeam.jobs.files import write_whole
 from specbeam.recording.replay import replay_page
 from specbeam.study import plots
 from specbeam.study.composition import as_yaml

@@ -12,16 +12,13 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specbeam.backends.devices import name_of_gpu
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.atomic import replacing, write_whole
+from specbeam.jobs.files import locked, replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
-from specbeam.jobs.lock import locked
-from specbeam.recording.events import Event
 from specbeam.study.composition import leaves
 
 Record = dict[str, Any]
@@ -85,6 +82,31 @@ def latest_run() -> Path:
     return max(written, key=written.__getitem__)
 
 
+class Entries(dict[str, Any]):
+    """The entries of a journal by their keys, in memory and on the disk.
+
+    Args:
+        part: the only part of an entry that is kept in memory; None keeps all of it.
+    """
+
+    def __init__(self, path: Path, part: str | None = None) -> None:
+        super().__init__()
+        self._path, self._part = path, part
+        self._journal = Journal(path, self._take)
+
+    def _take(self, entry: Entry, _: int = 0) -> None:
+        key = checked(entry, self._path)["key"]
+        self[key] = entry if self._part is None else entry[self._part]
+
+    def add(self, entry: Entry) -> None:
+        self._take(entry)
+        with reporting_full_disk(self._path.parent):
+            self._journal.append(entry)
+
+    def close(self) -> None:
+        self._journal.close()
+
+
 class Run:
     """A run's folder, which one process at a time writes to.
 
@@ -102,10 +124,6 @@ class Run:
     def __init__(self, folder: Path, fingerprint: Mapping[str, Any], config: str) -> None:
         self.folder = folder
         self.fingerprint = json.loads(json.dumps(fingerprint))
-        self.records: dict[str, Record] = {}
-        self.scores: dict[str, Any] = {}
-        self.recordings: dict[str, list[Event]] = {}
-        self._journals: dict[str, Journal] = {}
         with ExitStack() as opened:
             self._open(opened, config)
             self._opened = opened.pop_all()
@@ -130,36 +148,9 @@ class Run:
             if before is None:
                 write_whole(folder / CONFIG, config)
                 write_whole(folder / FINGERPRINT, json.dumps(self.fingerprint, indent=2, ensure_ascii=False) + "\n")
-            for name in (GENERATIONS, SCORES, RECORDINGS):
-                self._journals[name] = opened.enter_context(closing(Journal(folder / name, partial(self._take, name))))
-
-    def _take(self, name: str, entry: Entry, _: int = 0) -> None:
-        """Keep an entry of a journal in memory."""
-        key = checked(entry, self.folder / name)["key"]
-        if name == GENERATIONS:
-            self.records[key] = entry
-        elif name == SCORES:
-            self.scores[key] = entry["scores"]
-        else:
-            self.recordings[key] = entry["events"]
-
-    def _add(self, name: str, entry: Entry) -> None:
-        """Keep an entry in memory and on the disk."""
-        self._take(name, entry)
-        with reporting_full_disk(self.folder):
-            self._journals[name].append(entry)
-
-    def add(self, record: Record) -> None:
-        """Keep a finished generation."""
-        self._add(GENERATIONS, record)
-
-    def add_scores(self, key: str, scores: dict[str, Any]) -> None:
-        """Keep the scores of a generation."""
-        self._add(SCORES, {"key": key, "scores": scores})
-
-    def add_recording(self, key: str, events: list[Event]) -> None:
-        """Keep the recording of a generation."""
-        self._add(RECORDINGS, {"key": key, "events": events})
+            self.records = opened.enter_context(closing(Entries(folder / GENERATIONS)))
+            self.scores = opened.enter_context(closing(Entries(folder / SCORES, "scores")))
+            self.recordings = opened.enter_context(closing(Entries(folder / RECORDINGS, "events")))
 
     def close(self) -> None:
         self._opened.close()

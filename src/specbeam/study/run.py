@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ from specbeam import plugins
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
+from specbeam.jobs.files import write_whole
 from specbeam.jobs.launchers import crew_on_ray, run_here
+from specbeam.jobs.progress import Progress
 from specbeam.study.composition import as_yaml
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
 from specbeam.study.execution import completion_of, passes
 from specbeam.study.metrics import OwnMetrics, finished
-from specbeam.study.progress import Progress
 from specbeam.study.results import (
     SUMMARY,
     Record,
@@ -44,6 +45,9 @@ logger = logging.getLogger("specbeam")
 
 KEYS_WITHOUT_EFFECT = ("output", "tracking", "launcher", "report")
 """Keys of the configuration that do not change what a run keeps. Neither do the user's own metrics."""
+
+SECONDS_PER_LINE = 30.0
+"""A study takes hours. Without a terminal, a line is printed at most this often."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -92,7 +96,15 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
             last.callback(run.close)
             tracker = tracker_of(study, folder)
             last.callback(tracker.close)
-            progress = last.enter_context(Progress([m.name for m in methods(study)], total))
+            names = [method.name for method in methods(study)]
+            shown = Progress(
+                progress_line,
+                total,
+                len(run.records),
+                seconds_per_line=SECONDS_PER_LINE,
+                table=lambda progress: progress_table(names, [*run.records.values()], progress_line(progress)),
+            )
+            progress = last.enter_context(shown)
 
             def follow(record: Record) -> None:
                 own.measure(record)
@@ -100,14 +112,13 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
 
             for record in run.records.values():
                 follow(record)
-                progress.take(record)
             work = cache(partial(Work, config))
             earlier = _seconds(run)
             _generate(study, config, rows, run, work, follow, progress)
             generating = _seconds(run)
-            progress.say("scoring the texts")
+            progress.activity = "scoring the texts"
             _score(study, run, work)
-            progress.say("recording what the report shows")
+            progress.activity = "recording what the report shows"
             first = [key_of(method.name, rows[0].id, 0, 0) for method in methods(study)]
             _record(run, work, first)
             records = [
@@ -121,7 +132,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
             with reporting_full_disk(folder):
                 write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
                 write_parquet(folder / "generations.parquet", records)
-                progress.say("writing the report")
+                progress.activity = "writing the report"
                 page = write_report(
                     folder,
                     title=study.project_name,
@@ -139,6 +150,35 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     failed = sum(record["error"] is not None for record in records)
     show(f"{len(records)} generations, {failed} failed: {page}")
     return folder
+
+
+def progress_line(progress: Progress) -> str:
+    left = None if progress.seconds_left is None else f"{timedelta(seconds=round(progress.seconds_left))} left"
+    return ", ".join(filter(None, [f"{progress.done} of {progress.total} generations", left, progress.activity]))
+
+
+def progress_table(methods: Sequence[str], records: list[Record], caption: str) -> Any:
+    """How far each method is, and how fast."""
+    from rich.table import Table
+
+    table = Table(caption=caption, box=None, pad_edge=False, caption_justify="left")
+    for name in ("method", "done", "failed", "tokens/s", "steps/pass", "accepted"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method in methods:
+        done = [record for record in records if record["method"] == method]
+        stats = [record["stats"] for record in done if record["error"] is None]
+        seconds = sum(s["seconds"] for s in stats)
+        drafted = sum(s["drafted"] for s in stats)
+        steps = [s["steps_per_target_pass"] for s in stats if s["steps_per_target_pass"] is not None]
+        table.add_row(
+            method,
+            str(len(done)),
+            str(len(done) - len(stats)),
+            f"{sum(s['new_tokens'] for s in stats) / seconds:.1f}" if seconds else "-",
+            f"{sum(steps) / len(steps):.2f}" if steps else "-",
+            f"{sum(s['accepted'] for s in stats) / drafted:.0%}" if drafted else "-",
+        )
+    return table
 
 
 def header(study: Study, about: Mapping[str, Any], records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -205,9 +245,9 @@ def _generate(
     """
 
     def loaded() -> Work:
-        progress.say("loading")
+        progress.activity = "loading"
         made = work()
-        progress.say("")
+        progress.activity = ""
         return made
 
     def keep(job: Any, result: Any) -> None:
@@ -215,9 +255,9 @@ def _generate(
             if isinstance(result, SpecbeamError):
                 raise result
             result = begun(job) | {"error": " ".join(str(result).split()), "wall": 0.0}
-        run.add(result)
+        run.records.add(result)
         follow(result)
-        progress.take(result, made_now=True)
+        progress.show(len(run.records))
 
     with ExitStack() as last:
         crew: Crew | None = None
@@ -228,7 +268,8 @@ def _generate(
             elif jobs:
                 if crew is None:
                     how = {key: value for key, value in vars(study.launcher).items() if key != "name"}
-                    crew = last.enter_context(crew_on_ray(partial(Work, config), keep, warn=progress.say, **how))
+                    warn = partial(setattr, progress, "activity")
+                    crew = last.enter_context(crew_on_ray(partial(Work, config), keep, warn=warn, **how))
                 crew.do(jobs)
 
 
@@ -252,7 +293,7 @@ def _record(run: Run, work: Callable[[], Work], first: Sequence[str]) -> None:
         except Exception as error:  # the report does without it
             logger.warning("%s was not recorded: %s", key, " ".join(str(error).split()))
         else:
-            run.add_recording(key, events)
+            run.recordings.add({"key": key, "events": events})
 
 
 def with_recording(record: Record, recordings: Mapping[str, Any], first: Sequence[str]) -> Record:
@@ -284,7 +325,7 @@ def _score(study: Study, run: Run, work: Callable[[], Work]) -> None:
                 program = completion_of(record["text"], problem["entry_point"])
                 scores["passed"], scores["reason"] = passes(problem, program)
             known[same] = scores
-        run.add_scores(record["key"], known[same])
+        run.scores.add({"key": record["key"], "scores": known[same]})
 
 
 def _summarize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbeam.jobs.atomic import write_whole
+from specbeam.jobs.files import write_whole
 from specbeam.plugins import GROUPS, is_name
 from specbeam.study.plots import SERIES, extent, interval
 from specbeam.study.words import between, between_ratios, number, settled
