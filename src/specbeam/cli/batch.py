@@ -18,7 +18,7 @@ from specbeam.cli.arguments import (
     options_of,
     typed_text,
 )
-from specbeam.cli.prompts import read_lines, read_text
+from specbeam.cli.prompts import Template, read_lines, read_text
 from specbeam.cli.rows import (
     OPTION_NAMES,
     Answer,
@@ -32,7 +32,6 @@ from specbeam.cli.rows import (
     run_rows,
     scored,
 )
-from specbeam.cli.templates import Template
 from specbeam.errors import SpecbeamError, located
 from specbeam.options.options import Options
 

@@ -23,8 +23,7 @@ from specbeam.cli.arguments import (
     load_model,
     values_of,
 )
-from specbeam.cli.generate import drain, summary
-from specbeam.cli.interrupts import CtrlCCancels
+from specbeam.cli.generate import CtrlCCancels, drain, summary
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.cli.repetition import repeated_end
 from specbeam.errors import FAILED, SpecbeamError, shown

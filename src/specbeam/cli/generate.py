@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specbeam.cli.arguments import (
@@ -23,7 +25,6 @@ from specbeam.cli.arguments import (
     load_strategy,
     options_of,
 )
-from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import check_writable, json_line, one_line, print_lines, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
@@ -211,6 +212,38 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
             content = "".join(f"{event_line(event)}\n" for event in recording)
         write_whole(Path(given.record).resolve(), content)
     return printer.failed
+
+
+class CtrlCCancels:
+    """In this block Ctrl-C ends requests between two passes, so that their texts so far are whole.
+
+    A second one interrupts. A background job of a shell ignores Ctrl-C, and goes on doing so.
+
+    Attributes:
+        pressed: whether Ctrl-C was pressed. It has no lock, which a second Ctrl-C could find held by the first one's
+            handler.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.pressed = False
+        self._requests = requests
+        self._before: Any = signal.SIG_IGN
+
+    def __enter__(self) -> CtrlCCancels:
+        self._before = signal.getsignal(SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(SIGINT, self._cancel)
+        return self
+
+    def _cancel(self, *_: Any) -> None:
+        self.pressed = True
+        signal.signal(SIGINT, self._before)
+        for request in self._requests:
+            request.cancel()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not signal.SIG_IGN:
+            signal.signal(SIGINT, self._before)
 
 
 class Printer:

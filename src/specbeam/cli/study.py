@@ -131,9 +131,8 @@ def print_table(folder: Path) -> None:
 
     from specbeam.study.report import failed_metrics, spread
     from specbeam.study.run import summary_of
-    from specbeam.study.statistics import MIN_VALUES_FOR_INTERVAL
+    from specbeam.study.statistics import MIN_VALUES_FOR_INTERVAL, settled, too_few
     from specbeam.study.tables import measured, own_columns
-    from specbeam.study.words import settled, too_few
 
     summary = summary_of(folder)
     methods = summary["methods"]
@@ -178,8 +177,8 @@ def figure(estimate: Mapping[str, Any], name: str, form: str, n: int, with_inter
 def compare(before: Path, after: Path, as_json: bool) -> int:
     """Print how a run differs from an earlier one. Returns 1 if a method became significantly slower, else 0."""
     from specbeam.study.results import read
+    from specbeam.study.statistics import settled, too_few
     from specbeam.study.summary import diff
-    from specbeam.study.words import settled, too_few
 
     (_, a, _), (_, b, _) = read(before), read(after)
     found = diff(a, b)

@@ -62,7 +62,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
     from hydra.errors import MissingConfigException
     from omegaconf import OmegaConf, open_dict
 
-    from specbeam.study.vocabulary import MODES, OwnFiles, in_our_words
+    from specbeam.study.aliases import MODES, OwnFiles, in_our_words
 
     parsed = _parsed(overrides)
     for override in parsed:
@@ -226,7 +226,7 @@ def _parsed(overrides: Sequence[str]) -> list[Any]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    from specbeam.study.vocabulary import overrides_in_our_words
+    from specbeam.study.aliases import overrides_in_our_words
 
     words = [HOME.sub(lambda found: found[1] or f"'{_unescaped(found[0].rstrip())}'", word) for word in overrides]
     try:

@@ -12,8 +12,6 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbeam.study.words import short
-
 if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -338,6 +336,10 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         "Dot plot of tokens per pass of the target by category. " + "; ".join(map(described, drafting)) + ".",
         draw,
     )
+
+
+def short(text: str, max_characters: int = 32) -> str:
+    return text if len(text) <= max_characters else text[: max_characters - 1].rstrip() + "…"
 
 
 def interval(method: Mapping[str, Any], metric: str) -> Mapping[str, Any] | None:

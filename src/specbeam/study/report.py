@@ -17,8 +17,8 @@ from specbeam.study.composition import as_yaml
 from specbeam.study.metrics import finished
 from specbeam.study.results import Record, file_name
 from specbeam.study.samples import samples
+from specbeam.study.statistics import between, number, settled, several, times, too_few
 from specbeam.study.tables import tables, write_tables
-from specbeam.study.words import between, number, settled, several, short, times, too_few
 
 MAX_FAILURES_LISTED = 50
 MAX_ERROR_CHARACTERS = 300
@@ -120,7 +120,7 @@ def render(
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["svg"] = Markup  # plots' own text is escaped where it is drawn
-    failed = [(r["key"], short(r["error"], MAX_ERROR_CHARACTERS)) for r in records if r["error"]]
+    failed = [(r["key"], plots.short(r["error"], MAX_ERROR_CHARACTERS)) for r in records if r["error"]]
     return environment.get_template("report.html.j2").render(
         title=title,
         about=about(summary["methods"], records),
@@ -194,7 +194,9 @@ def failed_metrics(summary: Mapping[str, Any]) -> Iterator[Markup]:
     for name, reasons in summary.get("failed_metrics", {}).items():
         key, why = next(iter(reasons.items()))
         on = several(len(reasons), "generation")
-        yield say("The metric {} failed on {}; the first is {}: {}.", name, on, key, short(why, MAX_ERROR_CHARACTERS))
+        yield say(
+            "The metric {} failed on {}; the first is {}: {}.", name, on, key, plots.short(why, MAX_ERROR_CHARACTERS)
+        )
 
 
 def spread(fastest: Mapping[str, Any]) -> Iterator[Markup]:

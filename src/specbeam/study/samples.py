@@ -9,7 +9,7 @@ from typing import Any
 
 from specbeam.study.metrics import finished
 from specbeam.study.results import Record
-from specbeam.study.words import several
+from specbeam.study.statistics import several
 
 MAX_SAMPLES = 5
 MAX_ROUNDS_PER_SAMPLE = 3

@@ -1,11 +1,12 @@
-"""Confidence intervals and tests: of a mean, and of a ratio between methods on the same rows."""
+"""Means and ratios of measurements, with confidence intervals and tests, and how a report writes them."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -129,7 +130,48 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     adjusted = [0.0] * len(p_values)
     largest = 0.0
-    for rank, number in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[number]))
-        adjusted[number] = largest
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
     return adjusted
+
+
+def number(value: float | None) -> str:
+    """A number with three significant digits, and all digits before the point."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    digits = max(0, min(4, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{digits}f}"
+
+
+def between(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
+    """The interval of an estimate; "" if there is none, or it has no width."""
+    low, high = estimate["low"], estimate["high"]
+    return "" if low is None or low == high else f"{number(low * scale)}–{number(high * scale)}"
+
+
+def settled(comparison: Mapping[str, Any]) -> bool:
+    """Whether measurements settle which of two quantities is larger (:attr:`Comparison.settled`)."""
+    return Comparison(**comparison).settled
+
+
+def too_few(n: int) -> str:
+    """Why there is no interval."""
+    return f"n={n}: too few for an interval"
+
+
+def between_ratios(comparison: Mapping[str, Any]) -> str:
+    """The interval of a ratio; "" if it has no interval."""
+    return "" if comparison["low"] is None else f"{comparison['low']:.2f}–{comparison['high']:.2f}"
+
+
+def times(comparison: Mapping[str, Any]) -> str:
+    """A speed-up in words, with its interval if it has one."""
+    within = between_ratios(comparison)
+    return f"{comparison['ratio']:.2f} times" + (f" ({within})" if within else "")
+
+
+def several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

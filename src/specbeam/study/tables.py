@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from specbeam.jobs.files import write_whole
 from specbeam.plugins import GROUPS, is_name
 from specbeam.study.plots import SERIES, extent, interval
-from specbeam.study.words import between, between_ratios, number, settled
+from specbeam.study.statistics import between, between_ratios, number, settled
 
 
 class Column(NamedTuple):
