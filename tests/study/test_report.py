@@ -17,7 +17,7 @@ pytest.importorskip("yaml")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from specbeam.study import plots, report, samples, tables, words
+from specbeam.study import plots, report, samples, statistics, tables
 from specbeam.study.statistics import share_interval
 from specbeam.study.summary import summarize
 from tests.study.test_metrics import failed, make
@@ -234,8 +234,8 @@ def test_every_method_its_numbers_and_their_intervals_are_there(report_of):
     for method in report_data["summary"]["methods"]:
         assert method["method"] in page.text
         speed = method["metrics"]["tokens_per_second"]
-        assert words.number(speed["mean"]) in page.text
-        assert f"{words.number(speed['low'])}–{words.number(speed['high'])}" in page.text
+        assert statistics.number(speed["mean"]) in page.text
+        assert f"{statistics.number(speed['low'])}–{statistics.number(speed['high'])}" in page.text
         assert f"<bdi>{method['method']}</bdi>" in html
     assert html.count("<td>24</td>") == len(METHODS) * html.count('class="numbers"')  # n
     milliseconds, sha256 = ("213", "31.7"), "0123456789abcdef" * 4
@@ -562,7 +562,7 @@ def test_samples_are_a_handful_of_many():
 
 
 def test_numbers():
-    assert [*map(words.number, [0, 0.01234, 4.0, 13.44, 213.4, 64123.7, None, float("nan")])] == [
+    assert [*map(statistics.number, [0, 0.01234, 4.0, 13.44, 213.4, 64123.7, None, float("nan")])] == [
         "0", "0.0123", "4.00", "13.4", "213", "64,124", "–", "–"
     ]  # fmt: skip
 
