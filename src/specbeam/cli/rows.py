@@ -416,7 +416,7 @@ def _contents(given: argparse.Namespace) -> list[str]:
     if strategy is not None and (file := plugins.source_file(strategy)) is not None:
         found.append(hashlib.sha256(file.read_bytes()).hexdigest())
     draft, corpus = (getattr(given, name, None) for name in ("draft", "draft_corpus"))  # not all commands have them
-    if draft_kind(draft) == "model":
+    if draft is not None and draft_kind(draft) == "model":
         found.append(open_checkpoint(locate(draft)).fingerprint())
     if corpus is not None:
         texts = [row.prompt for row in read_rows(None, corpus)]

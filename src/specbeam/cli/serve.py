@@ -39,6 +39,7 @@ from specbeam.text import chat_templates
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from starlette.applications import Starlette
 
+    from specbeam.models.model import LanguageModel
     from specbeam.server.models import Models
 
 KEY_VARIABLE = "SPECBEAM_API_KEY"
@@ -354,6 +355,9 @@ def _make_models(
 
     draft_models = [source for _, source in drafts if draft_kind(source) == "model"]
     check_memory([*(source for _, source in sources), *draft_models], Placement(**placement))
-    load_placed = partial(load, **placement)
+
+    def load_placed(source: str) -> LanguageModel:
+        return load(source, **placement)
+
     lms = {name: load_placed(source) for name, source in sources}
     return Models(lms, {name: resolve_draft(source, load_placed, from_here=True) for name, source in drafts}, **how)

@@ -11,10 +11,8 @@ from specbeam.errors import SpecbeamError
 from specbeam.options.names import LOOKUPS
 
 
-def draft_kind(name: str | None) -> Literal["lookup", "custom", "model"] | None:
-    """What a text names; None without one. An entry point that is a model as well is refused."""
-    if name is None:
-        return None
+def draft_kind(name: str) -> Literal["lookup", "custom", "model"]:
+    """What a text names. An entry point that is a model as well is refused."""
     if name in LOOKUPS:
         return "lookup"
     if plugins.is_name(name):
@@ -34,9 +32,12 @@ def resolve_draft(name: str | None, load: Callable[[str], Any], *, from_here: bo
     Args:
         from_here: as for :func:`specbeam.plugins.resolve`.
     """
+    if name is None:
+        return None
     match draft_kind(name):
+        case "lookup":
+            return name
         case "custom":
             return plugins.resolve(name, "drafter", from_here=from_here)
         case "model":
             return load(name)
-    return name

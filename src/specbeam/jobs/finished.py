@@ -14,6 +14,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.files import write_whole
 from specbeam.jobs.journal import Entry, Journal
 from specbeam.system.interrupts import HeldInterrupts
+from specbeam.system.numbers import is_integer
 
 NOT_FINISHED = -1
 
@@ -88,7 +89,7 @@ class FinishedRows(Finished):
 
     def _is_answer(self, entry: Entry) -> bool:
         row = entry.get("row")
-        numbered = isinstance(row, int) and not isinstance(row, bool) and 0 <= row < len(self._begins)
+        numbered = is_integer(row) and 0 <= row < len(self._begins)
         return numbered and "error" in entry and isinstance(entry["error"], str | None)
 
     def _keep(self, row: int, begin: int) -> None:

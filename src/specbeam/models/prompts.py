@@ -6,7 +6,6 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompt_length import PromptTooLong, least_tokens
 from specbeam.system.machine import return_free_memory
+from specbeam.system.numbers import is_integer
 from specbeam.text import chat_templates
 from specbeam.text.control_tokens import ControlTokens
 from specbeam.text.detokenizing import shared_length
@@ -275,7 +275,7 @@ def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[
         messages = [{"role": "user", "content": prompt}]
     elif all(isinstance(part, dict) for part in prompt):
         messages = _messages(prompt)
-    elif all(type(part) is int or (isinstance(part, Integral) and not isinstance(part, bool)) for part in prompt):
+    elif all(map(is_integer, prompt)):
         if system is not None:
             raise SpecbeamError("system= goes with text or messages: a prompt of token ids is taken as it is")
         return _in_vocabulary(lm, prompt)

@@ -354,7 +354,8 @@ def _refuse_without_effect(study: Study, found: list[Method]) -> None:
         raise SpecbeamError(
             "decode.do_sample=true has no effect: it is for speculative; give decode.mode=sample, or leave it out"
         )
-    if study.draft.quantize is not None and not any(draft_kind(method.draft) == "model" for method in found):
+    drafts = {method.draft for method in found if method.draft is not None}
+    if study.draft.quantize is not None and "model" not in map(draft_kind, drafts):
         raise SpecbeamError(
             f"draft.quantize={study.draft.quantize} has no effect: no draft is a model; give draft_model=MODEL"
         )

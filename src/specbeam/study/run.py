@@ -355,12 +355,13 @@ def _sources(study: Study) -> dict[str, Path]:
     One that is not there is an error at once.
     """
     compared = methods(study)
-    own = {(m.strategy, "strategy") for m in compared if m.strategy is not None}
-    own |= {(m.draft, "drafter") for m in compared if draft_kind(m.draft) == "custom"}
+    drafts = [method.draft for method in compared if method.draft is not None]
+    own = {(method.strategy, "strategy") for method in compared if method.strategy is not None}
+    own |= {(draft, "drafter") for draft in drafts if draft_kind(draft) == "custom"}
     own_files = {name: plugins.source_file(plugins.resolve(name, kind, from_here=True)) for name, kind in sorted(own)}
-    draft_models = [m.draft for m in compared if draft_kind(m.draft) == "model"]
+    draft_models = [draft for draft in drafts if draft_kind(draft) == "model"]
     judges = [name for name in study.metrics.perplexity if name != "target"]
-    found = {name: locate(name) for name in map(str, [study.target_model, *draft_models, *judges])}
+    found = {name: locate(name) for name in dict.fromkeys([study.target_model, *draft_models, *judges])}
     for name, path in [*found.items()]:
         if (checkpoint := open_checkpoint(path)).adapter is not None:
             found[f"{name} (base model)"] = checkpoint.path

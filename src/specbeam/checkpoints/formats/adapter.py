@@ -19,6 +19,7 @@ from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.finite import are_finite, not_finite
 from specbeam.checkpoints.formats.safetensors_file import Floats, tensors_of
 from specbeam.errors import SpecbeamError
+from specbeam.system.numbers import is_real
 
 PREFIX = "base_model.model."
 """PEFT puts two modules of its own around the base model."""
@@ -235,6 +236,6 @@ class Adapter:
             if module == key.removeprefix("^") or module.endswith("." + key):
                 alpha = value
                 break
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not isfinite(alpha):
+        if not is_real(alpha) or not isfinite(alpha):
             raise SpecbeamError(f"{self.path}: lora_alpha={alpha!r} for {module} is no number")
         return float(alpha)
