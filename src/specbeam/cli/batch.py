@@ -122,11 +122,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def labels_of(given: argparse.Namespace) -> list[str] | None:
-    """The labels of --choices or --labels; None without them.
-
-    Raises:
-        SpecbeamError: both are given, or options that do not go with labels, or the labels leave no choice.
-    """
+    """The labels of --choices or --labels; None without them."""
     if given.choices is None and given.labels is None:
         return None
     name = "--choices" if given.labels is None else "--labels"
@@ -151,11 +147,7 @@ def labels_of(given: argparse.Namespace) -> list[str] | None:
 def task_of(
     given: argparse.Namespace, options: Options, labels: list[str] | None, template: Template | None, rows: Rows
 ) -> Task:
-    """What to do with the rows of a file.
-
-    Raises:
-        SpecbeamError: the file does not have the columns.
-    """
+    """What to do with the rows of a file."""
     if template is None:
         column = column_of(rows, given.column, USUAL_COLUMNS, "has the prompts")
         reads = [column]

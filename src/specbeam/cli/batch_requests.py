@@ -70,11 +70,7 @@ def has_requests(path: Path) -> bool:
 
 
 def check(given: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Refuse options that the bodies of requests have themselves.
-
-    Raises:
-        SpecbeamError: there is one, or the server's packages are missing, or OUT has another format.
-    """
+    """Refuse options that the bodies of requests have themselves."""
     require(
         f"{given.input} has requests as over HTTP, and to answer them", "fastapi", "prometheus_client", extra="server"
     )

@@ -79,11 +79,7 @@ def strategies(text: str) -> list[str]:
 
 
 def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The options of each strategy.
-
-    Raises:
-        SpecbeamError: an option is out of its range, or no chosen strategy has it.
-    """
+    """The options of each strategy."""
     if given.do_sample is not None:
         raise SpecbeamError("--strategies has sample for sampling: leave out --do-sample")
     values = {name: value for name, value in vars(given).items() if value is not None}

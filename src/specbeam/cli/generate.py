@@ -119,11 +119,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def options_to_record(given: argparse.Namespace, options: list[Options]) -> Options:
-    """The options of the only text, with the rounds and the likeliest tokens that a recording has.
-
-    Raises:
-        SpecbeamError: there are several prompts, or the recording cannot be written.
-    """
+    """The options of the only text, with the rounds and the likeliest tokens that a recording has."""
     from specbeam.recording.events import LIKELIEST
 
     if len(options) > 1:
@@ -152,11 +148,7 @@ def check_no_input(given: argparse.Namespace) -> None:
 
 
 def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
-    """The options for a prompt. Options on the prompt's own line take the place of the command line's.
-
-    Raises:
-        SpecbeamError: an option is wrong, or a field looks like an option with a wrong name.
-    """
+    """The options for a prompt. Options on the prompt's own line take the place of the command line's."""
     names = [field.name for field in fields(Options) if field.name not in NOT_JSON]
     with located(row.name if row.fields else ""):
         strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]

@@ -48,11 +48,7 @@ def buffered(stream: TextIO) -> TextIO:
 
 @contextmanager
 def printing_to(file: str | None) -> Iterator[TextIO]:
-    """Standard output, or a file in UTF-8. The file appears once all of it is written, and replaces one there.
-
-    Raises:
-        SpecbeamError: the file cannot be written.
-    """
+    """Standard output, or a file in UTF-8. The file appears once all of it is written, and replaces one there."""
     if file is None or file == "-":
         yield sys.stdout
         return
@@ -72,11 +68,7 @@ def printing_to(file: str | None) -> Iterator[TextIO]:
 
 
 def check_writable(path: Path, name: str | Path) -> None:
-    """Refuse a file that cannot be written, before the work whose results it is for.
-
-    Raises:
-        SpecbeamError: it names the file as ``name``.
-    """
+    """Refuse a file that cannot be written, before the work whose results it is for."""
     if path.is_dir():
         raise SpecbeamError(f"{name} cannot be written: it is a folder")
     if not path.parent.is_dir():

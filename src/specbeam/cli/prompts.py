@@ -34,11 +34,7 @@ class PromptRow:
 
 
 def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
-    """The prompt, or the prompts of a file.
-
-    Raises:
-        SpecbeamError: no source or two, an unreadable file, or a line that is no prompt.
-    """
+    """The prompt, or the prompts of a file."""
     if (prompt is None) == (file is None):
         raise SpecbeamError("give one of PROMPT (- for standard input) and --prompts FILE")
     if prompt == "-":
@@ -59,11 +55,7 @@ def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
 
 
 def read_lines(file: str) -> Iterator[tuple[str, str]]:
-    """The lines of a file (- for standard input) that are not empty, each with its place for messages.
-
-    Raises:
-        SpecbeamError: the file cannot be read.
-    """
+    """The lines of a file (- for standard input) that are not empty, each with its place for messages."""
     for number, line in enumerate(_read(_shown(file)).split("\n"), 1):  # splitlines() would also cut at U+2028
         if line.strip():
             yield f"{_shown(file)} line {number}", line.removesuffix("\r")
@@ -120,9 +112,6 @@ class Template:
     Attributes:
         text: without that line end.
         columns: the names in braces, each once.
-
-    Raises:
-        SpecbeamError: a brace has no partner, braces hold more than a name, or no column is named.
     """
 
     def __init__(self, name: str, text: str) -> None:

@@ -107,11 +107,7 @@ def add_running_to(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(given: argparse.Namespace) -> dict[str, Any] | None:
-    """The cluster that the options of add_running_to ask for; None: the rows' answers are made here.
-
-    Raises:
-        SpecbeamError: options of a cluster without a cluster.
-    """
+    """The cluster that the options of add_running_to ask for; None: the rows' answers are made here."""
     cluster = {name: getattr(given, name) for name in ("address", "workers", "cpus", "gpus")}
     cluster = {name: value for name, value in cluster.items() if value is not None}
     if given.launcher == "ray":
@@ -360,11 +356,7 @@ def check_output(source: Path, output: Path) -> None:
 
 
 def column_of(rows: Rows, asked: str | None, usual: Sequence[str], what: str) -> str:
-    """The column that an option names, or else the only usual one. The first usual name goes before the others.
-
-    Raises:
-        SpecbeamError: there is none, or several may be meant.
-    """
+    """The column that an option names, or else the only usual one. The first usual name goes before the others."""
     if asked is not None:
         check_column(rows, asked)
         return asked
@@ -390,11 +382,7 @@ def added_columns(source: Path, columns: list[str], wanted: Sequence[str]) -> di
 
 
 def fingerprint(digest: str, facts: Sequence[Any], given: argparse.Namespace) -> str:
-    """A hash of all that the answers depend on. The number of workers, and their place, is no part of it.
-
-    Raises:
-        SpecbeamError: a model is not there, cannot be fetched, or is damaged.
-    """
+    """A hash of all that the answers depend on. The number of workers, and their place, is no part of it."""
     from specbeam.version import __version__
 
     left_out = {*SETTINGS_WITHOUT_EFFECT, *OPTION_NAMES}

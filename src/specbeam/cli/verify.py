@@ -62,11 +62,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def read_results(file: str) -> Iterator[Named]:
-    """The results in a file, each with its place: a line for each, or one JSON value over several lines.
-
-    Raises:
-        SpecbeamError: the file or a line is no result.
-    """
+    """The results in a file, each with its place: a line for each, or one JSON value over several lines."""
     from specbeam.recording.receipts import Saved
 
     lines = [*read_lines(file)]

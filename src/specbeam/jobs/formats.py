@@ -56,9 +56,6 @@ def open_rows(path: Path, limit: int | None = None, delimiter: str | None = None
 
     Args:
         delimiter: what separates the cells of a .csv or .tsv file; None: a comma or a tab.
-
-    Raises:
-        SpecbeamError: the file cannot be read, has another ending, is damaged, or has no rows.
     """
     if (ending := ending_of(path)) not in FORMATS:
         raise SpecbeamError(f"{path} has an unknown ending: name it {', '.join(FORMATS)}, after its format")
@@ -82,9 +79,6 @@ class Rows(ABC):
         delimiter: what separates the cells of a line, if the format has one.
         columns: the names of all columns, in the order in which they first appear.
         digest: the SHA-256 of the file's bytes, as hexadecimal digits.
-
-    Raises:
-        SpecbeamError: the file cannot be read, is damaged, has no rows, or was changed since it was opened.
     """
 
     def __init__(self, path: Path, limit: int | None = None, delimiter: str = "") -> None:
@@ -384,11 +378,7 @@ def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def pyarrow() -> Any:
-    """The library that reads and writes Parquet.
-
-    Raises:
-        SpecbeamError: it is not installed.
-    """
+    """The library that reads and writes Parquet."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -403,9 +393,6 @@ def table_of(rows: list[Row], types: Mapping[str, Any]) -> Any:
     Args:
         rows: a cell that a row lacks is null.
         types: pyarrow's types of the columns, by name; None: as its cells have it.
-
-    Raises:
-        SpecbeamError: the cells of a column have different types.
     """
     pa = pyarrow()
     columns = {}
@@ -425,9 +412,6 @@ def writer(path: Path, rows: Rows, types: Mapping[str, Type], delimiter: str | N
         path: a file with an ending of :data:`FORMATS`. The columns of a Parquet file keep their types in another one.
         types: of the added columns, by name (see :data:`Type`).
         delimiter: as for :func:`open_rows`.
-
-    Raises:
-        SpecbeamError: the rows do not fit into a file of that format.
     """
     _, make = FORMATS[ending := path.suffix.lower()]
     return make(path, rows, types, delimiter or DELIMITERS.get(ending, ""))

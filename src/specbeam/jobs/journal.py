@@ -77,9 +77,6 @@ def entries_in(path: Path, *, drop_damaged: bool = False) -> Iterator[tuple[Entr
     """The whole lines of a journal, and the byte at which each ends. A process may still be writing it.
 
     A last line without a line end was torn, and is left out. So is everything if there is no such file.
-
-    Raises:
-        SpecbeamError: a line is damaged, and ``drop_damaged`` is not given.
     """
     end = 0
     with suppress(FileNotFoundError), path.open("rb") as file:

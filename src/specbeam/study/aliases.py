@@ -31,11 +31,7 @@ Path = tuple[Any, ...]
 
 
 def in_our_words(value: Any, path: Path = ()) -> Any:
-    """The part of a configuration at a path, in our words.
-
-    Raises:
-        SpecbeamError: it gives an option by both of its names, with different values.
-    """
+    """The part of a configuration at a path, in our words."""
     match value:
         case Mapping():
             ours: dict[Any, Any] = {}
@@ -64,11 +60,7 @@ def path_in_our_words(path: Path) -> Path:
 
 
 def overrides_in_our_words(overrides: Sequence[Override]) -> list[Override]:
-    """Overrides of a command line, in our words.
-
-    Raises:
-        SpecbeamError: they give an option by both of its names, with different values.
-    """
+    """Overrides of a command line, in our words."""
     ours = [_override_in_our_words(override) for override in overrides]
     given = {override.key_or_group: override.value() for override in overrides if not override.is_delete()}
     for word, name in (

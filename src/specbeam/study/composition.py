@@ -50,9 +50,6 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
     Args:
         overrides: ``key=value`` in Hydra's grammar.
         folder: the user's own, with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...).
-
-    Raises:
-        SpecbeamError: it cannot be read, an override is not understood, or a key of Hydra's own is set.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -198,9 +195,6 @@ def sweep(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
 
     Returns:
         The overrides of each combination, and a name for it: its overrides that differ between combinations.
-
-    Raises:
-        SpecbeamError: an override is not understood, or stands for no value.
     """
     from hydra.errors import HydraException
 

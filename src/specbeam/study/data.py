@@ -47,11 +47,7 @@ class Row:
 
 
 def read_rows(data: Data, prompts: list[str], seed: int) -> list[Row]:
-    """The rows of a study: its own prompts, then the rows drawn from its data set, in the set's order.
-
-    Raises:
-        SpecbeamError: a file cannot be read, a column is missing, a row has no text, or there are no rows.
-    """
+    """The rows of a study: its own prompts, then the rows drawn from its data set, in the set's order."""
     rows = [Row(f"prompt {i + 1}", [text]) for i, text in enumerate(prompts)]
     for row in rows:
         _text(row.turns[0], row.id)

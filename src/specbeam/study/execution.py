@@ -53,9 +53,6 @@ def passes(
         problem: "prompt", "test" (which defines ``check``) and "entry_point", as in HumanEval.
         seconds: the most time that it may take, including the start of the interpreter.
         megabytes: the most address space that it may use.
-
-    Raises:
-        SpecbeamError: this is not a POSIX system.
     """
     if os.name != "posix":
         from specbeam.errors import SpecbeamError

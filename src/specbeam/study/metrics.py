@@ -169,9 +169,6 @@ class OwnMetrics:
             ``specbeam.metrics:NAME``.
         failures: by the names of metrics, the keys of generations on which the metric failed, each with the reason. A
             metric fails if it raises, or returns something else. The first failure of each is a warning.
-
-    Raises:
-        SpecbeamError: a name names no function of one argument.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

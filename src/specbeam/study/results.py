@@ -70,11 +70,7 @@ def _short_hash(text: str) -> str:
 
 
 def latest_run() -> Path:
-    """The run below RUNS that was written to last.
-
-    Raises:
-        SpecbeamError: there is no run.
-    """
+    """The run below RUNS that was written to last."""
     found = [path for pattern in ("*", "*/*") for path in RUNS.glob(f"{pattern}/{FINGERPRINT}")]
     if not found:
         raise SpecbeamError(f"there is no run in {RUNS}/: give show RUN, the folder of a run")
@@ -116,9 +112,6 @@ class Run:
         records: the finished generations by their keys, in the order in which they finished.
         scores: the scores of texts, measured after their generation, by the same keys.
         recordings: the events of some generations, by the same keys. Each was recorded in a generation of its own.
-
-    Raises:
-        SpecbeamError: the folder holds another run, another process uses it, or it cannot be written.
     """
 
     def __init__(self, folder: Path, fingerprint: Mapping[str, Any], config: str) -> None:
@@ -157,11 +150,7 @@ class Run:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[Record], dict[str, Any]]:
-    """The fingerprint, generations and scores of a run, which may still be going on.
-
-    Raises:
-        SpecbeamError: the folder holds no run, or a file in it is damaged.
-    """
+    """The fingerprint, generations and scores of a run, which may still be going on."""
     fingerprint = read_fingerprint(folder)
     if fingerprint is None:
         raise SpecbeamError(f"{folder} is no run folder: it has no {FINGERPRINT}")

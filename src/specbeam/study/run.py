@@ -212,11 +212,7 @@ def header(study: Study, about: Mapping[str, Any], records: Sequence[Record]) ->
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """The summary of a run, which may still be going on.
-
-    Raises:
-        SpecbeamError: the folder holds no run, or a file in it is damaged.
-    """
+    """The summary of a run, which may still be going on."""
     about, records, scores = read(folder)
     if isinstance(summary := read_json(folder / SUMMARY), dict):
         return summary

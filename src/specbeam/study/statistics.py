@@ -102,9 +102,6 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
 
     Returns:
         None without pairs.
-
-    Raises:
-        SpecbeamError: the numbers of values differ, or a value is not positive and finite.
     """
     from scipy.stats import wilcoxon
 
