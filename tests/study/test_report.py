@@ -504,8 +504,8 @@ def test_rounds_of_a_chain():
     first = one.rounds[0]
     (branch,) = first.branches
     assert [(g.text, g.accepted) for g in branch.tokens] == [(" add", True), ("(", True), ("x", False), (")", False)]
-    assert first.own == [samples.Own(None, ["a"], ["x"])]
-    assert one.rounds[1].own == [samples.Own(None, [" b"], [])]
+    assert first.target_tokens == [samples.TargetTokens(None, ["a"], ["x"])]
+    assert one.rounds[1].target_tokens == [samples.TargetTokens(None, [" b"], [])]
     pieces = [("def", False), (" add", True), ("(", True), ("a", False), (",", True), (" b", False)]
     assert one.pieces == pieces
 
@@ -515,7 +515,11 @@ def test_rounds_of_beams():
     assert one.beams
     (round,) = one.rounds
     assert [(b.beam, [g.text for g in b.tokens]) for b in round.branches] == [(1, [" sky", " is"]), (2, [" cat"])]
-    assert round.own == [samples.Own(1, [" dog"]), samples.Own(2, [" was"]), samples.Own(3, [" blue", " red"])]
+    assert round.target_tokens == [
+        samples.TargetTokens(1, [" dog"]),
+        samples.TargetTokens(2, [" was"]),
+        samples.TargetTokens(3, [" blue", " red"]),
+    ]
     assert one.pieces == [("The", False), (" sky", True), (" is", True), (" blue", False)]
 
 
@@ -525,7 +529,7 @@ def test_a_round_without_a_step_shows_the_tokens_that_are_ahead():
 
     def own(steps):
         entry = {"drafted": [], "steps": steps, "ahead": [beam(5, 4, "a"), beam(6, 4, "b"), beam(7, 5, "c", True)]}
-        return [(one.step, one.tokens) for one in samples.shown_round(1, entry, beams=True).own]
+        return [(one.step, one.tokens) for one in samples.shown_round(1, entry, beams=True).target_tokens]
 
     assert own([]) == [(1, ["a", "b"])]
     assert own([[beam(4, 3, "d")]]) == [(1, ["d"]), (2, ["a", "b"])]

@@ -267,8 +267,8 @@ def label(
         return asked, asked.texts
 
     def choose(asked: Question, log_probs: list[float]) -> Answer:
-        found = asked.probabilities(log_probs)
-        shares = (found if without is None else calibrated(found, without)).tolist()
+        probabilities = asked.probabilities(log_probs)
+        shares = (probabilities if without is None else calibrated(probabilities, without)).tolist()
         best = max(range(len(labels)), key=shares.__getitem__)  # the first one, where several are equal
         of_each = dict(zip(labels, shares, strict=True))
         return {"label": labels[best], "probability": shares[best], "probabilities": of_each}

@@ -134,15 +134,15 @@ def answers(app: Any, runner: asyncio.Runner, at_once: int, items: Iterable[Numb
 
 async def answer(app: Any, number: int, row: Row) -> Answer:
     """The answer to one line."""
-    made = {"row": number, **dict.fromkeys(COLUMNS), "id": f"batch_req_{uuid.uuid4().hex}", "error": problem_of(row)}
-    if made["error"] is None:
+    values = {"row": number, **dict.fromkeys(COLUMNS), "id": f"batch_req_{uuid.uuid4().hex}", "error": problem_of(row)}
+    if values["error"] is None:
         status, request_id, body = await ask(app, row["url"], row["body"])
-        made["response"] = {"status_code": status, "request_id": request_id, "body": body}
-        made["status"] = str(status)
+        values["response"] = {"status_code": status, "request_id": request_id, "body": body}
+        values["status"] = str(status)
         usage = body.get("usage") or {}
-        made["new_tokens"] = usage.get("completion_tokens", usage.get("output_tokens"))
-        made["error"] = body["error"]["message"] if status != 200 else None
-    return made
+        values["new_tokens"] = usage.get("completion_tokens", usage.get("output_tokens"))
+        values["error"] = body["error"]["message"] if status != 200 else None
+    return values
 
 
 def problem_of(row: Row) -> str | None:

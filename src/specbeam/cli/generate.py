@@ -127,9 +127,9 @@ def options_to_record(given: argparse.Namespace, options: list[Options]) -> Opti
     if given.record in (given.output, "-"):
         raise SpecbeamError(f"--record {given.record} is where the text goes: name another file")
     check_writable(Path(given.record).resolve(), given.record)
-    (one,) = options
-    likeliest = LIKELIEST if one.top_logprobs is None else one.top_logprobs
-    return replace(one, trace=True, top_logprobs=likeliest)
+    (only,) = options
+    likeliest = LIKELIEST if only.top_logprobs is None else only.top_logprobs
+    return replace(only, trace=True, top_logprobs=likeliest)
 
 
 class NothingFinished(Exception):
@@ -153,8 +153,8 @@ def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
     with located(row.name if row.fields else ""):
         strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]
         check_names([name for name in strange if resembles(name, names)], names, "option")
-        own = {name: value for name, value in row.fields.items() if name in names and value is not None}
-        return options_of(given, own)
+        of_row = {name: value for name, value in row.fields.items() if name in names and value is not None}
+        return options_of(given, of_row)
 
 
 def resembles(name: str, names: list[str]) -> bool:
@@ -309,8 +309,8 @@ class Printer:
 
     def _about(self, row: PromptRow, index: int) -> dict[str, Any]:
         """The fields that tell the results of a file's prompts from each other."""
-        own = {"id": row.fields["id"]} if "id" in row.fields else {}
-        return {"index": index, **own, "prompt": row.prompt} if row.name else {}
+        id_field = {"id": row.fields["id"]} if "id" in row.fields else {}
+        return {"index": index, **id_field, "prompt": row.prompt} if row.name else {}
 
     def _print_heading(self, row: PromptRow, index: int, shown_prompt: str | None) -> None:
         if self.number_of_prompts > 1:

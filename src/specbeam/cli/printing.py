@@ -61,8 +61,8 @@ def printing_to(file: str | None) -> Iterator[TextIO]:
         return
     path = path.resolve()  # a link stays, and the file that it names is replaced
     check_writable(path, file)
-    with replacing(path) as whole:
-        text = io.TextIOWrapper(whole, encoding="utf-8", errors="replace", newline="\n")
+    with replacing(path) as file_of_bytes:
+        text = io.TextIOWrapper(file_of_bytes, encoding="utf-8", errors="replace", newline="\n")
         yield text
         text.detach()
 

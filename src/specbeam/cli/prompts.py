@@ -46,11 +46,11 @@ def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
         yield PromptRow("", prompt)
         return
     assert file is not None
-    found = 0
+    count = 0
     for name, line in read_lines(file):
-        found += 1
+        count += 1
         yield _json_row(name, line) if file.endswith((".jsonl", ".json")) else PromptRow(name, line)
-    if not found:
+    if not count:
         raise SpecbeamError(f"{_shown(file)} holds no prompts: put one on each line")
 
 
@@ -136,9 +136,9 @@ class Template:
             if name not in rows.columns:
                 near = nearest_name(name, rows.columns)
                 hint = f"did you mean {{{near}}}? " if near else ""
-                there = ", ".join(rows.columns)
+                columns = ", ".join(rows.columns)
                 message = f"{self.name} has {{{name}}}, but {rows.path} has no such column"
-                raise SpecbeamError(f"{message}: {hint}there are {there}; {{{{ and }}}} stand for braces")
+                raise SpecbeamError(f"{message}: {hint}there are {columns}; {{{{ and }}}} stand for braces")
 
     def fill(self, cells: Mapping[str, Any]) -> str | SpecbeamError:
         """The prompt of a row, or why it has none. A text stands there as it is, and another value as JSON has it."""

@@ -172,7 +172,7 @@ def _run_alone(
                 print(f"specbeam: {notice}", file=sys.stderr)
         else:
             added = {name: name for name in task.columns}
-        end = Summary(task)
+        summary = Summary(task)
         with (
             FinishedRows(output, fingerprint(rows.digest, task.facts, given), len(rows)) as finished,
             Progress(progress_line, len(rows), finished.count, unit="row") as progress,
@@ -183,12 +183,12 @@ def _run_alone(
 
             def keep(answers: list[Answer]) -> None:
                 finished.add(answers)
-                end.made(answers)
+                summary.take_new(answers)
                 progress.show(finished.count)
 
             def cells() -> Iterator[Answer]:
                 for number, answer in enumerate(finished, 1):
-                    end.written(number, answer)
+                    summary.take(number, answer)
                     yield {new: answer.get(name) for name, new in added.items()}
 
             todo = (item for item in items() if item[0] not in finished)
@@ -205,8 +205,8 @@ def _run_alone(
                 where = f", in {finished.path}. The same command goes on from there" if finished.count else ""
                 raise KeyboardInterrupt(kept + where) from None
         finished.path.unlink(missing_ok=True)
-    print(*end.lines(len(rows), earlier, output), sep="\n", file=sys.stderr)
-    return FAILED if end.failed else 0
+    print(*summary.lines(len(rows), earlier, output), sep="\n", file=sys.stderr)
+    return FAILED if summary.failed else 0
 
 
 def work_here(
@@ -214,43 +214,43 @@ def work_here(
     todo: Iterator[NumberedItem],
     size: int,
     keep: Callable[[list[Answer]], object],
-    tell: Callable[[int], object],
+    show_progress: Callable[[int], object],
 ) -> None:
     """Make answers in this process, and keep ``size`` at a time, and the rest when it ends, for whatever reason."""
-    made: list[Answer] = []
+    answers: list[Answer] = []
     try:
         for answer in answers_here(task, todo):
-            made.append(answer)
-            tell(len(made))
-            if len(made) == size:
-                whole, made = made, []
-                keep(whole)
+            answers.append(answer)
+            show_progress(len(answers))
+            if len(answers) == size:
+                full, answers = answers, []
+                keep(full)
     finally:
-        if made:
-            keep(made)
+        if answers:
+            keep(answers)
 
 
 def answers_here(task: Task, todo: Iterator[NumberedItem]) -> Iterator[Answer]:
     """Make answers in this process. A row begins when another one ends, so that a long one holds up no others."""
-    make = None
+    answer_all = None
     for first in todo:
-        make = make or task.make_answers()
-        begun: set[int] = set()
+        answer_all = answer_all or task.make_answers()
+        started: set[int] = set()
         try:
-            for answer in make(noted(chain([first], todo), begun)):
-                begun.remove(answer["row"])
+            for answer in answer_all(recording_starts(chain([first], todo), started)):
+                started.remove(answer["row"])
                 yield answer
         except SpecbeamError:  # IN cannot be read: an error of a row is its answer
             raise
         except Exception as error:  # whatever it was, the rows that have not begun go on
-            for number in begun:
+            for number in started:
                 yield failure(task.columns, number, error)
 
 
-def noted(items: Iterable[NumberedItem], begun: set[int]) -> Iterator[NumberedItem]:
+def recording_starts(items: Iterable[NumberedItem], started: set[int]) -> Iterator[NumberedItem]:
     """Items as they are taken. Their numbers are put into a set."""
     for item in items:
-        begun.add(item[0])
+        started.add(item[0])
         yield item
 
 
@@ -293,12 +293,12 @@ class Summary:
     counts: Counter[str] = field(default_factory=Counter)
     began_at: float = field(default_factory=time.perf_counter)
 
-    def made(self, answers: Sequence[Answer]) -> None:
+    def take_new(self, answers: Sequence[Answer]) -> None:
         """Take answers that this process made."""
         if self.task.tokens is not None:
             self.tokens += sum(answer[self.task.tokens] or 0 for answer in answers)
 
-    def written(self, number: int, answer: Answer) -> None:
+    def take(self, number: int, answer: Answer) -> None:
         """Take the answer to a row of OUT. The first row has number 1."""
         if answer["error"] is not None:
             self.failed += 1
@@ -313,8 +313,8 @@ class Summary:
             yield f"specbeam: {self.failed} of {rows} rows failed, {self.first}"
         if self.counts:
             yield f"[{self.task.counted}: {shown_counts(self.counts)}]"
-        if found := self.task.check_counts(self.counts):
-            yield f"specbeam: {found}"
+        if warning := self.task.check_counts(self.counts):
+            yield f"specbeam: {warning}"
         before = f" ({earlier:,} of them earlier)" if earlier else ""
         speed = f"{(rows - earlier) / seconds:,.1f} rows/s"
         if self.task.tokens is not None:
@@ -360,9 +360,9 @@ def column_of(rows: Rows, asked: str | None, usual: Sequence[str], what: str) ->
     if asked is not None:
         check_column(rows, asked)
         return asked
-    found = [name for name in usual if name in rows.columns]
-    if found[:1] == [usual[0]] or len(found) == 1:
-        return found[0]
+    names = [name for name in usual if name in rows.columns]
+    if names[:1] == [usual[0]] or len(names) == 1:
+        return names[0]
     raise SpecbeamError(f"{rows.path} has the columns {', '.join(rows.columns)}: say with --column which one {what}")
 
 
@@ -399,17 +399,17 @@ def _contents(given: argparse.Namespace) -> list[str]:
     from specbeam.checkpoints import locate, open_checkpoint
 
     adapter = None if given.adapter is None else locate(given.adapter)
-    found = [open_checkpoint(locate(given.model, given.revision), adapter).fingerprint()]
+    digests = [open_checkpoint(locate(given.model, given.revision), adapter).fingerprint()]
     strategy = load_strategy(given)
     if strategy is not None and (file := plugins.source_file(strategy)) is not None:
-        found.append(hashlib.sha256(file.read_bytes()).hexdigest())
+        digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
     draft, corpus = (getattr(given, name, None) for name in ("draft", "draft_corpus"))  # not all commands have them
     if draft is not None and draft_kind(draft) == "model":
-        found.append(open_checkpoint(locate(draft)).fingerprint())
+        digests.append(open_checkpoint(locate(draft)).fingerprint())
     if corpus is not None:
         texts = [row.prompt for row in read_rows(None, corpus)]
-        found.append(hashlib.sha256(json.dumps(texts).encode()).hexdigest())
-    return found
+        digests.append(hashlib.sha256(json.dumps(texts).encode()).hexdigest())
+    return digests
 
 
 def failure(columns: Iterable[str], number: int, error: Exception) -> Answer:
@@ -421,16 +421,16 @@ def scored(
     lm: Any,
     items: Iterable[NumberedItem],
     ask: Callable[[Any], tuple[Asked, list[Text]]],
-    tell: Callable[[Asked, list[float]], Answer],
+    values_of: Callable[[Asked, list[float]], Answer],
     columns: Iterable[str],
     max_contexts: int,
 ) -> Iterator[Answer]:
     """The answers that follow from log-probabilities of texts, as soon as these are known.
 
     Args:
-        ask: makes of a row's item the texts to score, and what ``tell`` needs beside their log-probabilities. An item
-            may be a SpecbeamError, which becomes the row's.
-        tell: makes the values of a row's columns, "error" left out.
+        ask: makes of a row's item the texts to score, and what ``values_of`` needs beside their log-probabilities.
+            An item may be a SpecbeamError, which becomes the row's.
+        values_of: makes the values of a row's columns, "error" left out.
         max_contexts: as for :func:`specbeam.scoring.score`.
     """
     from specbeam.jobs.formats import chunks
@@ -445,11 +445,11 @@ def scored(
                 asked[number], texts[number] = ask(item)
             except SpecbeamError as error:
                 yield failure(columns, number, error)
-        for number, found in _log_probs(lm, texts, max_contexts):
-            if isinstance(found, Exception):
-                yield failure(columns, number, found)
+        for number, log_probs in _log_probs(lm, texts, max_contexts):
+            if isinstance(log_probs, Exception):
+                yield failure(columns, number, log_probs)
             else:
-                yield {"row": number, **tell(asked[number], found), "error": None}
+                yield {"row": number, **values_of(asked[number], log_probs), "error": None}
 
 
 def _log_probs(

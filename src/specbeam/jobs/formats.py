@@ -192,13 +192,13 @@ class ParquetRows(Rows):
 
     def cells(self, columns: Sequence[str]) -> Iterator[Row]:
         for batch in self._checked(partial(self._batches, [*columns])):
-            found = []
+            columns_of_cells = []
             for column in columns:
                 try:
-                    found.append(batch.column(column).to_pylist())
+                    columns_of_cells.append(batch.column(column).to_pylist())
                 except CONVERSION_ERRORS as error:
                     raise SpecbeamError(f"the column {column!r} of {self.path} cannot be used: {error}") from error
-            for cells in zip(*found, strict=True):
+            for cells in zip(*columns_of_cells, strict=True):
                 yield dict(zip(columns, cells, strict=True))
 
     def lines(self) -> Iterator[str]:
@@ -270,8 +270,8 @@ class TextRows(Rows):
         pa = pyarrow()
         schema = pa.schema([])
         for rows in chunks(self, ROWS_PER_TABLE):
-            found = table_of(rows, {name: None for row in rows for name in row}).schema
-            schema = pa.unify_schemas([schema, found], promote_options="permissive")
+            found_schema = table_of(rows, {name: None for row in rows for name in row}).schema
+            schema = pa.unify_schemas([schema, found_schema], promote_options="permissive")
         for _ in self.tables(schema):  # whole numbers may be too large for a column that has fractions elsewhere
             pass
         return schema

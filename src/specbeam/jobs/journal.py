@@ -54,14 +54,14 @@ class Journal:
         Returns:
             The bytes at which the entries begin.
         """
-        places = []
+        begins = []
         for line in map(json_line, entries):
-            places.append(self._end)
+            begins.append(self._end)
             self._file.write(line)
             self._end += len(line)
         self._file.flush()
         os.fsync(self._file.fileno())
-        return places
+        return begins
 
     def clear(self) -> None:
         """Drop all entries."""

@@ -101,7 +101,7 @@ def _has_options(path: Sequence[Any]) -> bool:
     return [*path] == ["decode"] or (len(path) == 2 and path[0] == "methods")
 
 
-class OwnFiles(FileConfigSource):  # type: ignore[misc]
+class UserFiles(FileConfigSource):  # type: ignore[misc]
     """A user's folder, whose files Hydra gets in our words."""
 
     @staticmethod
@@ -109,9 +109,9 @@ class OwnFiles(FileConfigSource):  # type: ignore[misc]
         return "study"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        found = super().load_config(config_path)
+        result = super().load_config(config_path)
         group, _, _ = config_path.rpartition("/")
-        package = (found.header["package"] or "_group_").replace("_group_", group.replace("/", "."))
+        package = (result.header["package"] or "_group_").replace("_group_", group.replace("/", "."))
         path = tuple(key for key in package.split(".") if key not in ("", "_global_"))
-        found.config = OmegaConf.create(in_our_words(OmegaConf.to_container(found.config), path))
-        return found
+        result.config = OmegaConf.create(in_our_words(OmegaConf.to_container(result.config), path))
+        return result

@@ -16,7 +16,7 @@ from specbeam.options.names import nearest_name
 from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
 from specbeam.plugins import entry_point_names, is_name
 from specbeam.structured.grammar import DESCRIPTIONS
-from specbeam.study.tables import KNOWN, own_name
+from specbeam.study.tables import KNOWN, custom_name
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 64, "num_beams": 4, "num_draft_tokens": "auto"}
@@ -117,7 +117,7 @@ class Data:
 @dataclass(frozen=True)
 class Metrics:
     """Attributes:
-    own: functions of the user's own, each ``module:name`` or the name of an entry point (:class:`OwnMetrics`).
+    own: functions of the user's own, each ``module:name`` or the name of an entry point (:class:`CustomMetrics`).
     perplexity: models that measure the perplexity of the texts; "target" is the study's own target model.
     confidence: the confidence level of the intervals.
     baseline: the method that the others are compared with; None: the first one.
@@ -252,7 +252,7 @@ def check(given: Mapping[str, Any]) -> Study:
         raise SpecbeamError("there is nothing to decode: give prompts=[...] or data.source=FILE")
     judged = (f"perplexity {name}" for name in study.metrics.perplexity if name != "target")
     for column in study.report.latex_columns or []:
-        one_of("report.latex_columns", column, [*KNOWN, *map(own_name, study.metrics.own), *judged])
+        one_of("report.latex_columns", column, [*KNOWN, *map(custom_name, study.metrics.own), *judged])
     names = [method.name for method in methods(study)]
     if study.metrics.baseline is not None:
         one_of("metrics.baseline", study.metrics.baseline, names)

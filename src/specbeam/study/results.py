@@ -50,8 +50,8 @@ def default_folder(project: str, fingerprint: Mapping[str, Any], swept: str = ""
     """
     asked = json.dumps({part: fingerprint[part] for part in ASKED_PARTS}, sort_keys=True)
     about = _short_hash(asked)
-    there = sorted(path.parent for path in RUNS.glob(f"*-{about}/{FINGERPRINT}"))
-    return next(iter(there), RUNS / f"{_plain_name('-'.join(filter(None, [project, swept])))}-{about}")
+    earlier = sorted(path.parent for path in RUNS.glob(f"*-{about}/{FINGERPRINT}"))
+    return next(iter(earlier), RUNS / f"{_plain_name('-'.join(filter(None, [project, swept])))}-{about}")
 
 
 def file_name(text: str) -> str:
@@ -71,10 +71,10 @@ def _short_hash(text: str) -> str:
 
 def latest_run() -> Path:
     """The run below RUNS that was written to last."""
-    found = [path for pattern in ("*", "*/*") for path in RUNS.glob(f"{pattern}/{FINGERPRINT}")]
-    if not found:
+    files = [path for pattern in ("*", "*/*") for path in RUNS.glob(f"{pattern}/{FINGERPRINT}")]
+    if not files:
         raise SpecbeamError(f"there is no run in {RUNS}/: give show RUN, the folder of a run")
-    written = {path.parent: max(p.stat().st_mtime for p in path.parent.iterdir()) for path in found}
+    written = {path.parent: max(p.stat().st_mtime for p in path.parent.iterdir()) for path in files}
     return max(written, key=written.__getitem__)
 
 
@@ -259,10 +259,10 @@ def digest(path: Path) -> str:
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    whole = hashlib.sha256()
+    digest_of_all = hashlib.sha256()
     for part in sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")):
-        whole.update(f"{part.relative_to(path)} {digest(part)}\n".encode())
-    return whole.hexdigest()
+        digest_of_all.update(f"{part.relative_to(path)} {digest(part)}\n".encode())
+    return digest_of_all.hexdigest()
 
 
 def _processor() -> str:
@@ -275,14 +275,14 @@ def _processor() -> str:
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first few differences of two fingerprints; "" if they are equal."""
-    found = []
+    differences = []
     for part in now:
         was, is_ = leaves(part, before.get(part)), leaves(part, now[part])
         for name in was | is_:
             if was.get(name) != is_.get(name):
-                found.append(f"{name} was {_short(was.get(name))}, now {_short(is_.get(name))}")
-    more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + more
+                differences.append(f"{name} was {_short(was.get(name))}, now {_short(is_.get(name))}")
+    more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return "; ".join(differences[:3]) + more
 
 
 def _short(value: Any) -> str:

@@ -24,7 +24,7 @@ from specbeam.study.composition import as_yaml
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
 from specbeam.study.execution import completion_of, passes
-from specbeam.study.metrics import OwnMetrics, finished
+from specbeam.study.metrics import CustomMetrics, finished
 from specbeam.study.results import (
     SUMMARY,
     Record,
@@ -39,7 +39,7 @@ from specbeam.study.results import (
 from specbeam.study.samples import chosen
 from specbeam.study.summary import summarize
 from specbeam.study.tracking import tracker_of
-from specbeam.study.work import Work, begun, jobs_of_turn, key_of, with_messages
+from specbeam.study.work import Work, jobs_of_turn, key_of, new_record, with_messages
 
 logger = logging.getLogger("specbeam")
 
@@ -81,7 +81,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     began = time.perf_counter()
     study = check(config)
     rows = read_rows(study.data, study.prompts, study.seed)
-    own = OwnMetrics(study.metrics.own)
+    custom_metrics = CustomMetrics(study.metrics.own)
     relevant = {key: value for key, value in config.items() if key not in KEYS_WITHOUT_EFFECT}
     if "metrics" in relevant:
         relevant["metrics"] = {key: value for key, value in config["metrics"].items() if key != "own"}
@@ -89,8 +89,8 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     folder = Path(study.output) if study.output is not None else default_folder(study.project_name, about, swept)
     run = Run(folder, about, as_yaml(config))
     total = len(methods(study)) * study.repeats * sum(len(row.turns) for row in rows)
-    there = f"goes on, {len(run.records)} of {total} generations are there" if run.records else "a new run"
-    show(f"{folder}: {there}")
+    state = f"goes on, {len(run.records)} of {total} generations are there" if run.records else "a new run"
+    show(f"{folder}: {state}")
     try:
         with ExitStack() as last:
             last.callback(run.close)
@@ -107,7 +107,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
             progress = last.enter_context(shown)
 
             def follow(record: Record) -> None:
-                own.measure(record)
+                custom_metrics.measure(record)
                 tracker.record(record)
 
             for record in run.records.values():
@@ -122,10 +122,10 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
             first = [key_of(method.name, rows[0].id, 0, 0) for method in methods(study)]
             _record(run, work, first)
             records = [
-                with_recording(record, run.recordings, first) | {"own": own.values.get(record["key"], {})}
+                with_recording(record, run.recordings, first) | {"own": custom_metrics.values.get(record["key"], {})}
                 for record in run.records.values()
             ]
-            summary = _summarize(study, records, run.scores, own.failures)
+            summary = _summarize(study, records, run.scores, custom_metrics.failures)
             overhead = max(0.0, time.perf_counter() - began - (generating - earlier))
             from specbeam.study.report import write_report
 
@@ -242,15 +242,15 @@ def _generate(
 
     def loaded() -> Work:
         progress.activity = "loading"
-        made = work()
+        loaded_work = work()
         progress.activity = ""
-        return made
+        return loaded_work
 
     def keep(job: Any, result: Any) -> None:
         if isinstance(result, Exception):  # a worker died, or could not load its models
             if isinstance(result, SpecbeamError):
                 raise result
-            result = begun(job) | {"error": " ".join(str(result).split()), "wall": 0.0}
+            result = new_record(job) | {"error": " ".join(str(result).split()), "wall": 0.0}
         run.records.add(result)
         follow(result)
         progress.show(len(run.records))
@@ -330,10 +330,10 @@ def _summarize(
     scores: Mapping[str, Any],
     failed_metrics: Mapping[str, Mapping[str, str]] = {},
 ) -> dict[str, Any]:
-    found = methods(study)
-    twins = {method.name: method.twin for method in found if method.twin is not None}
-    baseline = study.metrics.baseline or found[0].name
-    order = {method.name: i for i, method in enumerate(found)}
+    compared = methods(study)
+    twins = {method.name: method.twin for method in compared if method.twin is not None}
+    baseline = study.metrics.baseline or compared[0].name
+    order = {method.name: i for i, method in enumerate(compared)}
     records = sorted(records, key=lambda record: order.get(record["method"], len(order)))
     return summarize(
         records,
@@ -352,13 +352,14 @@ def _sources(study: Study) -> dict[str, Path]:
     """
     compared = methods(study)
     drafts = [method.draft for method in compared if method.draft is not None]
-    own = {(method.strategy, "strategy") for method in compared if method.strategy is not None}
-    own |= {(draft, "drafter") for draft in drafts if draft_kind(draft) == "custom"}
-    own_files = {name: plugins.source_file(plugins.resolve(name, kind, from_here=True)) for name, kind in sorted(own)}
+    plugin_names = {(method.strategy, "strategy") for method in compared if method.strategy is not None}
+    plugin_names |= {(draft, "drafter") for draft in drafts if draft_kind(draft) == "custom"}
+    named = {name: plugins.resolve(name, kind, from_here=True) for name, kind in sorted(plugin_names)}
+    plugin_files = {name: plugins.source_file(plugin) for name, plugin in named.items()}
     draft_models = [draft for draft in drafts if draft_kind(draft) == "model"]
     judges = [name for name in study.metrics.perplexity if name != "target"]
-    found = {name: locate(name) for name in dict.fromkeys([study.target_model, *draft_models, *judges])}
-    for name, path in [*found.items()]:
+    paths = {name: locate(name) for name in dict.fromkeys([study.target_model, *draft_models, *judges])}
+    for name, path in [*paths.items()]:
         if (checkpoint := open_checkpoint(path)).adapter is not None:
-            found[f"{name} (base model)"] = checkpoint.path
-    return found | {name: file for name, file in own_files.items() if file is not None}
+            paths[f"{name} (base model)"] = checkpoint.path
+    return paths | {name: file for name, file in plugin_files.items() if file is not None}

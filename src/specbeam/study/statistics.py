@@ -73,7 +73,7 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
         return Estimate(mean, mean, mean, len(values))
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.simplefilter("ignore", DegenerateDataWarning)  # BCa divides by 0: see below
-        found = bootstrap(
+        result = bootstrap(
             (np.asarray(values, dtype=np.float64),),
             np.mean,
             n_resamples=BOOTSTRAP_RESAMPLES,
@@ -81,18 +81,18 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
             method="BCa",
             rng=np.random.default_rng(seed),
         )
-    low, high = map(float, found.confidence_interval)
+    low, high = map(float, result.confidence_interval)
     if not (math.isfinite(low) and math.isfinite(high)):
         low = high = mean
     return Estimate(mean, low, high, len(values))
 
 
-def share_interval(part: int, whole: int, confidence: float = 0.95) -> tuple[float, float]:
+def share_interval(part: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval (1927) of a share, which is sound for few counts and for shares of 0 and 1."""
     from scipy.stats import binomtest
 
-    found = binomtest(part, whole).proportion_ci(confidence, method="wilson")
-    return float(found.low), float(found.high)
+    interval = binomtest(part, total).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Comparison | None:

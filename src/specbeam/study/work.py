@@ -68,7 +68,7 @@ class Work:
     def __call__(self, job: Job) -> Record:
         """The record of a job. It holds the error if the generation fails; only an interrupt is raised."""
         start = time.perf_counter()
-        record = begun(job)
+        record = new_record(job)
         try:
             record |= self._generate(job)
         except Exception as error:  # the other generations go on
@@ -166,7 +166,7 @@ class Work:
         return request.result(), times, tokens
 
 
-def begun(job: Job) -> Record:
+def new_record(job: Job) -> Record:
     """The record of a job that has no text yet."""
     return {name: job[name] for name in job if name != "messages"} | {"started": time.time(), "error": None}
 
@@ -177,7 +177,7 @@ def jobs_of_turn(study: Study, rows: list[Row], turn: int, records: Mapping[str,
     The first method changes from row to row, so that a machine that becomes slower favours none.
     """
     compared = methods(study)
-    found = []
+    jobs = []
     for repeat, (number, row) in product(range(study.repeats), enumerate(rows)):
         if turn >= len(row.turns):
             continue
@@ -197,8 +197,8 @@ def jobs_of_turn(study: Study, rows: list[Row], turn: int, records: Mapping[str,
             }
             job = with_messages(record, records)
             if job["key"] not in records and len(job["messages"]) == 2 * turn + 1:  # no earlier turn failed
-                found.append(job)
-    return found
+                jobs.append(job)
+    return jobs
 
 
 def with_messages(record: Record, records: Mapping[str, Record]) -> Job:

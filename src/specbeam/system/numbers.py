@@ -1,4 +1,4 @@
-"""Whether a value that a person or a file gives is a number. Those of NumPy are. True and False are not."""
+"""Whether a value that a person or a file gives is a number: Python's and NumPy's are, True and False are not."""
 
 from __future__ import annotations
 
