@@ -230,7 +230,7 @@ def generate(
     for number, request in engine.as_completed(submissions()):
         try:
             yield answer(number, request.result(), given.tokens)
-        except Exception as error:  # whatever it was, the other rows go on
+        except Exception as error:  # the other rows go on after any error
             yield failure(COLUMN_TYPES, number, error)
         yield from refused
         refused.clear()

@@ -469,7 +469,7 @@ def number(value: Any) -> str:
 
 
 def precision_of(lm: LanguageModel) -> str:
-    """The numbers in which a model runs, and where, for a person."""
+    """The precision and the device of a model, for a person."""
     precision, device = lm.backend.precision, lm.backend.device
     if precision in ("int8", "int4"):
         return f"on the {device} with weights rounded to {precision[3:]} bits (--dtype float32 does not round them)"

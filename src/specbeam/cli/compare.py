@@ -71,7 +71,7 @@ def add_to(commands: Any) -> None:
 
 
 def strategies(text: str) -> list[str]:
-    """The strategies that a text has between commas: ours in the order of TWINS, then the user's own strategies."""
+    """The strategies that a text has between commas: ours in the order of TWINS, then custom ones."""
     names = [name.strip() for name in text.split(",")]
     custom = [name for name in names if name not in TWINS and plugins.names_one(name, "strategy")]
     ours = ",".join(name for name in names if name not in custom)
@@ -88,7 +88,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if name in values and not (has_own or {*users} & {*given.strategies}):
             raise SpecbeamError(f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies")
     names = {field.name for field in fields(Options)} & {*values}
-    # A method of the user's own gets all options but the sizes of drafts: it has none.
+    # A custom strategy gets all options but the sizes of drafts: it has none.
     chosen = {
         s: {n: values[n] for n in names if s in ONLY.get(n, TWINS) or (s not in TWINS and n not in MAX_DRAFT_SIZES)}
         for s in given.strategies

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from specbeam.results import Result, Sequence
 
 OTHER_FIELDS = ("id", "system")
-"""Fields of a line of --prompts beside its prompt and options. All others are data of the user's own."""
+"""Fields of a line of --prompts beside its prompt and options. All others are the user's data."""
 NOT_JSON = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 """Options that no line of --prompts can have."""
 MIN_LIKENESS = 0.75

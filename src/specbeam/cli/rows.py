@@ -216,7 +216,7 @@ def work_here(
     keep: Callable[[list[Answer]], object],
     show_progress: Callable[[int], object],
 ) -> None:
-    """Make answers in this process, and keep ``size`` at a time, and the rest when it ends, for whatever reason."""
+    """Make answers in this process, and keep ``size`` at a time, and the rest when it ends or fails."""
     answers: list[Answer] = []
     try:
         for answer in answers_here(task, todo):
@@ -242,7 +242,7 @@ def answers_here(task: Task, todo: Iterator[NumberedItem]) -> Iterator[Answer]:
                 yield answer
         except SpecbeamError:  # IN cannot be read: an error of a row is its answer
             raise
-        except Exception as error:  # whatever it was, the rows that have not begun go on
+        except Exception as error:  # the rows that have not begun go on after any error
             for number in started:
                 yield failure(task.columns, number, error)
 
@@ -394,7 +394,7 @@ def fingerprint(digest: str, facts: Sequence[Any], given: argparse.Namespace) ->
 def _contents(given: argparse.Namespace) -> list[str]:
     """Digests of all that keeps its name while its contents change.
 
-    They are of the model with its adapter, a draft model, a draft's corpus, and the file of a strategy of one's own.
+    They are of the model with its adapter, a draft model, a draft's corpus, and the file of a custom strategy.
     """
     from specbeam.checkpoints import locate, open_checkpoint
 
@@ -457,7 +457,7 @@ def _log_probs(
 ) -> Iterator[tuple[int, list[float] | Exception]]:
     """The log-probabilities of the texts of each row, as soon as they are known, or the error that they gave.
 
-    All rows are scored together. If that fails, whatever the reason, each is scored alone, so that the others go on.
+    All rows are scored together. If that fails, each is scored alone, so that the others go on.
     """
     from specbeam.api.scoring import score_by_owner
 

@@ -121,7 +121,7 @@ COLUMNS = {
     "rougeL": ("ROUGE-L", "{:.3f}"),
     "perplexity": ("perplexity", "{:.2f}"),
 }
-"""The columns of the table, before the user's own metrics: a heading by metric, and how its figures are written."""
+"""The columns of the table, before custom metrics: a heading by metric, and how its figures are written."""
 
 
 def print_table(folder: Path) -> None:

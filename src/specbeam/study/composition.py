@@ -1,6 +1,6 @@
 """Hydra composes the configuration of a study.
 
-It puts together the packaged ``conf/``, the ``config.yaml`` and groups of the user's own folder, and ``key=value`` from
+It puts together the packaged ``conf/``, the ``config.yaml`` and groups of the user's folder, and ``key=value`` from
 the command line.
 """
 
@@ -49,7 +49,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
 
     Args:
         overrides: ``key=value`` in Hydra's grammar.
-        folder: the user's own, with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...).
+        folder: the user's, with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...).
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir

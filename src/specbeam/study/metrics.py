@@ -1,6 +1,6 @@
 """Metrics of one generation, and of many together.
 
-A new metric is a name in :func:`of_record`, or a function of the user's own (:class:`CustomMetrics`).
+A new metric is a name in :func:`of_record`, or a user-defined function (:class:`CustomMetrics`).
 
 A generation is a :data:`specbeam.study.results.Record`. Speed is the speed that a user sees. Diversity compares the
 beams of a generation. Quality compares texts with references, by the field's own implementations (sacrebleu,
@@ -155,7 +155,7 @@ def quality(text: str, references: Sequence[str]) -> dict[str, float | None]:
 
 
 class CustomMetrics:
-    """Metrics of the user's own, measured on each generation that did not fail.
+    """User-defined metrics, measured on each generation that did not fail.
 
     Each is a function that takes a generation, a :data:`specbeam.study.results.Record`. It returns a number, True or
     False (1 or 0), or None where there is nothing to measure. They are measured anew each time a study goes on, so a

@@ -190,7 +190,7 @@ def answer(summary: Mapping[str, Any]) -> list[Markup]:
 
 
 def failed_metrics(summary: Mapping[str, Any]) -> Iterator[Markup]:
-    """For each of the user's own metrics that failed: on how many generations, and why on the first of them."""
+    """For each custom metric that failed: on how many generations, and why on the first of them."""
     for name, reasons in summary.get("failed_metrics", {}).items():
         key, why = next(iter(reasons.items()))
         on = several(len(reasons), "generation")

@@ -32,7 +32,7 @@ KEYS = {
 }
 """The keys that every entry of a file has. A generation that failed has them, too."""
 NOT_IN_TABLE = ("stats", "own", "recording")
-"""The keys of a generation that are no column: each statistic and own metric is one, and recordings are large."""
+"""The keys of a generation that are no column: each statistic and custom metric is one, and recordings are large."""
 ASKED_PARTS = ("config", "models", "data")
 """The parts of a fingerprint that the user chose. The others describe where the study ran."""
 MAX_NAME_BYTES = 200

@@ -44,7 +44,7 @@ from specbeam.study.work import Work, jobs_of_turn, key_of, new_record, with_mes
 logger = logging.getLogger("specbeam")
 
 KEYS_WITHOUT_EFFECT = ("output", "tracking", "launcher", "report")
-"""Keys of the configuration that do not change what a run keeps. Neither do the user's own metrics."""
+"""Keys of the configuration that do not change what a run keeps. Neither do custom metrics."""
 
 SECONDS_PER_LINE = 30.0
 """A study takes hours. Without a terminal, a line is printed at most this often."""
@@ -346,7 +346,7 @@ def _summarize(
 
 
 def _sources(study: Study) -> dict[str, Path]:
-    """The path of every model, of the base model of an adapter, and of the files of methods and drafters of one's own.
+    """The path of every model, of the base model of an adapter, and of the files of custom strategies and drafters.
 
     One that is not there is an error at once.
     """

@@ -70,7 +70,7 @@ LATEX_COLUMNS = (
     "tokens_per_second", "speed_up", "same_text", "steps_per_target_pass", "acceptance_rate", "pass_at_1", "rougeL",
     "corpus_bleu", "perplexity",
 )  # fmt: skip
-"""The columns for LaTeX where none are chosen, as far as they were measured, besides the user's own metrics."""
+"""The columns for LaTeX where none are chosen, as far as they were measured, besides custom metrics."""
 NOT_SHOWN = ("gap_p50", "gap_p95")
 """Metrics for readers of ``summary.json`` alone. Gaps between pieces say little where pieces have several tokens."""
 
@@ -122,7 +122,7 @@ class Table:
 def tables(summary: Mapping[str, Any]) -> list[Table]:
     """The tables of the report that have a column: speed, quality, diversity, and all that has no place in these.
 
-    The user's own metrics and other models' perplexities are among the quality.
+    Custom metrics and other models' perplexities are among the quality.
     """
     methods = summary["methods"]
     names = measured(methods)
@@ -140,12 +140,12 @@ def tables(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def custom_name(text: str) -> str:
-    """The name of a metric of the user's own, given as ``module:name`` or as an entry point. It has a colon."""
+    """The name of a custom metric, given as ``module:name`` or as an entry point. It has a colon."""
     return text if is_name(text) else f"{GROUPS['metric']}:{text}"
 
 
 def custom_columns(names: Sequence[str]) -> list[Column]:
-    """The columns of the user's own metrics, whose names have a colon. The heading leaves the module out."""
+    """The columns of custom metrics, whose names have a colon. The heading leaves the module out."""
     functions = [name for name in names if ":" in name]
     short = Counter(name.rpartition(":")[2] for name in functions)
     return [Column(name, last if short[last := name.rpartition(":")[2]] == 1 else name) for name in functions]

@@ -56,7 +56,7 @@ class Work:
             self.models(method)
 
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
-        """The target and its draft: a draft model, "ngram", "suffix", a drafter of the user's own or None."""
+        """The target and its draft: a draft model, "ngram", "suffix", a custom drafter or None."""
         target = self._model(self.study.target_model, method.load)
         load = partial(self._model, how=method.draft_load)
         return target, resolve_draft(method.draft, load, from_here=True)
