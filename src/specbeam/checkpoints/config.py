@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from specbeam.errors import SpecbeamError
+from specbeam.system.numbers import is_integer
 
 MAX_SIZE, MAX_HEAD_DIM = 2**31 - 1, 2**16
 """The largest sizes that are believed. Rotary frequencies are lists of head_dim / 2 numbers."""
@@ -256,6 +257,6 @@ def make_layers(number: Any, tensors: Sized, layer: Callable[[int], Layer]) -> t
 
 def size(name: str, value: Any, maximum: int = MAX_SIZE) -> int:
     """The value, if it is a size. Raises SpecbeamError if it is not."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= maximum:
+    if not is_integer(value) or not 0 < value <= maximum:
         raise SpecbeamError(f"the model's configuration says {name} = {value!r}, which is no size")
     return value

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from specbeam.api.scoring import score
+from specbeam.drafting.resolve import resolve_draft
 from specbeam.engine import Engine
 from specbeam.engine.drafts import check_draft
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.models.model import LanguageModel, load
 from specbeam.models.prompts import apply_chat_template, first_token
-from specbeam.options.names import LOOKUPS
 from specbeam.options.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
@@ -90,8 +91,8 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         how |= {"quantize": quantize, "threads": threads}
         if not isinstance(pretrained, LanguageModel):  # str: the harness turns names like 7 into numbers
             pretrained = load(str(pretrained), revision=None if revision is None else str(revision), **how)
-        if isinstance(draft, str) and draft not in LOOKUPS:
-            draft = load(draft, **how)
+        if isinstance(draft, str):
+            draft = resolve_draft(draft, partial(load, **how))
         check_draft(pretrained, draft, self._options)
         self.lm, self.draft, self.tokenizer = pretrained, draft, pretrained.tokenizer
         self._device = torch.device(self.lm.backend.device)
@@ -148,7 +149,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         Raises:
             SpecbeamError: the model has no chat template, or it refuses the messages, even without the system's.
         """
-        if not self.tokenizer.chat_template:
+        if not self.lm.has_chat_template:
             raise SpecbeamError(f"{self.lm.source} has no chat template: leave out --apply_chat_template")
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         refused = None

@@ -152,6 +152,10 @@ class LanguageModel:
         return f"{self.backend.precision} on {self.backend.device}"
 
     @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
+    @property
     def token_ids(self) -> TokenIds:
         """What its token ids mean."""
         return TokenIds(self.source, self.tokenizer, self.backend.vocab_size)

@@ -387,7 +387,7 @@ def _about(model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "specbeam",
         "max_model_len": model.lm.backend.context_length,
-        "has_chat_template": bool(model.lm.tokenizer.chat_template),
+        "has_chat_template": model.lm.has_chat_template,
         "drafts": [*model.drafts],
         "sampling": model.sampling.settings,
     }

@@ -203,7 +203,7 @@ class ServedModel:
 
     def check_chat_template(self) -> None:
         """Refuse a conversation if the model has no chat template."""
-        if not self.lm.tokenizer.chat_template:
+        if not self.lm.has_chat_template:
             raise Refusal(f"{self.name} has no chat template: use /v1/completions", "model", "no_chat_template")
 
     def tool_format(self, field: str) -> ToolFormat:

@@ -163,7 +163,7 @@ class OllamaGenerate(OllamaRequest):
 
     def inner(self, model: ServedModel) -> ChatRequest | CompletionRequest:
         """The request that it stands for."""
-        if self.raw or self.suffix or not model.lm.tokenizer.chat_template:
+        if self.raw or self.suffix or not model.lm.has_chat_template:
             for name in ("system", "think", "logprobs"):
                 if getattr(self, name):
                     raise Refusal(f"{name} goes with a chat template: leave it out, or raw and suffix", name)

@@ -18,6 +18,7 @@ from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, Extent, check_l
 from specbeam.checkpoints.formats.safetensors_file import Floats, tensors_of
 from specbeam.checkpoints.parameters import are_finite, not_finite
 from specbeam.errors import SpecbeamError
+from specbeam.system.numbers import is_real
 
 PREFIX = "base_model.model."
 """PEFT puts two modules of its own around the base model."""
@@ -220,6 +221,6 @@ class Adapter:
             if module == key.removeprefix("^") or module.endswith("." + key):
                 alpha = value
                 break
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not isfinite(alpha):
+        if not is_real(alpha) or not isfinite(alpha):
             raise SpecbeamError(f"{self.path}: lora_alpha={alpha!r} for {module} is no number")
         return float(alpha)

@@ -38,6 +38,7 @@ from specbeam.checkpoints.tokenizers.folder_tokenizer import tokenizer_from_fold
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.options.generation_defaults import FILE, GenerationDefaults, defaults_of_config
 from specbeam.system.extras import require
+from specbeam.system.numbers import is_integer
 
 logger = logging.getLogger("specbeam")
 OF_MODELOPT, OF_AWQ = "hf_quant_config.json", "quant_config.json"
@@ -199,7 +200,7 @@ class FolderCheckpoint(Checkpoint):
             ids = config.get("eos_token_id")
             if ids is not None:
                 ids = ids if isinstance(ids, list) else [ids]
-                if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                if not all(map(is_integer, ids)):
                     raise SpecbeamError(
                         f"{self.path}: eos_token_id {ids} of its configuration holds what is no token id"
                     )

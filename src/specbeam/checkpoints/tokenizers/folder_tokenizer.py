@@ -27,6 +27,7 @@ from specbeam.checkpoints.tokenizers.sentencepiece_model import (
 )
 from specbeam.errors import SpecbeamError, shown
 from specbeam.system.extras import are_installed
+from specbeam.system.numbers import is_integer
 from specbeam.text.tokenizer import NAMED, Tokenizer
 
 PLAIN, WHISPER = "TokenizersBackend", "WhisperTokenizer"
@@ -200,7 +201,7 @@ def _of_other_files(folder: Path, kind: str) -> tuple[SentencePiece | None, dict
         _demand(not named and "vocab.json" in names and "merges.txt" in names)
         vocabulary = read_json(folder, "vocab.json")
         for token, i in vocabulary.items():
-            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < 1 << 32:
+            if not is_integer(i) or not 0 <= i < 1 << 32:
                 raise SpecbeamError(f"{folder / 'vocab.json'}: the id of {shown(token)} is {shown(i)}")
         merges = _merges(folder / "merges.txt", vocabulary)
     return model, {"model": {"type": "BPE", "vocab": vocabulary, "merges": merges}, "added_tokens": []}

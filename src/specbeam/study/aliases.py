@@ -31,11 +31,7 @@ Path = tuple[Any, ...]
 
 
 def in_our_words(value: Any, path: Path = ()) -> Any:
-    """The part of a configuration at a path, in our words.
-
-    Raises:
-        SpecbeamError: it gives an option by both of its names, with different values.
-    """
+    """The part of a configuration at a path, in our words."""
     match value:
         case Mapping():
             ours: dict[Any, Any] = {}
@@ -64,11 +60,7 @@ def path_in_our_words(path: Path) -> Path:
 
 
 def overrides_in_our_words(overrides: Sequence[Override]) -> list[Override]:
-    """Overrides of a command line, in our words.
-
-    Raises:
-        SpecbeamError: they give an option by both of its names, with different values.
-    """
+    """Overrides of a command line, in our words."""
     ours = [_override_in_our_words(override) for override in overrides]
     given = {override.key_or_group: override.value() for override in overrides if not override.is_delete()}
     for word, name in (
@@ -109,7 +101,7 @@ def _has_options(path: Sequence[Any]) -> bool:
     return [*path] == ["decode"] or (len(path) == 2 and path[0] == "methods")
 
 
-class OwnFiles(FileConfigSource):  # type: ignore[misc]
+class UserFiles(FileConfigSource):  # type: ignore[misc]
     """A user's folder, whose files Hydra gets in our words."""
 
     @staticmethod
@@ -117,9 +109,9 @@ class OwnFiles(FileConfigSource):  # type: ignore[misc]
         return "study"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        found = super().load_config(config_path)
+        result = super().load_config(config_path)
         group, _, _ = config_path.rpartition("/")
-        package = (found.header["package"] or "_group_").replace("_group_", group.replace("/", "."))
+        package = (result.header["package"] or "_group_").replace("_group_", group.replace("/", "."))
         path = tuple(key for key in package.split(".") if key not in ("", "_global_"))
-        found.config = OmegaConf.create(in_our_words(OmegaConf.to_container(found.config), path))
-        return found
+        result.config = OmegaConf.create(in_our_words(OmegaConf.to_container(result.config), path))
+        return result
