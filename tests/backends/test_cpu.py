@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.backends.cpu import CpuBackend, weights
 from specbeam.backends.cpu.library import choose_isa, find, library
 from specbeam.cache.slots import Slots
@@ -260,13 +260,15 @@ def test_logits_are_the_same_bits_whichever_nodes_want_them(folder, wanted):
     def logits(*wanted):
         places = [Slots(tree, lm.backend) for tree in trees]
         first = [
-            slots.segment(slots.prepare(slots.tree.prefix), np.array(those, np.int64))
+            slots.tree_batch(slots.prepare(slots.tree.prefix), np.array(those, np.int64))
             for slots, those in zip(places, wanted, strict=True)
         ]
         found = lm.backend.forward(first)
         for slots in places:
             slots.evaluated(slots.tree.prefix)
-        below = lm.backend.forward([one.segment(two, np.arange(2)) for one, two in zip(places, children, strict=True)])
+        below = lm.backend.forward(
+            [one.tree_batch(two, np.arange(2)) for one, two in zip(places, children, strict=True)]
+        )
         for slots in places:
             slots.close()
         return found, below
@@ -324,7 +326,7 @@ def log_probs_of_all(folder, tokens, quantize, isa=""):
 def of_one_sequence(tokens, slots, wanted=None):
     """The part of a pass over the tokens of one sequence from its beginning."""
     at = np.arange(len(tokens))
-    return Segment(tokens, at, slots, slots, np.empty((len(at), 0), np.int64), at if wanted is None else at[wanted])
+    return TreeBatch(tokens, at, slots, slots, np.empty((len(at), 0), np.int64), at if wanted is None else at[wanted])
 
 
 def test_int8_is_near_float32(folder):
@@ -392,7 +394,7 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
     def segment(**changes):
         fields = {"tokens": [1, 2], "positions": [0, 1], "slots": [0, 1], "prefix": [0], "wanted": [1]}
         arrays = {name: np.array(value) for name, value in (fields | {"suffixes": [[0], [1]]}).items()}
-        return Segment(**(arrays | changes))
+        return TreeBatch(**(arrays | changes))
 
     backend.reserve(8)
     assert backend.forward([segment()]).shape == (1, 259)
@@ -408,7 +410,7 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
         backend.forward([once, once])
     one, at, prefix = np.arange(1), np.array([2]), np.arange(3)
     with pytest.raises(RuntimeError, match="empty"):  # a refused pass leaves nothing behind that another could read
-        backend.forward([Segment(one + 1, at, at, prefix, np.empty((1, 0), np.int64), one)])
+        backend.forward([TreeBatch(one + 1, at, at, prefix, np.empty((1, 0), np.int64), one)])
 
 
 @pytest.mark.parametrize("quantize", ["int8", "float32"])
@@ -431,7 +433,7 @@ def test_slots_change_no_bit(folder, quantize):
         for name, slots in places.items():
             backend.forward([of_one_sequence(at[:-3], slots[:-3], [0])])
             suffixes = np.tile(slots[-3:], (3, 1))
-            logits[name] = backend.forward([Segment(at[-3:], at[-3:], slots[-3:], slots[:-3], suffixes, at[:3])])
+            logits[name] = backend.forward([TreeBatch(at[-3:], at[-3:], slots[-3:], slots[:-3], suffixes, at[:3])])
             np.testing.assert_array_equal(logits[name], logits["one run"], err_msg=name)
 
 
@@ -449,7 +451,7 @@ def test_a_prefix_may_lack_slots_that_no_layer_sees(save, quantize):
             """Logits of the nodes from ``first`` on: of nodes on the shared prefix, and of one with a suffix."""
             nodes = at[first:]
             suffixes = np.array([[length - 1]] * len(nodes))
-            return backend.forward([Segment(nodes % 250, nodes, nodes, prefix[:-1], suffixes, nodes - first)])
+            return backend.forward([TreeBatch(nodes % 250, nodes, nodes, prefix[:-1], suffixes, nodes - first)])
 
         backend.forward([of_one_sequence(at % 250, at, [-1])])
         expected = last(at)
@@ -465,7 +467,7 @@ def test_a_prefix_may_lack_slots_that_no_layer_sees(save, quantize):
     at = np.arange(9)
     full.forward([of_one_sequence(at, at)])
     with pytest.raises(RuntimeError, match="a node sees a slot that is empty"):  # one layer has no window
-        full.forward([Segment(at[8:], at[8:], at[8:], np.where(at < 1, -1, at), np.empty((1, 0), np.int64), at[:1])])
+        full.forward([TreeBatch(at[8:], at[8:], at[8:], np.where(at < 1, -1, at), np.empty((1, 0), np.int64), at[:1])])
 
 
 def new_model(size, **changes):

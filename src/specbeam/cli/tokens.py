@@ -11,7 +11,7 @@ from specbeam.cli.arguments import add_revision_to, add_source_to, check_source,
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
-from specbeam.text.token_texts import text_of
+from specbeam.text.tokenizer import text_of
 
 
 def add_to(commands: Any) -> None:
@@ -76,9 +76,6 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
 
     "offsets" are the tokenizer's own, in characters (code points), or None from a slow tokenizer. "text" is bytes if
     they are no whole character. "unknown" marks the token for words that the vocabulary lacks.
-
-    Raises:
-        SpecbeamError: the text is not valid Unicode, or the tokenizer is damaged.
     """
     from specbeam.models.prompts import tokenize
 

@@ -21,8 +21,7 @@ from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.options.names import BACKENDS
 from specbeam.options.options import refuse_unknown_keywords
 from specbeam.system.extras import are_installed, require
-from specbeam.text.token_texts import text_of
-from specbeam.text.tokenizer import Tokenizer
+from specbeam.text.tokenizer import Tokenizer, text_of
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
     from specbeam.backends.torch import TorchBackend
@@ -151,6 +150,10 @@ class LanguageModel:
     def precision(self) -> str:
         """The number type of its weights, and its device, such as "int8 on cpu"."""
         return f"{self.backend.precision} on {self.backend.device}"
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
 
     @property
     def token_ids(self) -> TokenIds:
@@ -367,8 +370,8 @@ def load_silently(
         raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
     loaded: Backend
     if backend == "transformers":
-        from specbeam.backends.encoder_decoder import backend_of
         from specbeam.backends.transformers import load_model
+        from specbeam.backends.transformers.encoder_decoder import backend_of
 
         check = checkpoint.check_transformers
         try:

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend, Segment, logits_wanted
+from specbeam.backends.contract import Backend, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import Library, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
-from specbeam.core.selection import NextBeams, Selection, SelectionRequest, Watch
+from specbeam.core.selection import AttentionProbe, NextBeams, Selection, SelectionRequest
 from specbeam.errors import SpecbeamError
 from specbeam.system.fork_guard import fork_guard
 from specbeam.system.machine import usable_processors
@@ -39,7 +39,7 @@ INT64_BYTES = 8
 NO_SOURCE = np.empty(0, np.int64)
 NODE_ARRAYS = ("tokens", "positions", "slots")
 """The arrays of a segment with a number for each node."""
-NOT_WATCHED = (0, 0, 0, 0, 0)
+NO_PROBE = (0, 0, 0, 0, 0)
 MAX_THREADS = 1024
 """As in native/model.h."""
 
@@ -139,7 +139,7 @@ class CpuBackend(Backend):
         return slots
 
     @fork_guard
-    def forward(self, segments: list[Segment]) -> NDArray[np.float32]:
+    def forward(self, segments: list[TreeBatch]) -> NDArray[np.float32]:
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
         vocab = logits_wanted(segments, self.vocab_size)
@@ -157,7 +157,7 @@ class CpuBackend(Backend):
     @fork_guard
     def forward_ahead(
         self,
-        segments: list[Segment],
+        segments: list[TreeBatch],
         requests: Sequence[SelectionRequest],
         beams: Sequence[NextBeams | None],
         passes: int,
@@ -288,11 +288,7 @@ def choose_threads(threads: int | None) -> int:
 
 
 def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
-    """How weights are kept, one of ``MODES``.
-
-    Raises:
-        SpecbeamError: ``quantize`` is not a mode, or it is "keep" and the checkpoint is not quantized.
-    """
+    """How weights are kept, one of ``MODES``."""
     if quantize not in ("auto", *MODES):
         raise SpecbeamError(f"quantize={quantize!r} is not allowed: give auto, {', '.join(MODES)}")
     if quantize == "keep" and not checkpoint.quantized:
@@ -322,7 +318,7 @@ def _new_model(native: Library, checkpoint: Checkpoint, threads: int, integer_ca
     return int(model.value or 0)
 
 
-def _pack_segments(native: Library, segments: Sequence[Segment]) -> tuple[bytes, list[NDArray[Any]]]:
+def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[bytes, list[NDArray[Any]]]:
     """The segments as native structures, and the arrays that they point into."""
     kept: list[NDArray[Any]] = [
         np.concatenate([getattr(s, name) for s in segments], dtype=np.int64) for name in NODE_ARRAYS
@@ -337,7 +333,7 @@ def _pack_segments(native: Library, segments: Sequence[Segment]) -> tuple[bytes,
         suffixes = np.ascontiguousarray(s.suffixes, np.int64)
         source = NO_SOURCE if s.source is None else np.ascontiguousarray(s.source, np.int64)
         kept += [prefix, suffixes, source]
-        watched, watched_rows, shown, heads, scores = NOT_WATCHED if s.watch is None else _watched(s.watch, kept)
+        watched, watched_rows, shown, heads, scores = NO_PROBE if s.probe is None else _probe_fields(s.probe, kept)
         rows.append(
             {
                 "nodes": n,
@@ -361,18 +357,18 @@ def _pack_segments(native: Library, segments: Sequence[Segment]) -> tuple[bytes,
     return native.structures["Segment"].pack(rows), kept
 
 
-def _watched(watch: Watch, kept: list[NDArray[Any]]) -> tuple[int, int, int, int, int]:
+def _probe_fields(probe: AttentionProbe, kept: list[NDArray[Any]]) -> tuple[int, int, int, int, int]:
     """The heads, rows and positions whose scores a pass writes, and where. The arrays are added to the kept ones."""
-    scores = watch.scores
-    if scores.dtype != np.float32 or not scores.flags.c_contiguous or len(scores) != len(watch.heads):
+    scores = probe.scores
+    if scores.dtype != np.float32 or not scores.flags.c_contiguous or len(scores) != len(probe.heads):
         raise RuntimeError("a pass was refused: the scores of watched heads are no array of float32 for each head")
-    kept.append(heads := np.array(watch.heads, np.int64))
+    kept.append(heads := np.array(probe.heads, np.int64))
     watched, rows, shown = scores.shape
     return watched, rows, shown, address(heads), address(scores)
 
 
 def _pack_ahead(
-    native: Library, segments: Sequence[Segment], beams: Sequence[NextBeams | None], passes: int
+    native: Library, segments: Sequence[TreeBatch], beams: Sequence[NextBeams | None], passes: int
 ) -> tuple[bytes, list[NDArray[Any]]]:
     """How the segments go on, as native structures, and the arrays that they point into."""
     rows: list[dict[str, float]] = []

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
-from specbeam.checkpoints import packed
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
-from specbeam.checkpoints.fingerprint import Extent, fingerprint
-from specbeam.checkpoints.finite import not_finite
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.files import Extent, fingerprint
+from specbeam.checkpoints.parameters import not_finite, parameter_shapes
+from specbeam.checkpoints.sources import packed
 from specbeam.errors import SpecbeamError
 from specbeam.system.machine import keep_in_memory, usable_processors
 
