@@ -135,10 +135,10 @@ class Saved:
     def other_score(self, result: Result) -> str | None:
         """The first log-probability or score that has other bits; None if there is none."""
         for number, (theirs, ours) in enumerate(zip(self.sequences, result.sequences, strict=True), 1):
-            numbers = [(theirs.log_prob, ours.log_prob, "log_prob"), (theirs.score, ours.score, "score")]
+            pairs = [(theirs.log_prob, ours.log_prob, "log_prob"), (theirs.score, ours.score, "score")]
             for at, pair in enumerate(zip(theirs.log_probs, ours.log_probs, strict=False), 1):
-                numbers.append((*pair, f"log_prob of token {at}"))
-            for a, b, name in numbers:
+                pairs.append((*pair, f"log_prob of token {at}"))
+            for a, b, name in pairs:
                 if a != b:
                     return f"the {name} of sequence {number} is {a} there and {b} here"
         return None
