@@ -1,4 +1,4 @@
-"""Objects of the user's own, named by text: decoding methods, drafters, metrics and trackers.
+"""User-defined objects, named by text: decoding methods, drafters, metrics and trackers.
 
 A name is ``module:name``, or the name of an entry point that an installed package declares::
 
@@ -41,7 +41,7 @@ UNGUARDED = "put what only a script does below if __name__ == '__main__'"
 
 
 class PluginError(SpecbeamError):
-    """An object of the user's own failed, or made a mistake. The message names it, and its file and line."""
+    """A user-defined object failed, or made a mistake. The message names it, and its file and line."""
 
 
 def is_name(text: str) -> bool:
@@ -167,14 +167,14 @@ def is_own_drafter(draft: str) -> bool:
 
 
 def qualified_name(plugin: Any) -> str:
-    """The name of an object of the user's own as receipts show it: ``module:name``."""
+    """The name of a user-defined object as receipts show it: ``module:name``."""
     plugin = getattr(plugin, "func", plugin)  # of functools.partial
     named = plugin if hasattr(plugin, "__qualname__") else type(plugin)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def described(plugin: Any) -> str:
-    """The name of an object of the user's own as messages show it, with its file and line where Python knows them."""
+    """The name of a user-defined object as messages show it, with its file and line where Python knows them."""
     function = getattr(plugin, "func", plugin)
     if not hasattr(function, "__qualname__"):
         function = type(function).__call__
@@ -184,7 +184,7 @@ def described(plugin: Any) -> str:
 
 
 def source_file(plugin: Any) -> Path | None:
-    """The file of the module that defines an object of the user's own; None if it has none."""
+    """The file of the module of a user-defined object; None if it has none."""
     module = sys.modules.get(qualified_name(plugin).partition(":")[0])
     file = getattr(module, "__file__", None)
     return None if file is None else Path(file)
@@ -212,7 +212,7 @@ def named(value: Any) -> str:
 
 
 def failed(what: str, error: Exception) -> PluginError:
-    """The error for a caller when an object of the user's own raised one. Its note has the traceback.
+    """The error for a caller when a user-defined object raised one. Its note has the traceback.
 
     Args:
         what: the kind and the name of the object.
@@ -223,7 +223,7 @@ def failed(what: str, error: Exception) -> PluginError:
 
 
 def failure(error: BaseException) -> str:
-    """An error of the user's own code in one line: its type, its message, and the file and line that raised it."""
+    """An error of user-defined code in one line: its type, its message, and the file and line that raised it."""
     message = " ".join(str(error).split())
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"

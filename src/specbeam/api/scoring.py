@@ -193,13 +193,13 @@ class PromptScores:
 
 
 def score_prompt(tree: Tree, k: int, scores: PromptScores) -> Generator[Evaluate, Selection, None]:
-    """The first part of a strategy: evaluate the prompt, and note its log-probabilities.
+    """The first part of a strategy: evaluate the prompt, and collect its log-probabilities.
 
     It evaluates all tokens, because cached prefixes have no logits. The request should have ``share_prefix=False``.
     Otherwise its forward passes overwrite keys and values of other requests, and may round them differently.
 
     Args:
-        k: how many of the likeliest tokens at each position are noted.
+        k: how many of the likeliest tokens at each position to collect.
         scores: filled here.
     """
     before, tokens = tree.prefix[:-1], tree.tokens(tree.prefix[1:])

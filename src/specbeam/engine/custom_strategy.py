@@ -43,7 +43,7 @@ def load_strategy(given: Any) -> MakeStrategy | None:
 
 
 class CustomStrategy:
-    """A strategy of the user's own. An error in it becomes one that names it, and ends its request alone.
+    """A user-defined strategy. An error in it becomes one that names it, and ends its request alone.
 
     Args:
         make: a function of the setup and the drafter or None that returns the strategy.

@@ -26,7 +26,7 @@ from specbeam.options.options import Options
 
 Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
 """A draft model or its source, "ngram", "suffix", an automaton over earlier texts, one of these three for a text that
-goes on from more than its prompt, or a drafter of the caller's own: a function, a class, or the text that names one."""
+goes on from more than its prompt, or a user-defined drafter: a function, a class, or the text that names one."""
 
 
 def load_draft(lm: LanguageModel, draft: Any) -> Any:
