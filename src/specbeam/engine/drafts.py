@@ -91,7 +91,7 @@ def make_drafter(
     draft: Draft,
     unread: int,
     draft_cost: Cost | None,
-    room: int,
+    max_rows: int,
 ) -> Drafter:
     """The drafter of one request.
 
@@ -99,14 +99,14 @@ def make_drafter(
         draft: has passed :func:`check_draft`.
         unread: tokens and positions of sound that a draft model has to read before its first draft token.
         draft_cost: of the draft model's passes for this request; None for lookups.
-        room: the most draft tokens whose logits fit into memory.
+        max_rows: the most draft tokens whose logits fit into memory.
 
     Raises:
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    is_model, is_own = isinstance(draft, LanguageModel), callable(draft)
-    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_own)
+    is_model, is_custom = isinstance(draft, LanguageModel), callable(draft)
+    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_custom)
     sizes = [
         Sizes(
             num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
@@ -115,7 +115,7 @@ def make_drafter(
             num_tips=num_tips,
             chains=not shares_tokenizer,
             one_width=looks_up,
-            room=room,
+            max_rows=max_rows,
         )
         for num_tips in sorted({setup.options.num_beams} | ({1} if LazyBeamSearch.fits(setup) else set()))
     ]
