@@ -52,6 +52,7 @@ lint: .venv/installed
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(BIN)/mypy
 	$(BIN)/python .ci/language
+	$(BIN)/python .ci/touch-points
 
 # The site, in site/. It loads nothing from other hosts, and a broken link is an error.
 docs: .venv/docs

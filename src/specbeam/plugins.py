@@ -1,4 +1,4 @@
-"""User-defined objects, named by text: decoding methods, drafters, metrics and trackers.
+"""User-defined objects, named by text: strategies, drafters, metrics and trackers.
 
 A name is ``module:name``, or the name of an entry point that an installed package declares::
 
@@ -150,22 +150,6 @@ def names_one(text: str, kind: str) -> bool:
     return is_name(text) or text in entry_point_names(kind)
 
 
-def is_own_drafter(draft: str) -> bool:
-    """Whether a text names a drafter of the caller's own, and no model.
-
-    Raises:
-        SpecbeamError: it names both.
-    """
-    from specbeam.checkpoints.sources.registry import ALIASES
-
-    if is_name(draft):
-        return True
-    is_entry_point = draft in entry_point_names("drafter")
-    if is_entry_point and (draft in ALIASES or Path(draft).exists()):
-        raise SpecbeamError(f"draft={draft!r} is an entry point and a model: give the one's module:name, or ./{draft}")
-    return is_entry_point
-
-
 def qualified_name(plugin: Any) -> str:
     """The name of a user-defined object as receipts show it: ``module:name``."""
     plugin = getattr(plugin, "func", plugin)  # of functools.partial
@@ -184,7 +168,7 @@ def described(plugin: Any) -> str:
 
 
 def source_file(plugin: Any) -> Path | None:
-    """The file of the module of a user-defined object; None if it has none."""
+    """The file of the module that defines a user-defined object; None if it has none."""
     module = sys.modules.get(qualified_name(plugin).partition(":")[0])
     file = getattr(module, "__file__", None)
     return None if file is None else Path(file)

@@ -11,7 +11,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from specbeam.backends.cpu import CpuBackend
 from specbeam.backends.cpu.library import library
-from specbeam.backends.torch.selecting import select
+from specbeam.backends.torch.sampling import select
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.selection import Edit, Noise, SelectionRequest
 from tests.conftest import random_model

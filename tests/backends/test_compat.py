@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specbeam
-from specbeam.backends.compat import DecoderPositions, GivenPositions, argument_of_generate
+from specbeam.backends.transformers.compat import DecoderPositions, GivenPositions, argument_of_generate
 from specbeam.system.interrupts import ReleasedInterrupts
 from tests.backends.test_encoder_decoder import make
 from tests.calls import press_within

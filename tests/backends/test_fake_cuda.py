@@ -11,7 +11,7 @@ from specbeam import hf, ladder
 from specbeam.backends import devices
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
-from specbeam.backends.torch.selecting import choose
+from specbeam.backends.torch.sampling import choose
 from specbeam.backends.transformers import CausalBackend
 from specbeam.cache.slots import Slots
 from specbeam.core.selection import Edit, Noise, SelectionRequest

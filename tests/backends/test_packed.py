@@ -15,8 +15,9 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.backends import devices
 from specbeam.backends.cpu import weights
-from specbeam.checkpoints import open_checkpoint, packed
-from specbeam.checkpoints.fingerprint import Extent, fingerprint
+from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints.files import Extent, fingerprint
+from specbeam.checkpoints.sources import packed
 from specbeam.cli import main
 from specbeam.system.machine import Memory, mapped_bytes
 from tests.checkpoints.test_folder import change_tensors

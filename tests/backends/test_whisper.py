@@ -21,7 +21,7 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.parameters import parameter_shapes
 from specbeam.core.selection import AttentionProbe
 from specbeam.core.tree import NO_NODES, Tree
-from specbeam.engine.features import Sound
+from specbeam.engine.features import AudioFeatures
 from specbeam.options.generation_defaults import GenerationDefaults
 from tests.backends.test_cpu import ALIKE
 from tests.conftest import (
@@ -281,14 +281,14 @@ def test_requests_about_one_sound_share_the_encoder(pair, save, backend, monkeyp
         lm = specbeam.load(save(model, byte_tokenizer()), backend=backend, device="cpu")
     read, states = [], lm.backend.states
     monkeypatch.setattr(lm.backend, "states", lambda source: read.append(1) or states(source))
-    shared, expected = Sound(sound()), run(lm, [sound()], {"max_new_tokens": 9})
+    shared, expected = AudioFeatures(sound()), run(lm, [sound()], {"max_new_tokens": 9})
     assert len(read) == 1
     for options in ({"max_new_tokens": 9}, {"max_new_tokens": 9}, {"max_new_tokens": 9, "num_beams": 3}):
         found = run(lm, [shared], options)
         assert found == expected or "num_beams" in options
     assert len(read) == 2
     with pytest.raises(SpecbeamError, match="have the shape"):
-        Engine(lm).submit(PROMPT, features=Sound(sound(positions=7)))
+        Engine(lm).submit(PROMPT, features=AudioFeatures(sound(positions=7)))
 
 
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):

@@ -20,12 +20,12 @@ from transformers.tokenization_utils_base import generate_merges
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.checkpoints import open_checkpoint, packed
+from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import Metadata
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.formats.gguf import KINDS, read_header
-from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS
-from specbeam.checkpoints.formats.gguf_transformers import check_transformers
+from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers
+from specbeam.checkpoints.sources import packed
 from specbeam.checkpoints.tokenizers import gguf_tokenizer
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import PRE, tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import vocabulary_from_gguf

@@ -24,7 +24,8 @@ from huggingface_hub.utils import filter_repo_objects
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.checkpoints import locate, packed
+from specbeam.checkpoints import locate
+from specbeam.checkpoints.sources import packed
 from specbeam.cli import main
 from tests.backends.test_whisper import random_whisper
 from tests.checkpoints.test_ctranslate2 import write

@@ -17,7 +17,7 @@ import specbeam
 from specbeam.cli import batch
 from specbeam.cli.rows import BATCHES_PER_JOB
 from specbeam.jobs import formats
-from specbeam.jobs.finished_rows import FinishedRows
+from specbeam.jobs.finished import FinishedRows
 from tests.conftest import random_model
 from tests.jobs.faults import crashes
 
@@ -35,7 +35,7 @@ NEW = ["text", "finish_reason", "new_tokens", "seconds", "error"]
 @pytest.fixture
 def run(folder, specbeam_command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("specbeam.cli.rows.SECONDS_PER_LINE", float("inf"))  # on a slow machine, too
+    monkeypatch.setattr("specbeam.jobs.progress.SECONDS_PER_LINE", float("inf"))  # on a slow machine, too
 
     def run(*arguments, model=folder):
         status, out, err = specbeam_command("batch", *map(str, arguments), "--model", model)
@@ -447,7 +447,7 @@ def test_two_at_once_do_not_write_one_output(ten, before_jobs, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_a_killed_process_leaves_no_lock_behind(ten, tmp_path):
-    holds = "import sys; from pathlib import Path; from specbeam.jobs.lock import locked\n"
+    holds = "import sys; from pathlib import Path; from specbeam.jobs.files import locked\n"
     holds += "with locked(Path('.out.jsonl.lock'), Path('out.jsonl'), ''): print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", holds], cwd=tmp_path, **pipes) as process:

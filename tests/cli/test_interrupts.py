@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from specbeam import Engine
-from specbeam.cli import interrupts
-from specbeam.cli.interrupts import CtrlCCancels
+from specbeam.cli import generate
+from specbeam.cli.generate import CtrlCCancels
 from tests.calls import check_interrupts, press_within
 from tests.cli.conftest import fail_on_long_prompts
 
@@ -54,7 +54,7 @@ def test_at_each_moment_the_first_cancels_and_the_handler_comes_back(handler, pr
             cancelled.append(ctrl_c)
 
     handler(signal.default_int_handler)
-    request, places = mock.Mock(), [interrupts, contextlib]
+    request, places = mock.Mock(), [generate, contextlib]
     for moment in range(press_within(places, work)[0]):
         cancelled = []
         request.reset_mock()

@@ -23,7 +23,7 @@ NOT_FETCHED = "not/there"
 def run(folder, specbeam_command, tmp_path, monkeypatch):
     """Runs a command on the tiny model. Returns its status, its lines in brackets, and its other errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("specbeam.cli.rows.SECONDS_PER_LINE", float("inf"))
+    monkeypatch.setattr("specbeam.jobs.progress.SECONDS_PER_LINE", float("inf"))
     with open("in.csv", "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["review", "id"], *([review, number] for number, review in enumerate(REVIEWS))])
     (tmp_path / "t.txt").write_text(TEMPLATE + "\n")
@@ -192,7 +192,7 @@ def interrupt():
 
 
 def test_without_a_terminal_lines_say_how_far_it_is(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("specbeam.cli.rows.SECONDS_PER_LINE", 0)
+    monkeypatch.setattr("specbeam.jobs.progress.SECONDS_PER_LINE", 0)
     _, _, lines = run("batch", "in.csv", "out.csv", "--column", "review", "--max-new-tokens", 2)
     assert [line.partition(",")[0] for line in lines] == [f"specbeam: {n} of 3 rows" for n in (1, 2)]
 

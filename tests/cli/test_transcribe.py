@@ -9,8 +9,8 @@ import pytest
 
 from specbeam.cli import transcribe
 from specbeam.speech import Segment, Settings, Transcript, vocabulary
-from specbeam.speech.results import Word
 from specbeam.speech.subtitles import Layout
+from specbeam.speech.transcript import Word
 from tests.conftest import reference_folder
 from tests.speech.conftest import TIMES, random_whisper, whisper_tokenizer
 from tests.speech.sounds import recorded, tones, write_wav

@@ -18,9 +18,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from specbeam.backends.torch import selecting
-from specbeam.backends.torch.noise import gumbel, philox
-from specbeam.backends.torch.selecting import choose, highest, select
+from specbeam.backends.torch import sampling
+from specbeam.backends.torch.sampling import choose, gumbel, highest, philox, select
 from specbeam.core.selection import Edit, Noise, SelectionRequest
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -214,10 +213,10 @@ def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
     }
     request = SelectionRequest(**(everything if kind == "all" else {}))
     logits = torch.from_numpy(rng.normal(size=(n, vocab)).astype(np.float32)) * 3
-    compiled = torch.compile(selecting._select, fullgraph=True, dynamic=False, backend=compiler)
+    compiled = torch.compile(sampling._select, fullgraph=True, dynamic=False, backend=compiler)
     with torch.no_grad():
-        got = compiled(logits, request, selecting._seeds(request), selecting.PLAIN)
-        expected = selecting._select(logits, request, selecting._seeds(request), selecting.PLAIN)
+        got = compiled(logits, request, sampling._seeds(request), sampling.PLAIN)
+        expected = sampling._select(logits, request, sampling._seeds(request), sampling.PLAIN)
     torch.compiler.reset()
     assert torch.equal(got[0], expected[0])
     for one, other in zip(got, expected, strict=True):

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 import specbeam
 from specbeam import Engine, Options
-from specbeam.backends.torch.selecting import normalizers_of
+from specbeam.backends.torch.sampling import normalizers_of
 from specbeam.decoding.beam import BeamSearch
 from tests.conftest import beams_of_transformers, random_model
 from tests.decoding.test_distinct import written_out

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, Options
-from specbeam.backends.torch.selecting import select
+from specbeam.backends.torch.sampling import select
 from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.core.tree import Tree
 from specbeam.decoding.beam import BeamSearch

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specbeam.backends.torch.selecting import select
+from specbeam.backends.torch.sampling import select
 from specbeam.core.tree import NO_NODES, Tree
 from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.retokenizing import RetokenizingDrafter

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
 from specbeam import SpecbeamError, hf
-from specbeam.backends.compat import CACHE
+from specbeam.backends.transformers.compat import CACHE
 from tests.conftest import in_thorough_mode, random_model
 from tests.integrations.conftest import DETAILS, EXTRA, VOCAB, assert_same, both, padded
 

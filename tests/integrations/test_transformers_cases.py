@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from specbeam import hf
-from specbeam.backends.compat import CACHE
+from specbeam.backends.transformers.compat import CACHE
 from tests.conftest import in_thorough_mode
 from tests.integrations.test_transformers_steps import Kept, check_scores
 

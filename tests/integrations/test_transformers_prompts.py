@@ -7,7 +7,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam import SpecbeamError
-from specbeam.backends.compat import CACHE
+from specbeam.backends.transformers.compat import CACHE
 from tests.conftest import random_model
 from tests.integrations.conftest import EXTRA, assert_same, both
 

@@ -3,7 +3,7 @@
 import pytest
 
 from specbeam import SpecbeamError
-from specbeam.jobs.finished_files import FinishedFiles
+from specbeam.jobs.finished import FinishedFiles
 from tests.jobs.faults import crashes
 
 NAMES = ("one", "two", "three")

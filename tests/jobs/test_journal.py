@@ -9,10 +9,9 @@ import pytest
 import specbeam
 from specbeam import jobs
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.atomic import replacing, write_whole
-from specbeam.jobs.finished_rows import FinishedRows
+from specbeam.jobs.files import locked, replacing, write_whole
+from specbeam.jobs.finished import FinishedRows
 from specbeam.jobs.journal import Journal, entries_in, json_line
-from specbeam.jobs.lock import locked
 from tests.calls import check_interrupts, press_within
 from tests.conftest import in_thorough_mode
 from tests.jobs.faults import crashes
@@ -101,7 +100,7 @@ def test_at_each_moment_an_interrupt_leaves_a_whole_file_and_no_lock(tmp_path, m
             file.write(b"new")
 
     generators = filter(callable, vars(contextlib._GeneratorContextManager).values())
-    places = [jobs.lock, jobs.atomic, specbeam.system.interrupts, *generators, work]
+    places = [jobs.files, specbeam.system.interrupts, *generators, work]
     for moment in range(0, press_within(places, work)[0], 1 if in_thorough_mode() else 3):
         path.write_bytes(b"before")
         assert press_within(places, work, [moment])[1] is KeyboardInterrupt

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers.generation import logits_process as theirs
 
-from specbeam.backends.torch.selecting import select
+from specbeam.backends.torch.sampling import select
 from specbeam.core.selection import Noise, SelectionRequest
 from specbeam.core.tree import Tree
 from specbeam.errors import SpecbeamError

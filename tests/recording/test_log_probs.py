@@ -9,7 +9,7 @@ import torch
 
 import specbeam
 from specbeam import Engine
-from specbeam.backends.torch.selecting import select
+from specbeam.backends.torch.sampling import select
 from specbeam.core.selection import SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.core.tree import Tree

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 import specbeam
 from specbeam import Engine, SpecbeamError, hf, transcribe, transcribe_stream
 from specbeam.drafting import lookup
-from specbeam.engine.features import Sound, have_equal_encoders
+from specbeam.engine.features import AudioFeatures, have_equal_encoders
 from specbeam.speech import speech_engine
 from specbeam.speech.clips import Clip
-from specbeam.speech.features import LogMel
+from specbeam.speech.log_mel import LogMel
 from specbeam.speech.settings import Settings
 from specbeam.speech.vocabulary import Vocabulary
 from specbeam.speech.windows import Transcriber, Windows
@@ -144,7 +144,7 @@ def test_a_distilled_draft_reads_the_states_of_the_targets_encoder(loaded, backe
     passes = encoder_passes(monkeypatch, lm, small, other)
     features = np.random.default_rng(1).normal(size=(BANDS, 2 * POSITIONS)).astype(np.float32)
     for draft, expected in ((small, 1), (other, 2), (lm, 1)):
-        for given in (features, Sound(features)):
+        for given in (features, AudioFeatures(features)):
             passes.clear()
             engine = Engine(lm)
             request = engine.submit([START, 65], FIXED, features=given, draft=draft)
@@ -183,7 +183,7 @@ def test_encoders_are_equal_if_their_shapes_and_all_their_weights_are(loaded, sa
 
 
 def test_a_draft_with_an_encoder_of_its_own_must_pay_for_reading_the_sound(loaded):
-    lm, sound = loaded("target"), Sound(np.zeros((BANDS, 2 * POSITIONS), np.float32))
+    lm, sound = loaded("target"), AudioFeatures(np.zeros((BANDS, 2 * POSITIONS), np.float32))
     smaller = loaded("smaller").backend
     assert sound.unread_positions(lm.backend, lm.backend) == 0
     assert sound.unread_positions(loaded("distilled").backend, lm.backend) == 0
@@ -195,11 +195,11 @@ def test_a_draft_with_an_encoder_of_its_own_must_pay_for_reading_the_sound(loade
 def test_lookups_look_into_all_windows_of_the_file(loaded, monkeypatch):
     """Also into other clips, and where no window goes on from the text before it."""
     transcriber = Transcriber.of(Vocabulary.of(loaded("target")), Settings(condition_on_previous_text=False))
-    mel, said = LogMel(noise(2.0), transcriber.bands), []
+    mel, said = LogMel(noise(2.0), transcriber.mel_bins), []
     clips = [Windows(transcriber, mel, [Clip([piece])], "en", None, said).segments() for piece in ((0, 90), (90, 180))]
     asked = [next(clip) for clip in clips]
-    assert not asked[0].said
-    assert asked[1].said is said
+    assert not asked[0].transcribed
+    assert asked[1].transcribed is said
     looked = []
     make = lookup.Lookup.__init__
     monkeypatch.setattr(

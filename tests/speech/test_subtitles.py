@@ -8,8 +8,8 @@ import pytest
 from specbeam import SpecbeamError
 from specbeam.options.names import TRANSCRIPT_FORMATS
 from specbeam.speech import Segment, Transcript
-from specbeam.speech.results import Word
 from specbeam.speech.subtitles import PLAIN, STREAMED, Layout, document, written
+from specbeam.speech.transcript import Word
 
 RECORDED = json.loads(Path(__file__).with_name("subtitles.json").read_text(encoding="utf-8"))
 MEASURES = {"avg_logprob": -0.5, "no_speech_prob": 0.1, "compression_ratio": 1.2, "temperature": 0.0}

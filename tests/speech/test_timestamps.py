@@ -65,7 +65,7 @@ def test_scores_are_changed_as_transformers_changes_them(whisper, seed, tokens, 
         (node,) = tree.add([node], [token])
     allowed = ConstraintMask(rules, [END], SIZE)(tree, np.array([node]))
     request = SelectionRequest(top=SIZE, allowed=allowed, together=rules.together)
-    from specbeam.backends.torch.selecting import select
+    from specbeam.backends.torch.sampling import select
 
     of_torch, (native,) = select(logits, request), whisper.backend.choose(logits.numpy(), [(slice(0, 1), request)])
     for selection in (of_torch, native):

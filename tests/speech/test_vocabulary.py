@@ -8,10 +8,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import specbeam
 from specbeam import SpecbeamError, transcribe
-from specbeam.checkpoints.tokenizers.whisper_tokenizer import WhisperTokenizer
+from specbeam.checkpoints.tokenizers.folder_tokenizer import WhisperTokenizer
 from specbeam.speech import Settings, vocabulary
-from specbeam.speech.languages import CODES
-from specbeam.speech.vocabulary import Vocabulary
+from specbeam.speech.vocabulary import CODES, Vocabulary
 from tests.conftest import needs_torch, torch, transformers
 from tests.speech.conftest import noise, random_whisper
 

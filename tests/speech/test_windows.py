@@ -12,15 +12,14 @@ import pytest
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.results import Result, Sequence
-from specbeam.speech.alignment import Listen
-from specbeam.speech.attempts import Attempt, compression_ratio
+from specbeam.speech.alignment import AlignText
 from specbeam.speech.clips import Clip, named_clips, spoken_clips
-from specbeam.speech.features import LogMel
-from specbeam.speech.languages import code_of
+from specbeam.speech.log_mel import LogMel
+from specbeam.speech.requests import WindowRequest, compression_ratio
 from specbeam.speech.settings import Settings
-from specbeam.speech.vocabulary import Vocabulary
+from specbeam.speech.vocabulary import Vocabulary, code_of
 from specbeam.speech.windows import Transcriber, Windows
-from specbeam.speech.words import Timing, WordFinder
+from specbeam.speech.word_timestamps import Timing, WordFinder
 from tests.speech.conftest import (
     END,
     ENGLISH,
@@ -62,7 +61,7 @@ def play(whisper, script, seconds=2.0, clips=None, listen=None, **settings):
     Returns the segments, and the prompt and the options of each request.
     """
     transcriber = Transcriber.of(Vocabulary.of(whisper), Settings.of(settings))
-    mel = LogMel(noise(seconds), transcriber.bands)
+    mel = LogMel(noise(seconds), transcriber.mel_bins)
     clips = [Clip([(0, mel.frames)])] if clips is None else clips
     windows = Windows(transcriber, mel, clips, "en").segments()
     segments, asked, answer, script = [], [], None, iter(script)
@@ -73,10 +72,10 @@ def play(whisper, script, seconds=2.0, clips=None, listen=None, **settings):
             assert next(script, None) is None, "a text that nobody asked for"
             return segments, asked
         answer = None
-        if not isinstance(step, Attempt):
+        if not isinstance(step, WindowRequest):
             segments.append(step)
             continue
-        if isinstance(step.strategy, Listen):
+        if isinstance(step.strategy, AlignText):
             listen(step.strategy)
             continue
         asked.append(step)
@@ -177,7 +176,7 @@ def test_a_text_that_is_rejected_is_drawn_again_at_the_next_temperature(whisper)
     assert [one.options.get("num_return_sequences") for one in asked] == [None, 5, 5]
     assert [one.options.get("num_beams") for one in asked] == [5, None, None]
     assert len({one.options["seed"] for one in asked[1:]}) == 2
-    assert len({id(one.sound) for one in asked}) == 1  # the encoder reads it once
+    assert len({id(one.features) for one in asked}) == 1  # the encoder reads it once
 
 
 def test_the_last_temperature_counts_if_all_texts_are_rejected(whisper):
@@ -267,8 +266,8 @@ def test_windows_end_with_their_clip_and_times_are_of_the_file(whisper):
         (3.0, 3.5, "c"),
         (3.5, 4.2, "d"),
     ]
-    assert not asked[0].sound.features[:, 70:].any()
-    assert asked[1].sound.features.any(axis=0).all()
+    assert not asked[0].features.features[:, 70:].any()
+    assert asked[1].features.features.any(axis=0).all()
 
 
 def test_clips_of_times_and_of_speech():

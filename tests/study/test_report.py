@@ -17,7 +17,7 @@ pytest.importorskip("yaml")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from specbeam.study import plots, report, samples, tables, words
+from specbeam.study import plots, report, samples, statistics, tables
 from specbeam.study.statistics import share_interval
 from specbeam.study.summary import summarize
 from tests.study.test_metrics import failed, make
@@ -234,8 +234,8 @@ def test_every_method_its_numbers_and_their_intervals_are_there(report_of):
     for method in report_data["summary"]["methods"]:
         assert method["method"] in page.text
         speed = method["metrics"]["tokens_per_second"]
-        assert words.number(speed["mean"]) in page.text
-        assert f"{words.number(speed['low'])}–{words.number(speed['high'])}" in page.text
+        assert statistics.number(speed["mean"]) in page.text
+        assert f"{statistics.number(speed['low'])}–{statistics.number(speed['high'])}" in page.text
         assert f"<bdi>{method['method']}</bdi>" in html
     assert html.count("<td>24</td>") == len(METHODS) * html.count('class="numbers"')  # n
     milliseconds, sha256 = ("213", "31.7"), "0123456789abcdef" * 4
@@ -504,8 +504,8 @@ def test_rounds_of_a_chain():
     first = one.rounds[0]
     (branch,) = first.branches
     assert [(g.text, g.accepted) for g in branch.tokens] == [(" add", True), ("(", True), ("x", False), (")", False)]
-    assert first.own == [samples.Own(None, ["a"], ["x"])]
-    assert one.rounds[1].own == [samples.Own(None, [" b"], [])]
+    assert first.target_tokens == [samples.TargetTokens(None, ["a"], ["x"])]
+    assert one.rounds[1].target_tokens == [samples.TargetTokens(None, [" b"], [])]
     pieces = [("def", False), (" add", True), ("(", True), ("a", False), (",", True), (" b", False)]
     assert one.pieces == pieces
 
@@ -515,7 +515,11 @@ def test_rounds_of_beams():
     assert one.beams
     (round,) = one.rounds
     assert [(b.beam, [g.text for g in b.tokens]) for b in round.branches] == [(1, [" sky", " is"]), (2, [" cat"])]
-    assert round.own == [samples.Own(1, [" dog"]), samples.Own(2, [" was"]), samples.Own(3, [" blue", " red"])]
+    assert round.target_tokens == [
+        samples.TargetTokens(1, [" dog"]),
+        samples.TargetTokens(2, [" was"]),
+        samples.TargetTokens(3, [" blue", " red"]),
+    ]
     assert one.pieces == [("The", False), (" sky", True), (" is", True), (" blue", False)]
 
 
@@ -525,7 +529,7 @@ def test_a_round_without_a_step_shows_the_tokens_that_are_ahead():
 
     def own(steps):
         entry = {"drafted": [], "steps": steps, "ahead": [beam(5, 4, "a"), beam(6, 4, "b"), beam(7, 5, "c", True)]}
-        return [(one.step, one.tokens) for one in samples.shown_round(1, entry, beams=True).own]
+        return [(one.step, one.tokens) for one in samples.shown_round(1, entry, beams=True).target_tokens]
 
     assert own([]) == [(1, ["a", "b"])]
     assert own([[beam(4, 3, "d")]]) == [(1, ["d"]), (2, ["a", "b"])]
@@ -562,7 +566,7 @@ def test_samples_are_a_handful_of_many():
 
 
 def test_numbers():
-    assert [*map(words.number, [0, 0.01234, 4.0, 13.44, 213.4, 64123.7, None, float("nan")])] == [
+    assert [*map(statistics.number, [0, 0.01234, 4.0, 13.44, 213.4, 64123.7, None, float("nan")])] == [
         "0", "0.0123", "4.00", "13.4", "213", "64,124", "–", "–"
     ]  # fmt: skip
 

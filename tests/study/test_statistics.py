@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam import SpecbeamError
-from specbeam.study import words
-from specbeam.study.statistics import Comparison, Estimate, bootstrap_mean, holm, paired_ratio
+from specbeam.study.statistics import Comparison, Estimate, bootstrap_mean, holm, paired_ratio, settled
 
 scipy_stats = pytest.importorskip("scipy.stats")
 
@@ -32,7 +31,7 @@ def test_values_that_differ_by_rounding_have_an_interval_without_width(value):
 def test_an_interval_without_finite_ends_settles_nothing(ends):
     comparison = Comparison(1.2, *ends, 0.01, 9)
     assert not comparison.settled
-    assert not words.settled(vars(comparison))
+    assert not settled(vars(comparison))
 
 
 @pytest.mark.parametrize("values", [[0.1], [0.1, 0.1], [1.0, 2.0, 9.0], [0, 0, 0, 1]])

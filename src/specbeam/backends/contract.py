@@ -30,7 +30,7 @@ class TreeBatch:
             own position mean nothing. m is 0 if all nodes are on the prefix.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
-        source: the result of :meth:`EncodingBackend.encode` or :meth:`HearingBackend.place` for the tree, or what was
+        source: the result of :meth:`TextEncoder.encode` or :meth:`AudioEncoder.place` for the tree, or what was
             given to the engine instead. None for models without an encoder otherwise. Every node sees all of it.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
         probe: heads of cross-attention whose scores the pass returns (``Backend.cross_heads``). None for none.
@@ -64,7 +64,7 @@ class Backend(Protocol):
     device: str
     """Its name: "cpu", "cuda:1"."""
     precision: str
-    """The number type of its weights, such as "float32", "int8", or "Q4_K_M" for the blocks of a file."""
+    """The dtype of its weights, such as "float32", "int8", or "Q4_K_M" for the blocks of a file."""
     weights_digest: str | None = None
     """A digest of all bytes of its weights. None if there is none."""
     vocab_size: int
@@ -79,7 +79,7 @@ class Backend(Protocol):
     """The first tokens of every sequence of a model whose encoder reads the prompt. None for others, which begin with
     the prompt."""
     features_shape: tuple[int, int] | None = None
-    """The bands and frames of the sound that its encoder reads. None for a model that reads no sound."""
+    """The mel bins and frames of the audio that its encoder reads. None for a model that reads no audio."""
     cross_heads: tuple[int, int] | None = None
     """The layers and heads of its cross-attention that a ``TreeBatch.probe`` may ask for. None if it shows none."""
 
@@ -157,7 +157,7 @@ class AheadBackend(Backend, Protocol):
         """
 
 
-class EncodingBackend(Backend, Protocol):
+class TextEncoder(Backend, Protocol):
     """A backend whose model has an encoder of text."""
 
     def source_slots(self, source: Any) -> int:
@@ -175,8 +175,8 @@ class EncodingBackend(Backend, Protocol):
         """
 
 
-class HearingBackend(Backend, Protocol):
-    """A backend whose model has an encoder of sound. It works in two steps, so that several trees share the first."""
+class AudioEncoder(Backend, Protocol):
+    """A backend whose model has an encoder of audio. It works in two steps, so that several trees share the first."""
 
     states_shape: tuple[int, int]
     """The positions of the encoder's output and their features."""
@@ -186,13 +186,13 @@ class HearingBackend(Backend, Protocol):
     @property
     def encoder_digest(self) -> str:
         """A digest of the encoder: its configuration, all bytes of its weights as the backend has them, and their
-        number types. Backends of one class on one device whose digests are equal give equal states."""
+        dtypes. Backends of one class on one device whose digests are equal give equal states."""
 
     def source_slots(self, source: NDArray[np.float32]) -> int:
-        """The slots of the KV cache that hold sound. 0 if the backend keeps it elsewhere."""
+        """The slots of the KV cache that hold audio. 0 if the backend keeps it elsewhere."""
 
     def states(self, source: NDArray[np.float32]) -> Any:
-        """The encoder's output for features of sound, float32 ``features_shape``."""
+        """The encoder's output for features of audio, float32 ``features_shape``."""
 
     def states_after(self, source: NDArray[np.float32], layers: range, begun: Any) -> Any:
         """A part of the encoder's pass, so that others need not wait for all of it. No bit depends on the parts.

@@ -26,9 +26,6 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
             fits. A hub id may name a GGUF file or its quantization: ``org/name:Q4_K_M``.
         revision: a branch, tag or commit of a hub id.
         download: False to look only on this machine.
-
-    Raises:
-        SpecbeamError: nothing fits, or it cannot be fetched.
     """
     name = os.fspath(source)
     if not name:
@@ -37,10 +34,10 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
     if revision is not None and (path is not None or name in registry.ALIASES):
         raise SpecbeamError(f"revision={revision!r} goes with a hub id, and {name} is not a hub id")
     if name in registry.ALIASES:
-        found = registry.fetch(name) if download else registry.find(name)
-        if found is None:
+        fetched = registry.fetch(name) if download else registry.find(name)
+        if fetched is None:
             raise SpecbeamError(f"{name} is not on this machine: fetch it with specbeam models pull {name}")
-        return found
+        return fetched
     if path is not None:
         return path
     named = hub.ID.fullmatch(name)
@@ -59,9 +56,9 @@ def _did_you_mean(name: str) -> str:
     Whisper's own programs name it by its size alone."""
 
     def likeness(alias: str) -> float:
-        given, size = name.lower(), alias.removeprefix("whisper-")
-        texts = (alias, alias[: len(given)], size[: len(given)], size[-len(given) :])
-        return max(difflib.SequenceMatcher(None, given, text).ratio() for text in texts)
+        lowered, size = name.lower(), alias.removeprefix("whisper-")
+        texts = (alias, alias[: len(lowered)], size[: len(lowered)], size[-len(lowered) :])
+        return max(difflib.SequenceMatcher(None, lowered, text).ratio() for text in texts)
 
     ranked = sorted(registry.ALIASES, key=likeness, reverse=True)
     near = [alias for alias in ranked if likeness(alias) >= max(LEAST_LIKENESS, likeness(ranked[0]) - 0.01)]
@@ -85,9 +82,6 @@ def open_checkpoint(path: Path, adapter: Path | None = None, *, download: bool =
             file, or with a LoRA adapter. The base model that the adapter names is then located, and fetched if need be.
         adapter: the folder of a LoRA adapter to merge into the model's weights.
         download: False to look for the base model only on this machine.
-
-    Raises:
-        SpecbeamError: it is no checkpoint, or a damaged one.
     """
     if path.is_dir() and (path / ADAPTER).is_file():
         if adapter is not None:
@@ -141,8 +135,8 @@ def _base_of(folder: Path, download: bool) -> Path:
 def _only_gguf(folder: Path) -> Path:
     """The GGUF file of a folder; the folder itself if there is no such file."""
     check_links(folder)
-    found = sorted(folder.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise SpecbeamError(f"{folder} holds {len(found)} GGUF files: give the path of one of them ({names})")
-    return found[0] if found else folder
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise SpecbeamError(f"{folder} holds {len(files)} GGUF files: give the path of one of them ({names})")
+    return files[0] if files else folder

@@ -1,15 +1,125 @@
-"""The base of the architectures in :mod:`specbeam.checkpoints.families`."""
+"""The base of the architectures in :mod:`specbeam.checkpoints.families`, and what config.json means in all of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any, ClassVar, get_args, get_origin
 
 from specbeam.checkpoints.config import Config
-from specbeam.checkpoints.config_keys import Keys, rope_parameters
 from specbeam.errors import SpecbeamError
+
+Keys = dict[str, tuple[Any, Any]]
+"""The type and the default of each key."""
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""The keys without which a config.json is refused. transformers would take defaults for them."""
+COMMON: Keys = {
+    "max_position_embeddings": (int, 2048),
+    "rope_parameters": (dict | None, None),
+    "tie_word_embeddings": (bool, False),
+    **dict.fromkeys(SIZES, (int, None)),
+}
+"""The keys that are read for all architectures."""
+ORIGINAL = "original_max_position_embeddings"
+"""The context length before rotary scaling."""
+NEEDED = {
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "yarn": {"factor", ORIGINAL},
+    "longrope": {"short_factor", "long_factor", ORIGINAL},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
+}
+"""The keys without which a kind of rotary scaling is refused."""
+WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number with a point",
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    NoneType: "null",
+}
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON has a type. A whole number is no ``float``, and true and false are no ``int``."""
+    if isinstance(kind, UnionType):
+        return any(fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(fits(entry, get_args(kind)[0]) for entry in value)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def in_words(kind: Any) -> str:
+    """A type as a reader of JSON says it."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return " or ".join(dict.fromkeys(WORDS[get_origin(one) or one] for one in kinds))
+
+
+def rope_parameters(keys: SimpleNamespace, theta: float, theta_key: str = "rope_theta") -> dict[str, Any]:
+    """The rotary settings in the form of transformers 5, where one or several older keys may stand for them.
+
+    Args:
+        theta: the default of ``rope_theta``.
+        theta_key: its key beside the other settings.
+    """
+    ropes = getattr(keys, "rope_scaling", None) or keys.rope_parameters
+    keys.rope_parameters = ropes = {} if ropes is None else ropes
+    theta, partial = getattr(keys, theta_key, theta), vars(keys).pop("partial_rotary_factor", None)
+    for parameters in nested(keys) or [ropes]:
+        parameters.setdefault("rope_theta", theta)
+        if partial is not None:
+            parameters.setdefault("partial_rotary_factor", partial)
+    return standardized(keys)
+
+
+def standardized(keys: SimpleNamespace) -> dict[str, Any]:
+    """The rotary settings, with their kind and the original context length where that counts."""
+    context = keys.max_position_embeddings
+    for parameters in nested(keys) or [keys.rope_parameters]:
+        parameters.setdefault("rope_type", parameters.get("type", "default"))
+        if parameters["rope_type"] in ("llama3", "yarn", "longrope"):
+            parameters.setdefault(ORIGINAL, context)
+    ropes: dict[str, Any] = keys.rope_parameters
+    return ropes
+
+
+def scaled_context(ropes: Mapping[str, Any], context: int) -> int:
+    """The tokens of the longest sequence that rotary settings are for.
+
+    YaRN's are for ``factor`` times the original context. Model cards ask to add them to a config.json that keeps its
+    ``max_position_embeddings``. LongRoPE's rotation changes for all tokens of a sequence beyond the original context.
+    The other kinds are for ``max_position_embeddings``.
+
+    Args:
+        ropes: of transformers 5. They may be nested by kinds of layers, of which those count that see the whole text.
+        context: ``max_position_embeddings``.
+    """
+    ropes = ropes.get("full_attention") or ropes
+    kind, original = ropes.get("rope_type"), ropes.get(ORIGINAL)
+    if kind == "longrope" and original:
+        return min(context, int(original))
+    if kind == "yarn" and original and (factor := ropes.get("factor")):
+        return int(factor * original)
+    return context
+
+
+def nested(keys: SimpleNamespace) -> list[dict[str, Any]]:
+    """The rotary settings of each kind of layers; empty if there is one for all layers."""
+    kinds = getattr(keys, "layer_types", None) or ()
+    return [value for key, value in keys.rope_parameters.items() if key in kinds and value is not None]
+
+
+def check_rope(parameters: Mapping[str, Any]) -> None:
+    """Refuse rotary settings that lack a key, or have a text in place of a number."""
+    kind = parameters.get("rope_type") or "default"
+    if missing := NEEDED.get(kind, set()) - set(parameters):
+        raise SpecbeamError(f"the rotary scaling {kind!r} of config.json lacks {', '.join(sorted(missing))}")
+    for key, value in parameters.items():
+        if isinstance(value, str) and key not in ("rope_type", "type"):
+            raise SpecbeamError(f"the rotary scaling of config.json says {key} = {value[:80]!r}, which is no number")
 
 
 class Metadata(dict[str, Any]):
@@ -48,8 +158,8 @@ class Architecture:
     Attributes:
         name: ``model_type`` in config.json.
         gguf_name: ``general.architecture`` in GGUF files; None if its files carry the name of another architecture.
-        keys: the keys of its config.json beside :data:`~specbeam.checkpoints.config_keys.COMMON`, as transformers has
-            them. They may have another type or default than there.
+        keys: the keys of its config.json that are read beside :data:`COMMON`, or have another type or default than
+            there. transformers has the same types and defaults.
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
         features: fields of :class:`Config` that all its models share. A config.json names its activation itself.
@@ -118,25 +228,25 @@ class Architecture:
         """Whether its layers rotate queries and keys."""
         return not self.features.get("learned_positions", False)
 
-    def derive(self, given: SimpleNamespace) -> None:
+    def derive(self, keys: SimpleNamespace) -> None:
         """Give keys of a config.json the values that follow from other keys.
 
         Raises:
             SpecbeamError: keys contradict each other.
         """
-        if given.num_key_value_heads is None:
-            given.num_key_value_heads = given.num_attention_heads
+        if keys.num_key_value_heads is None:
+            keys.num_key_value_heads = keys.num_attention_heads
 
-    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
+    def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
         """The rotary settings of a config.json as transformers 5 has them. They may be nested by kinds of layers."""
-        return rope_parameters(given, self.rope_theta)
+        return rope_parameters(keys, self.rope_theta)
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         """Add to a configuration the options of config.json that only this architecture has.
 
         Args:
             config: read by the rules that all architectures share.
-            given: the keys of the file, with defaults.
+            keys: of the file, with defaults.
         """
         return config
 
@@ -177,22 +287,22 @@ class Architecture:
         return False
 
 
-def require_whole_heads(given: SimpleNamespace) -> None:
+def require_whole_heads(keys: SimpleNamespace) -> None:
     """Raises SpecbeamError if hidden_size is no multiple of the number of heads. Not all architectures ask for that."""
-    if given.hidden_size % given.num_attention_heads:
+    if keys.hidden_size % keys.num_attention_heads:
         raise SpecbeamError(
-            f"config.json says hidden_size = {given.hidden_size}, which is no multiple of its "
-            f"{given.num_attention_heads} heads"
+            f"config.json says hidden_size = {keys.hidden_size}, which is no multiple of its "
+            f"{keys.num_attention_heads} heads"
         )
 
 
-def windows_above(given: SimpleNamespace) -> None:
+def windows_above(keys: SimpleNamespace) -> None:
     """Give the layers from ``max_window_layers`` on a window, where windows are in use (Qwen)."""
-    given.sliding_window = given.sliding_window if given.use_sliding_window else None
-    if given.layer_types is None:
-        first = given.max_window_layers if given.sliding_window is not None else given.num_hidden_layers
+    keys.sliding_window = keys.sliding_window if keys.use_sliding_window else None
+    if keys.layer_types is None:
+        first = keys.max_window_layers if keys.sliding_window is not None else keys.num_hidden_layers
         kinds = ("full_attention", "sliding_attention")
-        given.layer_types = [kinds[i >= first] for i in range(given.num_hidden_layers)]
+        keys.layer_types = [kinds[i >= first] for i in range(keys.num_hidden_layers)]
 
 
 def tensor_names(parameter: str, modules: Mapping[str, str]) -> list[str]:

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.checkpoints.architecture import Architecture, tensor_names
-from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
-from specbeam.checkpoints.fingerprint import Extent, fingerprint
+from specbeam.checkpoints.files import Extent, fingerprint, refusing
 from specbeam.checkpoints.formats.adapter import Adapter
 from specbeam.checkpoints.parameters import stacked_rows
 from specbeam.errors import SpecbeamError
@@ -27,7 +26,7 @@ from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.system.machine import usable_processors
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I16": "int16", "I8": "int8"}
-"""Names of number types in PyTorch, by the names in safetensors and GGUF files."""
+"""Names of dtypes in PyTorch, by the names in safetensors and GGUF files."""
 TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
 Piece = tuple[int, Callable[[], object]]
@@ -81,7 +80,7 @@ class Checkpoint(ABC):
         path: a folder or a file.
         adapter: merged into the weights as they are read, if there is one.
         shapes: the shape of each tensor, as it lies in the file.
-        weights_by_type: how many weights have each number type, by its name in the file.
+        weights_by_type: how many weights have each dtype, by its name in the file.
     """
 
     path: Path
@@ -142,8 +141,8 @@ class Checkpoint(ABC):
     @property
     def dtype(self) -> str:
         """The dtype of most of the weights, such as "bfloat16" or "Q4_K"."""
-        most = self.weights_by_type.most_common(1)[0][0] if self.weights_by_type else "unknown"
-        return DTYPES.get(most, most)
+        commonest = self.weights_by_type.most_common(1)[0][0] if self.weights_by_type else "unknown"
+        return DTYPES.get(commonest, commonest)
 
     def read(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start to stop of a tensor, float32, dequantized and in our order. Several threads may call it."""
@@ -172,16 +171,13 @@ class Checkpoint(ABC):
 
         Args:
             texts: the names of the files of a folder that count beside the weights; None for all.
-
-        Raises:
-            SpecbeamError: a file cannot be read.
         """
         folders = [path for path in (self.path, self.adapter and self.adapter.path) if path and path.is_dir()]
         files = [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in TEXT_FILES]
         files = [file for file in files if texts is None or file.name in texts]
         try:
-            whole = [(file, [Extent(0, file.stat().st_size, whole=True)]) for file in files]
-            return fingerprint([*self.extents, *whole])
+            whole_files = [(file, [Extent(0, file.stat().st_size, whole=True)]) for file in files]
+            return fingerprint([*self.extents, *whole_files])
         except OSError as error:
             raise SpecbeamError(f"{error.filename or self.path} cannot be read: {error.strerror}") from error
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from specbeam.errors import SpecbeamError
+from specbeam.system.numbers import is_integer
 
 MAX_SIZE, MAX_HEAD_DIM = 2**31 - 1, 2**16
 """The largest sizes that are believed. Rotary frequencies are lists of head_dim / 2 numbers."""
@@ -78,7 +79,7 @@ def yarn_divisors(
     trained: float,
     fast: float = 32.0,
     slow: float = 1.0,
-    whole: bool = True,
+    truncate: bool = True,
     mix: float = 1.0,
 ) -> tuple[float, ...]:
     """YaRN's rotary scaling: it keeps fast frequencies, stretches slow ones by factor, and blends between (Peng 2023).
@@ -86,7 +87,7 @@ def yarn_divisors(
     Args:
         trained: context length before the stretch.
         fast, slow: frequencies with over fast turns in the trained context are kept. Those under slow are stretched.
-        whole: the blend begins and ends at whole numbers of features.
+        truncate: the blend begins and ends at integers of features.
         mix: how much of the kept part counts (``extrapolation_factor``).
     """
     if not (factor > 0 and trained > 0 and fast > 0 and slow > 0 and theta > 0 and theta != 1):
@@ -99,7 +100,7 @@ def yarn_divisors(
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = feature(fast), feature(slow)
-    if whole:
+    if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     span = last - first or 0.001
@@ -142,7 +143,7 @@ class Config:
     """A decoder, alone or with an encoder; or the encoder, all of whose positions see each other.
 
     Attributes:
-        vocab_size: an encoder that reads sound has its decoder's.
+        vocab_size: an encoder that reads audio has its decoder's.
         head_dim: features of a head; heads * head_dim need not be hidden_size.
         context_length: positions the model was trained for.
         norm: "rms" (RMSNorm), or "layer" (LayerNorm with a bias).
@@ -158,7 +159,7 @@ class Config:
         attention_scale: factor of the products of queries and keys.
         attention_softcap, logits_softcap: values x become cap * tanh(x / cap); None for no cap.
         tied_head: the output matrix is the embedding.
-        bands: an encoder reads sound, as frames of this many numbers. Two convolutions over three frames each make one
+        bands: an encoder reads audio, as frames of this many mel bins. Two convolutions over three frames each make one
             position of two frames. None for a model that reads tokens.
         encoder: each layer attends to its output, too, between attention and MLP (Vaswani et al. 2017).
     """
@@ -196,8 +197,8 @@ class Config:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "context_length"):
             size(name, getattr(self, name), MAX_HEAD_DIM if name == "head_dim" else MAX_SIZE)
-        caps = (c for c in (self.attention_softcap, self.logits_softcap) if c is not None)
-        for number in (self.norm_eps, self.attention_scale, self.embedding_scale, *caps):
+        numbers = (getattr(self, field.name) for field in fields(self) if "float" in str(field.type))
+        for number in (n for n in numbers if n is not None):
             if not (math.isfinite(number) and number > 0):
                 raise SpecbeamError(
                     f"the model's configuration has the number {number} for its norms, scales or caps: all must be "
@@ -224,7 +225,7 @@ class Config:
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
-        """The bands and frames of the sound that the encoder reads; None without such an encoder."""
+        """The mel bins and frames of the audio that the encoder reads; None without such an encoder."""
         if self.encoder is None or self.encoder.bands is None:
             return None
         return self.encoder.bands, 2 * self.encoder.context_length
@@ -254,8 +255,8 @@ def make_layers(number: Any, tensors: Sized, layer: Callable[[int], Layer]) -> t
     return tuple(layer(i) for i in range(number))
 
 
-def size(name: str, value: Any, most: int = MAX_SIZE) -> int:
+def size(name: str, value: Any, maximum: int = MAX_SIZE) -> int:
     """The value, if it is a size. Raises SpecbeamError if it is not."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+    if not is_integer(value) or not 0 < value <= maximum:
         raise SpecbeamError(f"the model's configuration says {name} = {value!r}, which is no size")
     return value

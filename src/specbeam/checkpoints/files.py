@@ -1,12 +1,18 @@
-"""The files of a folder in Hugging Face's layout. No file outside the folder is read."""
+"""The files of a checkpoint, which is data: what lies outside the folder is not read, and no code is run.
+
+Libraries that read a checkpoint's files may raise anything. :func:`refusing` makes one line of it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from specbeam.errors import SpecbeamError
 
@@ -25,6 +31,13 @@ LFS_POINTER = b"version https://git-lfs"
 MAX_NAME_BYTES = 255
 VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 """The files that hold the vocabulary of a tokenizer. Tokenizers have one of them at least."""
+NEEDS_CODE = "needs code of its own (auto_map), and a checkpoint's code is never run"
+TOKENIZER_FILES = ("fast_tokenizer_files", "gguf_file", "vocab", "merges")
+"""The keys of tokenizer_config.json whose files transformers opens wherever they are."""
+SAMPLED_BLOCKS, BLOCK_BYTES = 4, 4096
+"""How many blocks of each extent are read, and their size. A block is a page, the least that a disk reads."""
+READ_BYTES = 1 << 24
+"""The most that is read into memory at once."""
 
 
 def check_links(folder: Path) -> None:
@@ -44,9 +57,6 @@ def file_inside(folder: Path, name: Any, named_in: str) -> Path:
     Args:
         name: as it stands in that file. Only a relative path without ".." is allowed.
         named_in: the file that names it, for the message.
-
-    Raises:
-        SpecbeamError: the name is no such path, or it is a link that leaves the folder.
     """
     if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
         path = None
@@ -109,11 +119,7 @@ def missing_weights(folder: Path, file: Path) -> SpecbeamError:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a folder; empty if there is no such file.
-
-    Raises:
-        SpecbeamError: the file holds something else.
-    """
+    """The JSON object in a file of a folder; empty if there is no such file."""
     file = folder / name
     if not file.is_file():
         return {}
@@ -131,9 +137,6 @@ def weight_map(folder: Path) -> dict[str, Path]:
     """The file of each tensor as the index names it; empty for a folder without an index.
 
     It is empty also for a folder with all weights in one file: as in transformers, that file goes before an index.
-
-    Raises:
-        SpecbeamError: the index is damaged, or names a file outside the folder.
     """
     if (folder / WEIGHTS).is_file():
         return {}
@@ -142,3 +145,107 @@ def weight_map(folder: Path) -> dict[str, Path]:
         raise SpecbeamError(f"{folder}: the weight_map of {INDEX} does not name a file for each tensor")
     files = {name: file_inside(folder, name, INDEX) for name in set(named.values())}
     return {tensor: files[name] for tensor, name in named.items()}
+
+
+def check_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what ``trust_remote_code=False`` lets pass: the code of a part of the model, and files elsewhere.
+
+    Args:
+        config: the content of config.json.
+
+    Raises:
+        SpecbeamError: transformers would run code of the folder, or read a file outside it.
+    """
+    if any("auto_map" in part for value in config.values() for part in dictionaries(value)):
+        raise SpecbeamError(f"{folder}: a part of the model {NEEDS_CODE}")
+    if config.get("transformers_weights") is not None:
+        raise SpecbeamError(f"{folder}: config.json names a file of weights (transformers_weights): remove that key")
+    if (folder / "adapter_config.json").exists():
+        raise SpecbeamError(
+            f"{folder} holds an adapter (adapter_config.json), for which transformers would load another model"
+        )
+
+
+def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises SpecbeamError if a tokenizer_config.json names files outside the folder."""
+    for key in TOKENIZER_FILES:
+        names = config.get(key)
+        for name in names if isinstance(names, list) else [names]:
+            if isinstance(name, str):
+                file_inside(folder, name, f"{key} of tokenizer_config.json")
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn any error of a library, raised by a checkpoint's files, into one line. It begins with ``what``.
+
+    Raises:
+        SpecbeamError: in place of the error.
+    """
+    try:
+        yield
+    except SpecbeamError:
+        raise
+    except BaseException as error:
+        # A panic of Rust code is no Exception, because Python programs should not go on after it. These may.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise SpecbeamError(f"{what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return f"it {NEEDS_CODE}"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """All dictionaries in a value that was read from JSON."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            yield part
+            rest += part.values()
+        elif isinstance(part, list):
+            rest += part
+
+
+class Extent(NamedTuple):
+    """A part of a file, such as a tensor.
+
+    Attributes:
+        start, size: in bytes.
+        whole: read all of it, such as a header.
+    """
+
+    start: int
+    size: int
+    whole: bool = False
+
+
+def fingerprint(files: Iterable[tuple[Path, list[Extent]]]) -> str:
+    """The digest of some parts of some files, as hexadecimal text.
+
+    Of each part it reads SAMPLED_BLOCKS blocks at equal distances, the first and the last among them.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path, extents in files:
+        with path.open("rb", buffering=0) as file:
+            digest.update(os.fstat(file.fileno()).st_size.to_bytes(8, "little"))
+            for extent in extents:
+                for start, size in _blocks(extent):
+                    digest.update(os.pread(file.fileno(), size, start))
+    return digest.hexdigest()
+
+
+def _blocks(extent: Extent) -> list[tuple[int, int]]:
+    """The start and the size of each block of an extent that is read."""
+    if extent.whole or extent.size <= SAMPLED_BLOCKS * BLOCK_BYTES:
+        end = extent.start + extent.size
+        return [(start, min(READ_BYTES, end - start)) for start in range(extent.start, end, READ_BYTES)]
+    last = extent.size - BLOCK_BYTES
+    return [(extent.start + last * i // (SAMPLED_BLOCKS - 1), BLOCK_BYTES) for i in range(SAMPLED_BLOCKS)]

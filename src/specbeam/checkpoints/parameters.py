@@ -1,10 +1,15 @@
-"""The parameters of a transformer: their names and shapes, by its configuration."""
+"""The parameters of a transformer: their names and shapes, by its configuration, and that all are finite numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specbeam.checkpoints.config import Config
+from specbeam.errors import SpecbeamError
 
 Shape = tuple[int, ...]
 FILTER_FRAMES = 3
@@ -89,3 +94,21 @@ def _norm(name: str, size: int, config: Config) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (size,)
     if config.norm == "layer":
         yield f"{name}.bias", (size,)
+
+
+def are_finite(weights: NDArray[np.float32]) -> bool:
+    """Whether all of some weights are finite numbers. ``isfinite`` of each would make an array of the same length."""
+    with np.errstate(invalid="ignore"):
+        return not weights.size or bool(np.isfinite((weights.min(), weights.max())).all())
+
+
+def not_finite(place: str | Path, tensor: str) -> SpecbeamError:
+    """The error for a tensor with weights that are not finite.
+
+    Args:
+        place: the file or the model that has the tensor.
+    """
+    return SpecbeamError(
+        f"{place}: tensor {tensor} has weights that are not finite numbers (NaN or infinite): fetch it again, or ask "
+        "who made it for a sound one"
+    )

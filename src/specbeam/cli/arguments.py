@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbeam import plugins
 from specbeam.cli.prompts import read_rows
+from specbeam.drafting.resolve import resolve_draft
 from specbeam.errors import SpecbeamError, shown
 from specbeam.options.names import BACKENDS, LOOKUPS
 from specbeam.options.options import Options
@@ -314,11 +315,14 @@ def check_sources(given: argparse.Namespace) -> None:
 
 def check_draft_source(source: str | None) -> None:
     """Refuse a draft that is not there."""
-    if source is not None and source not in LOOKUPS and own_drafter(source) is None:
+
+    def check(model: str) -> None:
         try:
-            check_source(source)
+            check_source(model)
         except SpecbeamError as error:
-            raise SpecbeamError(f"--draft {source}: give ngram, suffix, a model or module:name; {error}") from error
+            raise SpecbeamError(f"--draft {model}: give ngram, suffix, a model or module:name; {error}") from error
+
+    resolve_draft(source, check, from_here=True)
 
 
 def check_source(source: str) -> None:
@@ -362,20 +366,7 @@ def load_draft(given: argparse.Namespace, lm: Any) -> Any:
 
     if given.draft_corpus is not None:
         return suffix_automaton(lm, (row.prompt for row in read_rows(None, given.draft_corpus)))
-    if given.draft in (None, *LOOKUPS):
-        return given.draft
-    own = own_drafter(given.draft)
-    return lm.draft_model(given.draft) if own is None else own
-
-
-def own_drafter(draft: str | None) -> Any:
-    """The drafter of the user's own that ``--draft`` names; None if it names none.
-
-    Raises:
-        SpecbeamError: there is no such module, name or entry point.
-    """
-    is_own = draft is not None and draft not in LOOKUPS and plugins.is_own_drafter(draft)
-    return plugins.resolve(draft, "drafter", from_here=True) if draft is not None and is_own else None
+    return resolve_draft(given.draft, lm.draft_model, from_here=True)
 
 
 def load_strategy(given: argparse.Namespace) -> Any:

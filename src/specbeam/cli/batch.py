@@ -18,7 +18,7 @@ from specbeam.cli.arguments import (
     options_of,
     typed_text,
 )
-from specbeam.cli.prompts import read_lines, read_text
+from specbeam.cli.prompts import Template, read_lines, read_text
 from specbeam.cli.rows import (
     OPTION_NAMES,
     Answer,
@@ -32,7 +32,6 @@ from specbeam.cli.rows import (
     run_rows,
     scored,
 )
-from specbeam.cli.templates import Template
 from specbeam.errors import SpecbeamError, located
 from specbeam.options.options import Options
 
@@ -123,11 +122,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def labels_of(given: argparse.Namespace) -> list[str] | None:
-    """The labels of --choices or --labels; None without them.
-
-    Raises:
-        SpecbeamError: both are given, or options that do not go with labels, or the labels leave no choice.
-    """
+    """The labels of --choices or --labels; None without them."""
     if given.choices is None and given.labels is None:
         return None
     name = "--choices" if given.labels is None else "--labels"
@@ -152,11 +147,7 @@ def labels_of(given: argparse.Namespace) -> list[str] | None:
 def task_of(
     given: argparse.Namespace, options: Options, labels: list[str] | None, template: Template | None, rows: Rows
 ) -> Task:
-    """What to do with the rows of a file.
-
-    Raises:
-        SpecbeamError: the file does not have the columns.
-    """
+    """What to do with the rows of a file."""
     if template is None:
         column = column_of(rows, given.column, USUAL_COLUMNS, "has the prompts")
         reads = [column]
@@ -239,7 +230,7 @@ def generate(
     for number, request in engine.as_completed(submissions()):
         try:
             yield answer(number, request.result(), given.tokens)
-        except Exception as error:  # whatever it was, the other rows go on
+        except Exception as error:  # the other rows go on after any error
             yield failure(COLUMN_TYPES, number, error)
         yield from refused
         refused.clear()
@@ -276,8 +267,8 @@ def label(
         return asked, asked.texts
 
     def choose(asked: Question, log_probs: list[float]) -> Answer:
-        found = asked.probabilities(log_probs)
-        shares = (found if without is None else calibrated(found, without)).tolist()
+        probabilities = asked.probabilities(log_probs)
+        shares = (probabilities if without is None else calibrated(probabilities, without)).tolist()
         best = max(range(len(labels)), key=shares.__getitem__)  # the first one, where several are equal
         of_each = dict(zip(labels, shares, strict=True))
         return {"label": labels[best], "probability": shares[best], "probabilities": of_each}

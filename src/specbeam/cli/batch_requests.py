@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from specbeam.cli.arguments import load_draft, load_model
 from specbeam.cli.rows import OPTION_NAMES, Answer, Answers, NumberedItem, Task
 from specbeam.errors import SpecbeamError, shown
-from specbeam.jobs.atomic import replacing
+from specbeam.jobs.files import replacing
 from specbeam.jobs.formats import ROW_DECODER, JsonlRows, Row, Rows, seekable
 from specbeam.jobs.journal import json_line
-from specbeam.options.names import LOOKUPS, NO_DRAFT
+from specbeam.options.names import NO_DRAFT
 from specbeam.system.extras import require
 
 if TYPE_CHECKING:
@@ -70,11 +70,7 @@ def has_requests(path: Path) -> bool:
 
 
 def check(given: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Refuse options that the bodies of requests have themselves.
-
-    Raises:
-        SpecbeamError: there is one, or the server's packages are missing, or OUT has another format.
-    """
+    """Refuse options that the bodies of requests have themselves."""
     require(
         f"{given.input} has requests as over HTTP, and to answer them", "fastapi", "prometheus_client", extra="server"
     )
@@ -116,13 +112,11 @@ def make_answers(given: argparse.Namespace) -> Answers:
     from specbeam.server.models import Models
 
     lm = load_model(given)
-    draft, drafts = load_draft(given, lm), dict[str, Any]()
-    default = draft if draft in (None, *LOOKUPS) else "draft"
-    if default == "draft":
-        drafts["draft"] = draft
+    draft = load_draft(given, lm)
+    drafts = {} if draft is None else {"draft": draft}
     name = Path(given.model).resolve().name if Path(given.model).exists() else given.model
     limits = Limits(max_requests=given.batch_size, max_waiting=MAX_WAITING)
-    models = Models({name: lm}, drafts, default or NO_DRAFT, limits)
+    models = Models({name: lm}, drafts, next(iter(drafts), NO_DRAFT), limits)
     models.start()
     return partial(answers, make_app(models, limits), asyncio.Runner(), BATCHES_AT_ONCE * given.batch_size)
 
@@ -140,15 +134,15 @@ def answers(app: Any, runner: asyncio.Runner, at_once: int, items: Iterable[Numb
 
 async def answer(app: Any, number: int, row: Row) -> Answer:
     """The answer to one line."""
-    made = {"row": number, **dict.fromkeys(COLUMNS), "id": f"batch_req_{uuid.uuid4().hex}", "error": problem_of(row)}
-    if made["error"] is None:
+    values = {"row": number, **dict.fromkeys(COLUMNS), "id": f"batch_req_{uuid.uuid4().hex}", "error": problem_of(row)}
+    if values["error"] is None:
         status, request_id, body = await ask(app, row["url"], row["body"])
-        made["response"] = {"status_code": status, "request_id": request_id, "body": body}
-        made["status"] = str(status)
+        values["response"] = {"status_code": status, "request_id": request_id, "body": body}
+        values["status"] = str(status)
         usage = body.get("usage") or {}
-        made["new_tokens"] = usage.get("completion_tokens", usage.get("output_tokens"))
-        made["error"] = body["error"]["message"] if status != 200 else None
-    return made
+        values["new_tokens"] = usage.get("completion_tokens", usage.get("output_tokens"))
+        values["error"] = body["error"]["message"] if status != 200 else None
+    return values
 
 
 def problem_of(row: Row) -> str | None:

@@ -23,8 +23,7 @@ from specbeam.cli.arguments import (
     load_model,
     values_of,
 )
-from specbeam.cli.generate import drain, summary
-from specbeam.cli.interrupts import CtrlCCancels
+from specbeam.cli.generate import CtrlCCancels, drain, summary
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.cli.repetition import repeated_end
 from specbeam.errors import FAILED, SpecbeamError, shown
@@ -84,8 +83,8 @@ def run(given: argparse.Namespace) -> int:
     def load(source: str) -> tuple[LanguageModel, Any]:
         if on_terminal:
             note(f"[loading {source}]")  # the libraries alone take seconds
-        own = {} if source == given.model else {"revision": None, "adapter": None}
-        lm = load_model(argparse.Namespace(**vars(given) | own | {"model": source}), says_precision=False)
+        changes = {} if source == given.model else {"revision": None, "adapter": None}
+        lm = load_model(argparse.Namespace(**vars(given) | changes | {"model": source}), says_precision=False)
         return lm, load_draft(given, lm)
 
     chat = Chat(load, given.model, values, given.system, given.raw)
@@ -153,7 +152,7 @@ class Chat:
         Options.of(sampling.fill(self.given))
         self.engine = Engine(lm, max_requests=1)
         self.lm, self.draft, self.sampling = lm, draft, sampling
-        self.has_template = not self.raw and lm.tokenizer is not None and bool(lm.tokenizer.chat_template)
+        self.has_template = not self.raw and lm.has_chat_template
 
     def check_draft(self) -> None:
         """Raise SpecbeamError for options of drafts that have no effect with this draft, or without one."""
@@ -172,7 +171,7 @@ class Chat:
     def introduce(self) -> None:
         """Say how the model answers, and with which weights."""
         note(f"{self.lm.source} {self.how}")
-        note(f"It runs {numbers_of(self.lm)}.")
+        note(f"It runs {precision_of(self.lm)}.")
         if not self.has_template and not self.raw:
             note(f'{self.lm.source} has no chat template: it reads a transcript of "User:" and "Assistant:"')
 
@@ -277,13 +276,13 @@ class Chat:
         from specbeam.errors import PromptTooLong
         from specbeam.models.prompts import encode, room
 
-        most = room(self.lm)
+        max_tokens = room(self.lm)
         try:
             if self.has_template:
-                return encode(self.lm, messages, system=self.system, most=most)
-            said = [f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages]
-            text = "\n\n".join([*([self.system] if self.system else []), *said, "Assistant:"])
-            return encode(self.lm, text, raw=True, most=most)
+                return encode(self.lm, messages, system=self.system, most=max_tokens)
+            turns = [f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages]
+            text = "\n\n".join([*([self.system] if self.system else []), *turns, "Assistant:"])
+            return encode(self.lm, text, raw=True, most=max_tokens)
         except PromptTooLong as error:
             raise SpecbeamError(
                 f"the conversation with this message has {error.tokens} tokens, and the context of {self.lm.source} "
@@ -343,16 +342,16 @@ class Chat:
                 self.given = before
                 raise SpecbeamError(f"{error} (/set NAME default takes an option back)") from error
         options, others = self.options, []
-        for one in [name] if name else SETTABLE:
-            now = getattr(options, one)
-            if self.given.get(one) is not None:
-                note(f"{one} {number(now)}")
-            elif now == self.sampling.settings.get(one) is not None:
-                note(f"{one} {number(now)}, {self.sampling.origin}")
+        for option in [name] if name else SETTABLE:
+            value_now = getattr(options, option)
+            if self.given.get(option) is not None:
+                note(f"{option} {number(value_now)}")
+            elif value_now == self.sampling.settings.get(option) is not None:
+                note(f"{option} {number(value_now)}, {self.sampling.origin}")
             elif name:
-                note(f"{one} is not set")
+                note(f"{option} is not set")
             else:
-                others.append(one)
+                others.append(option)
         if others:
             note(textwrap.fill(f"not set: {', '.join(others)}", PAGE_WIDTH, subsequent_indent="  "))
 
@@ -433,16 +432,16 @@ class Chat:
             path = Path(argument).expanduser().resolve()
             text = path.read_text(encoding="utf-8")
         try:
-            found: Any = json.loads(text)
+            conversation: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SpecbeamError(f"/load {argument}: the file is not JSON ({error})") from error
-        found = found.get("messages") if isinstance(found, dict) else found
-        if not is_conversation(found):
+        conversation = conversation.get("messages") if isinstance(conversation, dict) else conversation
+        if not is_conversation(conversation):
             raise SpecbeamError(f'/load {argument}: a conversation is a list of messages with "role" and "content"')
         self.results = []
-        if found[0]["role"] == "system":
-            self.system = found[0]["content"]
-        self.messages = [message for message in found if message["role"] != "system"]
+        if conversation[0]["role"] == "system":
+            self.system = conversation[0]["content"]
+        self.messages = [message for message in conversation if message["role"] != "system"]
         self.own_files.add(path)
         note(f"[{len(self.messages)} messages]")
         if self.messages[-1]["role"] == "user":
@@ -469,13 +468,13 @@ def number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else shown(value)
 
 
-def numbers_of(lm: LanguageModel) -> str:
-    """The numbers in which a model runs, and where, for a person."""
+def precision_of(lm: LanguageModel) -> str:
+    """The precision and the device of a model, for a person."""
     precision, device = lm.backend.precision, lm.backend.device
     if precision in ("int8", "int4"):
         return f"on the {device} with weights rounded to {precision[3:]} bits (--dtype float32 does not round them)"
-    own = "" if precision.startswith(("float", "bfloat")) else "the file's own weights in "
-    return f"on the {device} with {own}{precision}"
+    stored = "" if precision.startswith(("float", "bfloat")) else "the file's own weights in "
+    return f"on the {device} with {stored}{precision}"
 
 
 @contextlib.contextmanager
@@ -494,14 +493,14 @@ def file_errors(what: str) -> Iterator[None]:
         raise SpecbeamError(f"{what} ({reason})") from error
 
 
-def is_conversation(found: Any) -> bool:
+def is_conversation(messages: Any) -> bool:
     """Whether these are chat messages: perhaps a system message first, then user and assistant in turn."""
-    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return False
-    roles = [message.get("role") for message in found]
+    roles = [message.get("role") for message in messages]
     roles = roles[1:] if roles[:1] == ["system"] else roles
     in_turn = all(role == ("user", "assistant")[at % 2] for at, role in enumerate(roles))
-    return bool(roles) and in_turn and all(isinstance(message.get("content"), str) for message in found)
+    return bool(roles) and in_turn and all(isinstance(message.get("content"), str) for message in messages)
 
 
 def note(text: str) -> None:

@@ -71,19 +71,15 @@ def add_to(commands: Any) -> None:
 
 
 def strategies(text: str) -> list[str]:
-    """The strategies that a text has between commas: ours in the order of TWINS, then the user's own strategies."""
+    """The strategies that a text has between commas: ours in the order of TWINS, then custom ones."""
     names = [name.strip() for name in text.split(",")]
-    own = [name for name in names if name not in TWINS and plugins.names_one(name, "strategy")]
-    ours = ",".join(name for name in names if name not in own)
-    return [*(some_of(TWINS, "strategy", ours) if ours or not own else ()), *dict.fromkeys(own)]
+    custom = [name for name in names if name not in TWINS and plugins.names_one(name, "strategy")]
+    ours = ",".join(name for name in names if name not in custom)
+    return [*(some_of(TWINS, "strategy", ours) if ours or not custom else ()), *dict.fromkeys(custom)]
 
 
 def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The options of each strategy.
-
-    Raises:
-        SpecbeamError: an option is out of its range, or no chosen strategy has it.
-    """
+    """The options of each strategy."""
     if given.do_sample is not None:
         raise SpecbeamError("--strategies has sample for sampling: leave out --do-sample")
     values = {name: value for name, value in vars(given).items() if value is not None}
@@ -92,7 +88,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if name in values and not (has_own or {*users} & {*given.strategies}):
             raise SpecbeamError(f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies")
     names = {field.name for field in fields(Options)} & {*values}
-    # A method of the user's own gets all options but the sizes of drafts: it has none.
+    # A custom strategy gets all options but the sizes of drafts: it has none.
     chosen = {
         s: {n: values[n] for n in names if s in ONLY.get(n, TWINS) or (s not in TWINS and n not in MAX_DRAFT_SIZES)}
         for s in given.strategies
@@ -111,7 +107,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def run(given: argparse.Namespace) -> int:
     chosen = options_by_strategy(given)  # wrong input is refused before a model is loaded
     check_sources(given)
-    own = {s: plugins.resolve(s, "strategy", from_here=True) for s in chosen if s not in TWINS}
+    custom = {s: plugins.resolve(s, "strategy", from_here=True) for s in chosen if s not in TWINS}
     prompts = [row.prompt for prompt in given.prompts for row in read_rows(prompt, None)]
 
     from tqdm import tqdm
@@ -126,7 +122,7 @@ def run(given: argparse.Namespace) -> int:
     draft = load_draft(given, lm)
     engine = Engine(lm)
     how = {"system": given.system, "raw": given.raw}
-    where = {s: {**how, "draft": draft if s in drafted else None, "strategy": own.get(s)} for s in chosen}
+    where = {s: {**how, "draft": draft if s in drafted else None, "strategy": custom.get(s)} for s in chosen}
     for number, prompt in enumerate(prompts, 1):
         for strategy, options in chosen.items():
             with located(f"prompt {number}" if len(prompts) > 1 else ""):
@@ -214,10 +210,10 @@ def row(strategy: str, prompts: list[dict[str, Any]]) -> str:
 
 def texts(results: dict[str, Any]) -> Iterator[str]:
     """Each different text once, then notes on beams, on unused drafts and strategies that differ from their twins."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    strategies_by_text: dict[tuple[str, ...], list[str]] = {}
     for strategy, result in results.items():
-        found.setdefault(tuple(s.text for s in result.sequences), []).append(strategy)
-    for names in found.values():
+        strategies_by_text.setdefault(tuple(s.text for s in result.sequences), []).append(strategy)
+    for names in strategies_by_text.values():
         yield from ("", f"{', '.join(names)}:")
         for line in "\n".join(numbered_texts(results[names[0]])).split("\n"):
             yield from textwrap.wrap(line, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]

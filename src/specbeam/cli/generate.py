@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specbeam.cli.arguments import (
@@ -23,7 +25,6 @@ from specbeam.cli.arguments import (
     load_strategy,
     options_of,
 )
-from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import check_writable, json_line, one_line, print_lines, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from specbeam.results import Result, Sequence
 
 OTHER_FIELDS = ("id", "system")
-"""Fields of a line of --prompts beside its prompt and options. All others are data of the user's own."""
+"""Fields of a line of --prompts beside its prompt and options. All others are the user's data."""
 NOT_JSON = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 """Options that no line of --prompts can have."""
 MIN_LIKENESS = 0.75
@@ -118,11 +119,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def options_to_record(given: argparse.Namespace, options: list[Options]) -> Options:
-    """The options of the only text, with the rounds and the likeliest tokens that a recording has.
-
-    Raises:
-        SpecbeamError: there are several prompts, or the recording cannot be written.
-    """
+    """The options of the only text, with the rounds and the likeliest tokens that a recording has."""
     from specbeam.recording.events import LIKELIEST
 
     if len(options) > 1:
@@ -130,9 +127,9 @@ def options_to_record(given: argparse.Namespace, options: list[Options]) -> Opti
     if given.record in (given.output, "-"):
         raise SpecbeamError(f"--record {given.record} is where the text goes: name another file")
     check_writable(Path(given.record).resolve(), given.record)
-    (one,) = options
-    likeliest = LIKELIEST if one.top_logprobs is None else one.top_logprobs
-    return replace(one, trace=True, top_logprobs=likeliest)
+    (only,) = options
+    likeliest = LIKELIEST if only.top_logprobs is None else only.top_logprobs
+    return replace(only, trace=True, top_logprobs=likeliest)
 
 
 class NothingFinished(Exception):
@@ -151,17 +148,13 @@ def check_no_input(given: argparse.Namespace) -> None:
 
 
 def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
-    """The options for a prompt. Options on the prompt's own line take the place of the command line's.
-
-    Raises:
-        SpecbeamError: an option is wrong, or a field looks like an option with a wrong name.
-    """
+    """The options for a prompt. Options on the prompt's own line take the place of the command line's."""
     names = [field.name for field in fields(Options) if field.name not in NOT_JSON]
     with located(row.name if row.fields else ""):
         strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]
         check_names([name for name in strange if resembles(name, names)], names, "option")
-        own = {name: value for name, value in row.fields.items() if name in names and value is not None}
-        return options_of(given, own)
+        of_row = {name: value for name, value in row.fields.items() if name in names and value is not None}
+        return options_of(given, of_row)
 
 
 def resembles(name: str, names: list[str]) -> bool:
@@ -199,7 +192,7 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
             raise KeyboardInterrupt(f"{printer.finished:,} of {len(rows):,} prompts were finished")
         raise KeyboardInterrupt
     if given.record is not None and not printer.failed:
-        from specbeam.jobs.atomic import write_whole
+        from specbeam.jobs.files import write_whole
         from specbeam.recording.events import event_line, events
         from specbeam.recording.replay import replay_page
 
@@ -211,6 +204,38 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
             content = "".join(f"{event_line(event)}\n" for event in recording)
         write_whole(Path(given.record).resolve(), content)
     return printer.failed
+
+
+class CtrlCCancels:
+    """In this block Ctrl-C ends requests between two passes, so that their texts so far are whole.
+
+    A second one interrupts. A background job of a shell ignores Ctrl-C, and goes on doing so.
+
+    Attributes:
+        pressed: whether Ctrl-C was pressed. It has no lock, which a second Ctrl-C could find held by the first one's
+            handler.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.pressed = False
+        self._requests = requests
+        self._before: Any = signal.SIG_IGN
+
+    def __enter__(self) -> CtrlCCancels:
+        self._before = signal.getsignal(SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(SIGINT, self._cancel)
+        return self
+
+    def _cancel(self, *_: Any) -> None:
+        self.pressed = True
+        signal.signal(SIGINT, self._before)
+        for request in self._requests:
+            request.cancel()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not signal.SIG_IGN:
+            signal.signal(SIGINT, self._before)
 
 
 class Printer:
@@ -284,8 +309,8 @@ class Printer:
 
     def _about(self, row: PromptRow, index: int) -> dict[str, Any]:
         """The fields that tell the results of a file's prompts from each other."""
-        own = {"id": row.fields["id"]} if "id" in row.fields else {}
-        return {"index": index, **own, "prompt": row.prompt} if row.name else {}
+        id_field = {"id": row.fields["id"]} if "id" in row.fields else {}
+        return {"index": index, **id_field, "prompt": row.prompt} if row.name else {}
 
     def _print_heading(self, row: PromptRow, index: int, shown_prompt: str | None) -> None:
         if self.number_of_prompts > 1:

@@ -67,7 +67,7 @@ def run(given: argparse.Namespace) -> int:
         chosen = [choose_device(given.device)]
     else:
         chosen = ["cpu"] if given.backend == "cpu" else devices()
-    found: list[Rung] = []
+    finished: list[Rung] = []
     left = {device: [*given.rungs] for device in chosen}
     with tqdm(total=len(chosen) * len(given.rungs), unit="rung", leave=False, disable=None) as bar:
         try:
@@ -78,26 +78,24 @@ def run(given: argparse.Namespace) -> int:
                     if not given.json:
                         print_lines(*([] if here else heading(rung, prompt, given.runs)), row(rung, [*here, rung]))
                     here.append(rung)
-                    found.append(rung)
+                    finished.append(rung)
                     left[device].remove(rung.number)
                 if not given.json:
                     print_lines(*verdict(here))
         except KeyboardInterrupt:
             others = " and ".join(
-                f"--device {device} --rungs {','.join(map(str, numbers))}"
-                for device, numbers in left.items()
-                if numbers
+                f"--device {device} --rungs {','.join(map(str, rungs))}" for device, rungs in left.items() if rungs
             )
             total = len(chosen) * len(given.rungs)
             raise KeyboardInterrupt(
-                f"{len(found)} of {total} rungs are finished; for the others give {others}"
+                f"{len(finished)} of {total} rungs are finished; for the others give {others}"
             ) from None
         finally:  # after Ctrl-C, too
-            if given.json and found:
+            if given.json and finished:
                 about = {"model": given.model, "prompt": prompt, "torch": torch.__version__}
-                print_lines(json_line(about | {"rungs": [*map(to_dict, found)]}))
-    wrong = [rung for rung in found if rung.difference is not None and not rung.difference.near_tie]
-    return FAILED if wrong or all(rung.failure for rung in found) else 0
+                print_lines(json_line(about | {"rungs": [*map(to_dict, finished)]}))
+    wrong = [rung for rung in finished if rung.difference is not None and not rung.difference.near_tie]
+    return FAILED if wrong or all(rung.failure for rung in finished) else 0
 
 
 def rungs_on(device: str, given: argparse.Namespace, prompt: Any, say: Callable[[str], object]) -> Iterator[Rung]:

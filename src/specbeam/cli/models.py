@@ -98,7 +98,7 @@ def models_of_hub() -> list[dict[str, Any]]:
     from specbeam.checkpoints.sources.registry import ALIASES, HubModel, find
 
     origins = [(name, alias.origin) for name, alias in ALIASES.items() if isinstance(alias.origin, HubModel)]
-    shown_as_alias = {one.repository: [one.file] if one.file else [] for name, one in origins if find(name)}
+    shown_as_alias = {origin.repository: [origin.file] if origin.file else [] for name, origin in origins if find(name)}
     models = []
     for kept in hub.kept():
         files = hub.files(kept)
@@ -170,7 +170,7 @@ def show(given: argparse.Namespace) -> int:
         elif value is None:
             value = "not stated"
         elif isinstance(value, dict):
-            value = ", ".join(f"{key}={shown(one)}" for key, one in value.items())
+            value = ", ".join(f"{key}={shown(part)}" for key, part in value.items())
         print(f"{name:14} {value}")
     if not fetched:
         print(f"[not on this machine: specbeam models pull {given.source} fetches it]", file=sys.stderr)
@@ -179,7 +179,8 @@ def show(given: argparse.Namespace) -> int:
 
 def facts_of(source: str, revision: str | None) -> dict[str, Any]:
     """The facts of a checkpoint on this machine. Sizes are in bytes."""
-    from specbeam.checkpoints import locate, open_checkpoint, packed
+    from specbeam.checkpoints import locate, open_checkpoint
+    from specbeam.checkpoints.sources import packed
 
     checkpoint = open_checkpoint(locate(source, revision, download=False), download=False)
     facts = checkpoint.facts
@@ -219,12 +220,11 @@ def facts_of_alias(name: str) -> dict[str, Any]:
 
 
 def remove(given: argparse.Namespace) -> int:
-    from specbeam.checkpoints import packed
-    from specbeam.checkpoints.sources import hub
+    from specbeam.checkpoints.sources import hub, packed
     from specbeam.checkpoints.sources.registry import ALIASES, HubModel, folder
     from specbeam.checkpoints.sources.registry import remove as remove_alias
 
-    kept = {one.repository: one for one in hub.kept()}
+    kept = {model.repository: model for model in hub.kept()}
     alias = ALIASES.get(given.name)
     repository = alias.origin.repository if alias and isinstance(alias.origin, HubModel) else given.name
     where, label = (kept[repository].path, kept[repository].path.name) if repository in kept else (folder(), given.name)
@@ -247,7 +247,7 @@ def remove(given: argparse.Namespace) -> int:
 
 
 def show_packed(given: argparse.Namespace) -> int:
-    from specbeam.checkpoints import packed
+    from specbeam.checkpoints.sources import packed
 
     if given.clear:
         print(f"removed {megabytes(packed.clear())} from {packed.folder()}")

@@ -48,15 +48,11 @@ def buffered(stream: TextIO) -> TextIO:
 
 @contextmanager
 def printing_to(file: str | None) -> Iterator[TextIO]:
-    """Standard output, or a file in UTF-8. The file appears once all of it is written, and replaces one there.
-
-    Raises:
-        SpecbeamError: the file cannot be written.
-    """
+    """Standard output, or a file in UTF-8. The file appears once all of it is written, and replaces one there."""
     if file is None or file == "-":
         yield sys.stdout
         return
-    from specbeam.jobs.atomic import replacing
+    from specbeam.jobs.files import replacing
 
     path = Path(file)
     if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe cannot be replaced
@@ -65,18 +61,14 @@ def printing_to(file: str | None) -> Iterator[TextIO]:
         return
     path = path.resolve()  # a link stays, and the file that it names is replaced
     check_writable(path, file)
-    with replacing(path) as whole:
-        text = io.TextIOWrapper(whole, encoding="utf-8", errors="replace", newline="\n")
+    with replacing(path) as file_of_bytes:
+        text = io.TextIOWrapper(file_of_bytes, encoding="utf-8", errors="replace", newline="\n")
         yield text
         text.detach()
 
 
 def check_writable(path: Path, name: str | Path) -> None:
-    """Refuse a file that cannot be written, before the work whose results it is for.
-
-    Raises:
-        SpecbeamError: it names the file as ``name``.
-    """
+    """Refuse a file that cannot be written, before the work whose results it is for."""
     if path.is_dir():
         raise SpecbeamError(f"{name} cannot be written: it is a folder")
     if not path.parent.is_dir():

@@ -1,16 +1,21 @@
-"""Prompts from the command line, from standard input and from files."""
+"""Prompts from the command line, from standard input and from files, and templates that rows of a file fill."""
 
 from __future__ import annotations
 
 import json
+import string
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import SpecbeamError
+from specbeam.options.names import nearest_name
 from specbeam.text.escapes import hint_for_prompt
+
+if TYPE_CHECKING:
+    from specbeam.jobs.formats import Rows
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,7 @@ class PromptRow:
 
 
 def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
-    """The prompt, or the prompts of a file.
-
-    Raises:
-        SpecbeamError: no source or two, an unreadable file, or a line that is no prompt.
-    """
+    """The prompt, or the prompts of a file."""
     if (prompt is None) == (file is None):
         raise SpecbeamError("give one of PROMPT (- for standard input) and --prompts FILE")
     if prompt == "-":
@@ -45,20 +46,16 @@ def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
         yield PromptRow("", prompt)
         return
     assert file is not None
-    found = 0
+    count = 0
     for name, line in read_lines(file):
-        found += 1
+        count += 1
         yield _json_row(name, line) if file.endswith((".jsonl", ".json")) else PromptRow(name, line)
-    if not found:
+    if not count:
         raise SpecbeamError(f"{_shown(file)} holds no prompts: put one on each line")
 
 
 def read_lines(file: str) -> Iterator[tuple[str, str]]:
-    """The lines of a file (- for standard input) that are not empty, each with its place for messages.
-
-    Raises:
-        SpecbeamError: the file cannot be read.
-    """
+    """The lines of a file (- for standard input) that are not empty, each with its place for messages."""
     for number, line in enumerate(_read(_shown(file)).split("\n"), 1):  # splitlines() would also cut at U+2028
         if line.strip():
             yield f"{_shown(file)} line {number}", line.removesuffix("\r")
@@ -103,3 +100,58 @@ def _json_row(name: str, line: str) -> PromptRow:
             f'{name} has neither "prompt" nor "messages", but {", ".join(map(repr, value)) or "nothing"}'
         )
     return PromptRow(name, value)
+
+
+class Template:
+    """The text of a prompt with columns in braces, such as ``{review}``. ``{{`` and ``}}`` stand for braces.
+
+    Args:
+        name: of the file, for messages.
+        text: of the file. One line end at its end is no part of the prompt: editors put it there.
+
+    Attributes:
+        text: without that line end.
+        columns: the names in braces, each once.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text.replace("\r\n", "\n").removesuffix("\n")
+        self._parts: list[tuple[str, str | None]] = []  # a text, and the column that follows it
+        try:
+            for before, column, form, conversion in string.Formatter().parse(self.text):
+                self._parts.append((before, column))
+                if column == "" or form or conversion:
+                    raise ValueError("braces hold the name of a column, and nothing else")
+        except ValueError as error:
+            raise SpecbeamError(
+                f"{name} is no template ({error}): write {{{{ and }}}} for braces in the text"
+            ) from error
+        self.columns = [*dict.fromkeys(column for _, column in self._parts if column is not None)]
+        if not self.columns:
+            raise SpecbeamError(f"{name} names no column, so all prompts would be the same: write {{review}} or so")
+
+    def check(self, rows: Rows) -> None:
+        """Raise SpecbeamError if the rows lack a column of the template."""
+        for name in self.columns:
+            if name not in rows.columns:
+                near = nearest_name(name, rows.columns)
+                hint = f"did you mean {{{near}}}? " if near else ""
+                columns = ", ".join(rows.columns)
+                message = f"{self.name} has {{{name}}}, but {rows.path} has no such column"
+                raise SpecbeamError(f"{message}: {hint}there are {columns}; {{{{ and }}}} stand for braces")
+
+    def fill(self, cells: Mapping[str, Any]) -> str | SpecbeamError:
+        """The prompt of a row, or why it has none. A text stands there as it is, and another value as JSON has it."""
+        from specbeam.jobs.formats import json_of
+
+        texts = []
+        for before, column in self._parts:
+            texts.append(before)
+            if column is not None:
+                if (value := cells[column]) is None:
+                    return SpecbeamError(f"the row has no {column}")
+                try:
+                    texts.append(value if isinstance(value, str) else json_of(value))
+                except (TypeError, ValueError) as error:
+                    return SpecbeamError(f"the row's {column} cannot stand in a prompt: {error}")
+        return "".join(texts)

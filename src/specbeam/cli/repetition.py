@@ -21,7 +21,7 @@ def repeated_end(text: str) -> str:
     backwards = plain[::-1]
     # The prefix function of Knuth, Morris and Pratt: borders[n] is the longest part of the first n characters, but
     # not all of them, with which these both begin and end. So they repeat every n - borders[n] characters.
-    borders, found = [0, 0], 0
+    borders, length_of_part = [0, 0], 0
     for end in range(1, len(backwards)):
         border = borders[end]
         while border and backwards[border] != backwards[end]:
@@ -30,9 +30,9 @@ def repeated_end(text: str) -> str:
         length = end + 1
         period = length - borders[length]
         if length >= max(MIN_CHARACTERS, MIN_TIMES * period):
-            found = period
-    if not found:
+            length_of_part = period
+    if not length_of_part:
         return ""
-    part = plain[-found:]
+    part = plain[-length_of_part:]
     begin = next((part.index(space) + 1 for space in "\n " if space in part), 0)
     return (part[begin:] + part[:begin]).strip()

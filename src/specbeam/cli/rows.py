@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbeam import plugins
-from specbeam.cli.arguments import load_strategy, own_drafter, typed_text
+from specbeam.cli.arguments import load_strategy, typed_text
 from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
+from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import FAILED, SpecbeamError, located, shown_counts
-from specbeam.options.names import LOOKUPS
 from specbeam.options.options import ARGUMENTS, Options, check_names
 
 if TYPE_CHECKING:
     from specbeam.api.scoring import Text
     from specbeam.jobs import Work
-    from specbeam.jobs.finished_rows import FinishedRows
     from specbeam.jobs.formats import Rows, Type
+    from specbeam.jobs.progress import Progress
 
 Asked = TypeVar("Asked")
 NumberedItem = tuple[int, Any]
@@ -47,8 +47,6 @@ SETTINGS_WITHOUT_EFFECT = (
 BATCHES_PER_JOB = 4
 """A worker of a cluster gets this many batches at a time, and this many are kept together. With few batches, many
 passes run half empty for the job's last texts."""
-SECONDS_PER_LINE = 5.0
-"""Without a terminal, a line says this often how many rows are finished."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,7 @@ def add_running_to(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(given: argparse.Namespace) -> dict[str, Any] | None:
-    """The cluster that the options of add_running_to ask for; None: the rows' answers are made here.
-
-    Raises:
-        SpecbeamError: options of a cluster without a cluster.
-    """
+    """The cluster that the options of add_running_to ask for; None: the rows' answers are made here."""
     cluster = {name: getattr(given, name) for name in ("address", "workers", "cpus", "gpus")}
     cluster = {name: value for name, value in cluster.items() if value is not None}
     if given.launcher == "ray":
@@ -135,8 +129,8 @@ def run_rows(
         task_of: what to do with the rows. It raises SpecbeamError for columns that IN does not have.
         open_input: opens IN; None for a file whose ending says what it is.
     """
+    from specbeam.jobs.files import locked
     from specbeam.jobs.formats import DELIMITERS, ending_of
-    from specbeam.jobs.lock import locked
 
     for name in ("batch_size", "limit"):
         if (number := getattr(given, name)) is not None and number < 1:
@@ -159,8 +153,9 @@ def _run_alone(
     output: Path,
 ) -> int:
     """Make the answers for the rows that are not finished, and write all rows. Returns the exit status."""
-    from specbeam.jobs.finished_rows import FinishedRows
+    from specbeam.jobs.finished import FinishedRows
     from specbeam.jobs.formats import chunks, open_rows, writer
+    from specbeam.jobs.progress import Progress
 
     with (open_input or partial(open_rows, delimiter=given.delimiter))(source, given.limit) as rows:
         task = task_of(rows)
@@ -177,29 +172,30 @@ def _run_alone(
                 print(f"specbeam: {notice}", file=sys.stderr)
         else:
             added = {name: name for name in task.columns}
-        end = Summary(task)
+        summary = Summary(task)
         with (
             FinishedRows(output, fingerprint(rows.digest, task.facts, given), len(rows)) as finished,
-            Progress(finished, len(rows)) as progress,
+            Progress(progress_line, len(rows), finished.count, unit="row") as progress,
         ):
-            if output.exists() and finished.count < len(rows):
+            earlier = finished.count
+            if output.exists() and earlier < len(rows):
                 raise SpecbeamError(f"{output} is there already: delete it, or name another")
 
             def keep(answers: list[Answer]) -> None:
                 finished.add(answers)
-                end.made(answers)
-                progress.kept()
+                summary.take_new(answers)
+                progress.show(finished.count)
 
             def cells() -> Iterator[Answer]:
                 for number, answer in enumerate(finished, 1):
-                    end.written(number, answer)
+                    summary.take(number, answer)
                     yield {new: answer.get(name) for name, new in added.items()}
 
             todo = (item for item in items() if item[0] not in finished)
             size = BATCHES_PER_JOB * given.batch_size
             try:
                 if cluster is None:
-                    work_here(task, todo, size, keep, progress.told)
+                    work_here(task, todo, size, keep, lambda more: progress.show(finished.count + more))
                 else:
                     work_on_ray(task, chunks(todo, size), keep, cluster)
                 with finished.reporting_kept_rows():
@@ -209,8 +205,8 @@ def _run_alone(
                 where = f", in {finished.path}. The same command goes on from there" if finished.count else ""
                 raise KeyboardInterrupt(kept + where) from None
         finished.path.unlink(missing_ok=True)
-    print(*end.lines(len(rows), progress.earlier, output), sep="\n", file=sys.stderr)
-    return FAILED if end.failed else 0
+    print(*summary.lines(len(rows), earlier, output), sep="\n", file=sys.stderr)
+    return FAILED if summary.failed else 0
 
 
 def work_here(
@@ -218,43 +214,43 @@ def work_here(
     todo: Iterator[NumberedItem],
     size: int,
     keep: Callable[[list[Answer]], object],
-    tell: Callable[[], object],
+    show_progress: Callable[[int], object],
 ) -> None:
-    """Make answers in this process, and keep ``size`` at a time, and the rest when it ends, for whatever reason."""
-    made: list[Answer] = []
+    """Make answers in this process, and keep ``size`` at a time, and the rest when it ends or fails."""
+    answers: list[Answer] = []
     try:
         for answer in answers_here(task, todo):
-            made.append(answer)
-            tell()
-            if len(made) == size:
-                whole, made = made, []
-                keep(whole)
+            answers.append(answer)
+            show_progress(len(answers))
+            if len(answers) == size:
+                full, answers = answers, []
+                keep(full)
     finally:
-        if made:
-            keep(made)
+        if answers:
+            keep(answers)
 
 
 def answers_here(task: Task, todo: Iterator[NumberedItem]) -> Iterator[Answer]:
     """Make answers in this process. A row begins when another one ends, so that a long one holds up no others."""
-    make = None
+    answer_all = None
     for first in todo:
-        make = make or task.make_answers()
-        begun: set[int] = set()
+        answer_all = answer_all or task.make_answers()
+        started: set[int] = set()
         try:
-            for answer in make(noted(chain([first], todo), begun)):
-                begun.remove(answer["row"])
+            for answer in answer_all(recording_starts(chain([first], todo), started)):
+                started.remove(answer["row"])
                 yield answer
         except SpecbeamError:  # IN cannot be read: an error of a row is its answer
             raise
-        except Exception as error:  # whatever it was, the rows that have not begun go on
-            for number in begun:
+        except Exception as error:  # the rows that have not begun go on after any error
+            for number in started:
                 yield failure(task.columns, number, error)
 
 
-def noted(items: Iterable[NumberedItem], begun: set[int]) -> Iterator[NumberedItem]:
+def recording_starts(items: Iterable[NumberedItem], started: set[int]) -> Iterator[NumberedItem]:
     """Items as they are taken. Their numbers are put into a set."""
     for item in items:
-        begun.add(item[0])
+        started.add(item[0])
         yield item
 
 
@@ -297,12 +293,12 @@ class Summary:
     counts: Counter[str] = field(default_factory=Counter)
     began_at: float = field(default_factory=time.perf_counter)
 
-    def made(self, answers: Sequence[Answer]) -> None:
+    def take_new(self, answers: Sequence[Answer]) -> None:
         """Take answers that this process made."""
         if self.task.tokens is not None:
             self.tokens += sum(answer[self.task.tokens] or 0 for answer in answers)
 
-    def written(self, number: int, answer: Answer) -> None:
+    def take(self, number: int, answer: Answer) -> None:
         """Take the answer to a row of OUT. The first row has number 1."""
         if answer["error"] is not None:
             self.failed += 1
@@ -317,8 +313,8 @@ class Summary:
             yield f"specbeam: {self.failed} of {rows} rows failed, {self.first}"
         if self.counts:
             yield f"[{self.task.counted}: {shown_counts(self.counts)}]"
-        if found := self.task.check_counts(self.counts):
-            yield f"specbeam: {found}"
+        if warning := self.task.check_counts(self.counts):
+            yield f"specbeam: {warning}"
         before = f" ({earlier:,} of them earlier)" if earlier else ""
         speed = f"{(rows - earlier) / seconds:,.1f} rows/s"
         if self.task.tokens is not None:
@@ -326,50 +322,11 @@ class Summary:
         yield f"[{rows:,} rows{before}, {self.failed:,} failed, {speed}, {seconds:,.1f} s, in {output}]"
 
 
-class Progress:
-    """How many rows are finished: a bar on a terminal, and elsewhere a line every few seconds.
-
-    Attributes:
-        earlier: rows that an earlier process finished.
-    """
-
-    def __init__(self, finished: FinishedRows, total: int) -> None:
-        from tqdm import tqdm
-
-        self._finished, self._total, self.earlier = finished, total, finished.count
-        self._bar = tqdm(total=total, initial=finished.count, unit="row", disable=None)
-        self._running = 0  # finished rows that are not kept yet
-        self._said_at = time.monotonic()
-        self._first: tuple[int, float] | None = None  # finished rows, and the time, once the models are loaded
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def told(self) -> None:
-        """A row is finished. It is kept together with others."""
-        self._running += 1
-        self._show()
-
-    def kept(self) -> None:
-        """All finished rows are kept."""
-        self._running = 0
-        self._show()
-
-    def _show(self) -> None:
-        done = self._finished.count + self._running
-        self._bar.update(done - self._bar.n)
-        now = time.monotonic()
-        first, began_at = self._first = self._first or (done, now)
-        if self._bar.disable and done < self._total and now - self._said_at >= SECONDS_PER_LINE:
-            self._said_at = now
-            left = ""
-            if done > first:
-                speed = (done - first) / (now - began_at)
-                left = f", {speed:,.1f} rows/s, about {(self._total - done) / speed:,.0f} s left"
-            print(f"specbeam: {done:,} of {self._total:,} rows{left}", file=sys.stderr, flush=True)
+def progress_line(progress: Progress) -> str:
+    left = ""
+    if progress.per_second is not None:
+        left = f", {progress.per_second:,.1f} rows/s, about {progress.seconds_left:,.0f} s left"
+    return f"specbeam: {progress.done:,} of {progress.total:,} rows{left}"
 
 
 def notices(source: Path, columns: list[str], reads: Sequence[str], added: dict[str, str]) -> Iterator[str]:
@@ -399,17 +356,13 @@ def check_output(source: Path, output: Path) -> None:
 
 
 def column_of(rows: Rows, asked: str | None, usual: Sequence[str], what: str) -> str:
-    """The column that an option names, or else the only usual one. The first usual name goes before the others.
-
-    Raises:
-        SpecbeamError: there is none, or several may be meant.
-    """
+    """The column that an option names, or else the only usual one. The first usual name goes before the others."""
     if asked is not None:
         check_column(rows, asked)
         return asked
-    found = [name for name in usual if name in rows.columns]
-    if found[:1] == [usual[0]] or len(found) == 1:
-        return found[0]
+    names = [name for name in usual if name in rows.columns]
+    if names[:1] == [usual[0]] or len(names) == 1:
+        return names[0]
     raise SpecbeamError(f"{rows.path} has the columns {', '.join(rows.columns)}: say with --column which one {what}")
 
 
@@ -429,11 +382,7 @@ def added_columns(source: Path, columns: list[str], wanted: Sequence[str]) -> di
 
 
 def fingerprint(digest: str, facts: Sequence[Any], given: argparse.Namespace) -> str:
-    """A hash of all that the answers depend on. The number of workers, and their place, is no part of it.
-
-    Raises:
-        SpecbeamError: a model is not there, cannot be fetched, or is damaged.
-    """
+    """A hash of all that the answers depend on. The number of workers, and their place, is no part of it."""
     from specbeam.version import __version__
 
     left_out = {*SETTINGS_WITHOUT_EFFECT, *OPTION_NAMES}
@@ -445,22 +394,22 @@ def fingerprint(digest: str, facts: Sequence[Any], given: argparse.Namespace) ->
 def _contents(given: argparse.Namespace) -> list[str]:
     """Digests of all that keeps its name while its contents change.
 
-    They are of the model with its adapter, a draft model, a draft's corpus, and the file of a strategy of one's own.
+    They are of the model with its adapter, a draft model, a draft's corpus, and the file of a custom strategy.
     """
     from specbeam.checkpoints import locate, open_checkpoint
 
     adapter = None if given.adapter is None else locate(given.adapter)
-    found = [open_checkpoint(locate(given.model, given.revision), adapter).fingerprint()]
+    digests = [open_checkpoint(locate(given.model, given.revision), adapter).fingerprint()]
     strategy = load_strategy(given)
     if strategy is not None and (file := plugins.source_file(strategy)) is not None:
-        found.append(hashlib.sha256(file.read_bytes()).hexdigest())
+        digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
     draft, corpus = (getattr(given, name, None) for name in ("draft", "draft_corpus"))  # not all commands have them
-    if draft not in (None, *LOOKUPS) and own_drafter(draft) is None:
-        found.append(open_checkpoint(locate(draft)).fingerprint())
+    if draft is not None and draft_kind(draft) == "model":
+        digests.append(open_checkpoint(locate(draft)).fingerprint())
     if corpus is not None:
         texts = [row.prompt for row in read_rows(None, corpus)]
-        found.append(hashlib.sha256(json.dumps(texts).encode()).hexdigest())
-    return found
+        digests.append(hashlib.sha256(json.dumps(texts).encode()).hexdigest())
+    return digests
 
 
 def failure(columns: Iterable[str], number: int, error: Exception) -> Answer:
@@ -472,16 +421,16 @@ def scored(
     lm: Any,
     items: Iterable[NumberedItem],
     ask: Callable[[Any], tuple[Asked, list[Text]]],
-    tell: Callable[[Asked, list[float]], Answer],
+    values_of: Callable[[Asked, list[float]], Answer],
     columns: Iterable[str],
     max_contexts: int,
 ) -> Iterator[Answer]:
     """The answers that follow from log-probabilities of texts, as soon as these are known.
 
     Args:
-        ask: makes of a row's item the texts to score, and what ``tell`` needs beside their log-probabilities. An item
-            may be a SpecbeamError, which becomes the row's.
-        tell: makes the values of a row's columns, "error" left out.
+        ask: makes of a row's item the texts to score, and what ``values_of`` needs beside their log-probabilities.
+            An item may be a SpecbeamError, which becomes the row's.
+        values_of: makes the values of a row's columns, "error" left out.
         max_contexts: as for :func:`specbeam.scoring.score`.
     """
     from specbeam.jobs.formats import chunks
@@ -496,11 +445,11 @@ def scored(
                 asked[number], texts[number] = ask(item)
             except SpecbeamError as error:
                 yield failure(columns, number, error)
-        for number, found in _log_probs(lm, texts, max_contexts):
-            if isinstance(found, Exception):
-                yield failure(columns, number, found)
+        for number, log_probs in _log_probs(lm, texts, max_contexts):
+            if isinstance(log_probs, Exception):
+                yield failure(columns, number, log_probs)
             else:
-                yield {"row": number, **tell(asked[number], found), "error": None}
+                yield {"row": number, **values_of(asked[number], log_probs), "error": None}
 
 
 def _log_probs(
@@ -508,7 +457,7 @@ def _log_probs(
 ) -> Iterator[tuple[int, list[float] | Exception]]:
     """The log-probabilities of the texts of each row, as soon as they are known, or the error that they gave.
 
-    All rows are scored together. If that fails, whatever the reason, each is scored alone, so that the others go on.
+    All rows are scored together. If that fails, each is scored alone, so that the others go on.
     """
     from specbeam.api.scoring import score_by_owner
 

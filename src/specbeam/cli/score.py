@@ -123,7 +123,7 @@ def measure(lm: Any, given: argparse.Namespace, ranks: bool, items: Iterable[Num
 
     def values(texts: list[tuple[str, int]], log_probs: list[float]) -> Answer:
         both = zip(texts, log_probs, strict=True)
-        ranked = sorted(both, key=lambda one: one[1] / one[0][1], reverse=True)  # per token; a tie stays in order
+        ranked = sorted(both, key=lambda pair: pair[1] / pair[0][1], reverse=True)  # per token; a tie stays in order
         measured = [
             {"text": text, "log_prob": log_prob, "perplexity": perplexity(log_prob, count), "tokens": count}
             for (text, count), log_prob in ranked

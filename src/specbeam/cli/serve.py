@@ -18,7 +18,6 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any
 
-from specbeam import plugins
 from specbeam.cli.arguments import (
     DEFAULT_MODEL,
     SAMPLING,
@@ -29,6 +28,7 @@ from specbeam.cli.arguments import (
     completer,
     placement_of,
 )
+from specbeam.drafting.resolve import draft_kind, resolve_draft
 from specbeam.errors import SpecbeamError
 from specbeam.models.sampling_defaults import FALLBACK
 from specbeam.options.names import LOOKUPS, NO_DRAFT
@@ -39,6 +39,7 @@ from specbeam.text import chat_templates
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from starlette.applications import Starlette
 
+    from specbeam.models.model import LanguageModel
     from specbeam.server.models import Models
 
 KEY_VARIABLE = "SPECBEAM_API_KEY"
@@ -227,7 +228,7 @@ def _serve(
         _make_models,
         placement_of(given),
         sources,
-        [named for named in drafts if named[1] not in LOOKUPS],
+        drafts,
         default_draft=drafts[0][0] if drafts else NO_DRAFT,
         limits=limits,
         allows_control_tokens=given.allow_control_tokens,
@@ -352,9 +353,11 @@ def _make_models(
     from specbeam.models.model import Placement, load
     from specbeam.server.models import Models, check_memory
 
-    own = {name: source for name, source in drafts if plugins.is_own_drafter(source)}
-    models = [named for named in drafts if named[0] not in own]
-    check_memory([source for _, source in [*sources, *models]], Placement(**placement))
-    lms, loaded = ({name: load(source, **placement) for name, source in named} for named in (sources, models))
-    loaded |= {name: plugins.resolve(source, "drafter", from_here=True) for name, source in own.items()}
-    return Models(lms, loaded, **how)
+    draft_models = [source for _, source in drafts if draft_kind(source) == "model"]
+    check_memory([*(source for _, source in sources), *draft_models], Placement(**placement))
+
+    def load_placed(source: str) -> LanguageModel:
+        return load(source, **placement)
+
+    lms = {name: load_placed(source) for name, source in sources}
+    return Models(lms, {name: resolve_draft(source, load_placed, from_here=True) for name, source in drafts}, **how)

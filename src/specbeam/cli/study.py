@@ -121,7 +121,7 @@ COLUMNS = {
     "rougeL": ("ROUGE-L", "{:.3f}"),
     "perplexity": ("perplexity", "{:.2f}"),
 }
-"""The columns of the table, before the user's own metrics: a heading by metric, and how its figures are written."""
+"""The columns of the table, before custom metrics: a heading by metric, and how its figures are written."""
 
 
 def print_table(folder: Path) -> None:
@@ -131,28 +131,27 @@ def print_table(folder: Path) -> None:
 
     from specbeam.study.report import failed_metrics, spread
     from specbeam.study.run import summary_of
-    from specbeam.study.statistics import MIN_VALUES_FOR_INTERVAL
-    from specbeam.study.tables import measured, own_columns
-    from specbeam.study.words import settled, too_few
+    from specbeam.study.statistics import MIN_VALUES_FOR_INTERVAL, settled, too_few
+    from specbeam.study.tables import custom_columns, measured
 
     summary = summary_of(folder)
     methods = summary["methods"]
     for sentence in [*spread(summary["fastest"] or {"unsettled": []}), *failed_metrics(summary)]:
         print(sentence.striptags())
     table = Table(box=None, pad_edge=False)
-    columns = COLUMNS | {name: (heading, "{:.3g}") for name, heading, _ in own_columns(measured(methods))}
-    there = [name for name in columns if any(name in method["metrics"] for method in methods)]
+    columns = COLUMNS | {name: (heading, "{:.3g}") for name, heading, _ in custom_columns(measured(methods))}
+    names = [name for name in columns if any(name in method["metrics"] for method in methods)]
     tested = any(method["pass_at_1"] is not None for method in methods)
     table.add_column("method")
-    headings = ["n", *(columns[name][0] for name in there), *["pass@1"] * tested, "speed-up", "same text", "failed"]
+    headings = ["n", *(columns[name][0] for name in names), *["pass@1"] * tested, "speed-up", "same text", "failed"]
     for heading in headings:
         table.add_column(heading, justify="right")
     counts = []
     for method in methods:
-        estimates = [method["metrics"].get(name) for name in there]
+        estimates = [method["metrics"].get(name) for name in names]
         counts.append(n := max((estimate["n"] for estimate in estimates if estimate), default=0))
         cells = [str(n)]
-        for name, estimate in zip(there, estimates, strict=True):
+        for name, estimate in zip(names, estimates, strict=True):
             with_interval = name == "tokens_per_second"
             cells.append(figure(estimate, "mean", columns[name][1], n, with_interval) if estimate else "-")
         if tested:
@@ -178,15 +177,15 @@ def figure(estimate: Mapping[str, Any], name: str, form: str, n: int, with_inter
 def compare(before: Path, after: Path, as_json: bool) -> int:
     """Print how a run differs from an earlier one. Returns 1 if a method became significantly slower, else 0."""
     from specbeam.study.results import read
+    from specbeam.study.statistics import settled, too_few
     from specbeam.study.summary import diff
-    from specbeam.study.words import settled, too_few
 
     (_, a, _), (_, b, _) = read(before), read(after)
-    found = diff(a, b)
+    differences = diff(a, b)
     if as_json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(differences, ensure_ascii=False))
     else:
-        for method in found["methods"]:
+        for method in differences["methods"]:
             if (r := method["relative"]) is None:
                 print(f"{method['method']:24} has no text in common")
                 continue
@@ -200,9 +199,9 @@ def compare(before: Path, after: Path, as_json: bool) -> int:
             same = f"same text {method['identical']['same']} of {method['identical']['of']}"
             faster = f"{r['ratio']:.3f} times as fast ({interval}), raw {method['raw']['ratio']:.3f}"
             print(f"{method['method']:24} {faster}, {same}{mark}")
-        for folder, names in ((before, found["only_in_a"]), (after, found["only_in_b"])):
+        for folder, names in ((before, differences["only_in_a"]), (after, differences["only_in_b"])):
             if names:
                 print(f"only in {folder}: {', '.join(names)}")
-        if found["note"]:
-            print(found["note"])
-    return int(any(method["significant"] and method["relative"]["ratio"] < 1 for method in found["methods"]))
+        if differences["note"]:
+            print(differences["note"])
+    return int(any(method["significant"] and method["relative"]["ratio"] < 1 for method in differences["methods"]))

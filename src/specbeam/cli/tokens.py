@@ -76,9 +76,6 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
 
     "offsets" are the tokenizer's own, in characters (code points), or None from a slow tokenizer. "text" is bytes if
     they are no whole character. "unknown" marks the token for words that the vocabulary lacks.
-
-    Raises:
-        SpecbeamError: the text is not valid Unicode, or the tokenizer is damaged.
     """
     from specbeam.models.prompts import tokenize
 

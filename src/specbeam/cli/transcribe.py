@@ -23,12 +23,12 @@ from specbeam.cli.arguments import (
     load_model,
 )
 from specbeam.cli.printing import json_line, one_line, print_lines
-from specbeam.cli.rows import SECONDS_PER_LINE, fingerprint
+from specbeam.cli.rows import fingerprint
 from specbeam.errors import BAD_INPUT, FAILED, SpecbeamError
 from specbeam.options.names import LOOKUPS, TRANSCRIPT_FORMATS
 
 if TYPE_CHECKING:
-    from specbeam.jobs.finished_files import FinishedFiles
+    from specbeam.jobs.finished import FinishedFiles
     from specbeam.speech import Segment, Transcript, TranscriptStream
     from specbeam.speech.audio import Decoding, Samples
     from specbeam.speech.subtitles import Layout
@@ -230,7 +230,7 @@ def print_while_it_comes(path: str, stream: TranscriptStream, form: str, layout:
     """Print a transcript, piece by piece where the format allows it."""
     from specbeam.speech.subtitles import STREAMED, document
 
-    segments = shown_progress(path, stream)
+    segments = with_progress(path, stream)
     if form in STREAMED:
         for piece in STREAMED[form](segments, layout):
             print_lines(piece, end="")
@@ -241,25 +241,24 @@ def print_while_it_comes(path: str, stream: TranscriptStream, form: str, layout:
     return stream.transcript
 
 
-def shown_progress(name: str, stream: TranscriptStream) -> Iterator[Segment]:
-    """The segments. A bar shows how far they are; without a terminal, a line says it every few seconds."""
-    from tqdm import tqdm
+def with_progress(name: str, stream: TranscriptStream) -> Iterator[Segment]:
+    """The segments, while their progress is shown."""
+    from specbeam.jobs.progress import Progress
 
-    said_at = time.monotonic()
-    with tqdm(desc=name, unit="s", disable=None, leave=False) as bar:
+    def line(progress: Progress) -> str:
+        return f"specbeam: {name}: {progress.done:,} of {progress.total:,} s"
+
+    with Progress(line, desc=name, unit="s", leave=False) as progress:
         for segment in stream:
-            bar.total = duration = round(stream.transcript.duration)
-            bar.update(round(segment.end) - bar.n)
-            if bar.disable and time.monotonic() - said_at >= SECONDS_PER_LINE:
-                said_at = time.monotonic()
-                print(f"specbeam: {name}: {segment.end:,.0f} of {duration:,} s", file=sys.stderr, flush=True)
+            progress.total = round(stream.transcript.duration)
+            progress.show(round(segment.end))
             yield segment
 
 
 def run_into_folder(given: argparse.Namespace, settings: dict[str, Any], layout: Layout) -> int:
     """Write a result for each file that has none. Returns the exit status."""
-    from specbeam.jobs.finished_files import FinishedFiles
-    from specbeam.jobs.lock import locked
+    from specbeam.jobs.files import locked
+    from specbeam.jobs.finished import FinishedFiles
     from specbeam.speech.subtitles import written
 
     folder, results = Path(given.output), results_of(given.audio, given.format)
@@ -335,7 +334,7 @@ def transcribe_files(
                 raise decoding
             with decoding:
                 stream = transcribe(decoding.samples())
-            for _ in shown_progress(f"{path} ({summary.number} of {summary.total})", stream):
+            for _ in with_progress(f"{path} ({summary.number} of {summary.total})", stream):
                 pass
             finished.add(results[path], Path(path), write(stream.transcript))
             summary.finished(stream.transcript)

@@ -62,18 +62,14 @@ def run(given: argparse.Namespace) -> int:
 
 
 def read_results(file: str) -> Iterator[Named]:
-    """The results in a file, each with its place: a line for each, or one JSON value over several lines.
-
-    Raises:
-        SpecbeamError: the file or a line is no result.
-    """
+    """The results in a file, each with its place: a line for each, or one JSON value over several lines."""
     from specbeam.recording.receipts import Saved
 
     lines = [*read_lines(file)]
     if len(lines) > 1:
         with suppress(ValueError, RecursionError):
-            whole = json.loads("\n".join(line for _, line in lines))
-            values = whole if isinstance(whole, list) else [whole]
+            value = json.loads("\n".join(line for _, line in lines))
+            values = value if isinstance(value, list) else [value]
             file = lines[0][0].rpartition(" line ")[0]
             lines = [(f"{file} result {number}", json.dumps(value)) for number, value in enumerate(values, 1)]
     for name, line in lines:
@@ -95,12 +91,12 @@ def model_of(numbered: tuple[int, Named]) -> tuple[str, str, str, str]:
     )
 
 
-def load_model(given: argparse.Namespace, source: str, backend: str, numbers: str) -> LanguageModel:
+def load_model(given: argparse.Namespace, source: str, backend: str, precision: str) -> LanguageModel:
     """Load the model of some results as it was loaded for them. Raises SpecbeamError if it cannot be loaded."""
     from specbeam.models.model import load
 
     how: dict[str, Any] = {"revision": given.revision, "adapter": given.adapter, "threads": given.threads}
-    how["quantize" if backend == "cpu" else "dtype"] = numbers
+    how["quantize" if backend == "cpu" else "dtype"] = precision
     with located("" if given.model else "--model says where a model is here"):
         return load(given.model or source, backend=backend, **how)
 

@@ -56,7 +56,7 @@ def call(option: str, function: Callable[..., Any], device: str, *args: Any) -> 
         require(f"{option} of tensors", "torch")
         import torch
 
-        def tensor(array: Any) -> torch.Tensor:  # as in backends/torch/transfer.py
+        def tensor(array: Any) -> torch.Tensor:  # as in backends/torch/tensors.py
             return torch.from_numpy(array).to(device, non_blocking=device.startswith("cuda"))
 
         with torch.inference_mode(False):  # the caller may keep the tensors, and train with them

@@ -1,7 +1,7 @@
 """Selection requests and selections: the few numbers that a strategy needs of the logits at some nodes.
 
 Strategies make requests, the engine collects the requests of a forward pass, and a backend selects where the logits
-are. ``specbeam.backends.torch.selecting`` does so in PyTorch on any device. It is the reference for other backends.
+are. ``specbeam.backends.torch.sampling`` does so in PyTorch on any device. It is the reference for other backends.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.plugins import PluginError
+from specbeam.system.numbers import is_integer
 
 Propose = Callable[[list[int], LanguageModel], Sequence[int] | Sequence[Sequence[int]]]
 """A function of the token ids of a sequence, prompt included, and the model. It returns the token ids that may follow,
@@ -73,7 +73,7 @@ class FunctionDrafter:
         chains = [one if isinstance(one, list | tuple) else [one] for one in found] if several else [found]
         for chain in chains:
             for token in chain:
-                if not isinstance(token, Integral) or isinstance(token, bool):
+                if not is_integer(token):
                     raise self._wrong(f"proposed {plugins.named(token)}", "return whole numbers, the ids of tokens")
                 if not 0 <= int(token) < (size := self._lm.backend.vocab_size):
                     raise self._wrong(

@@ -16,12 +16,12 @@ from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.policy import Cost
 from specbeam.drafting.policy.controller import Controller, Sizes
+from specbeam.drafting.resolve import resolve_draft
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
 from specbeam.logits.selector import Selector, warpers_of
 from specbeam.models.model import LanguageModel
-from specbeam.options.names import LOOKUPS
 from specbeam.options.options import Options
 
 Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
@@ -35,21 +35,23 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
     Raises:
         SpecbeamError: there is no such model and no such drafter.
     """
-    if not isinstance(draft, str | os.PathLike) or draft in LOOKUPS:
-        return draft
-    if isinstance(draft, str) and plugins.is_own_drafter(draft):
-        return plugins.resolve(draft, "drafter")
-    try:
-        return lm.draft_model(draft)
-    except SpecbeamError as error:
-        raise SpecbeamError(
-            f'draft={os.fspath(draft)!r}: give "ngram", "suffix", a model or module:name; {error}'
-        ) from error
+
+    def load(source: str | os.PathLike[str]) -> LanguageModel:
+        try:
+            return lm.draft_model(source)
+        except SpecbeamError as error:
+            raise SpecbeamError(
+                f'draft={os.fspath(source)!r}: give "ngram", "suffix", a model or module:name; {error}'
+            ) from error
+
+    if isinstance(draft, str):
+        return resolve_draft(draft, load)
+    return load(draft) if isinstance(draft, os.PathLike) else draft
 
 
-def is_lookup(draft: Any) -> TypeGuard[str | SuffixAutomaton]:
-    """Whether it proposes what followed in the text so far, or in earlier texts."""
-    return isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in LOOKUPS)
+def is_lookup(draft: Draft | None) -> TypeGuard[str | SuffixAutomaton]:
+    """Whether a loaded draft proposes what followed in the text so far, or in earlier texts."""
+    return isinstance(draft, str | SuffixAutomaton)
 
 
 def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:

@@ -31,6 +31,7 @@ from specbeam.models.prompts import Prompt, encode, room
 from specbeam.options.options import Options
 from specbeam.system.fork_guard import fork_guard
 from specbeam.system.interrupts import HeldInterrupts
+from specbeam.system.numbers import is_integer
 
 Key = TypeVar("Key")
 
@@ -97,7 +98,7 @@ class Engine:
         for name, (value, least) in limits.items():
             if value is None and name in ("max_cache_tokens", "max_waiting"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_integer(value) or value < least:
                 raise SpecbeamError(f"{name}={value!r} is not allowed: give at least {least}")
         if max_pass_seconds is not None and not (
             isinstance(max_pass_seconds, int | float) and 0 <= max_pass_seconds < math.inf
@@ -179,7 +180,7 @@ class Engine:
             RuntimeError: an error ended the engine or its thread, and nobody has started it again.
         """
         self._scheduler.check_capacity()  # before all the work
-        if not isinstance(priority, int) or isinstance(priority, bool):
+        if not is_integer(priority):
             raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
             raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")

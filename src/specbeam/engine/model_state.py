@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from specbeam.backends.contract import Backend, EncodingBackend
+from specbeam.backends.contract import Backend, TextEncoder
 from specbeam.cache.budget import Budget
 from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.prefixes import NO_SLOTS, Ints
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import NO_NODES, Nodes, Tree
 from specbeam.decoding.setup import Setup
-from specbeam.engine.features import Sound
+from specbeam.engine.features import AudioFeatures
 
 
 class ModelState:
@@ -46,7 +46,7 @@ class ModelState:
         draft_tokens: int,
         max_rows: int,
         source: Any = None,
-        sound: Sound | None = None,
+        sound: AudioFeatures | None = None,
     ) -> None:
         self.backend = backend
         self.tree = tree
@@ -58,7 +58,7 @@ class ModelState:
         cache, positions = budget.cache_of(backend), 0
         if source is None and self._encoder_reads is not None:
             read = self._encoder_reads if sound is None else sound.features
-            positions = cast(EncodingBackend, backend).source_slots(read)
+            positions = cast(TextEncoder, backend).source_slots(read)
         # A sequence of as many positions, of which only the slots are used.
         self._source_slots = Slots(Tree([0] * positions), backend, cache) if positions else None
         in_encoder = 0 if positions or backend.start_token_ids is None else len(prompt_ids)
@@ -102,7 +102,7 @@ class ModelState:
     @property
     def has_unread_audio(self) -> bool:
         """Whether the encoder has to read sound before the next pass."""
-        return self.source is None and isinstance(self._encoder_reads, Sound)
+        return self.source is None and isinstance(self._encoder_reads, AudioFeatures)
 
     def place_source(self) -> Ints:
         """Give the encoder's output slots, int64 [n]. It gets none where the backend keeps it elsewhere."""

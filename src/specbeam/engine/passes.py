@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from specbeam.backends.contract import AheadBackend, EncodingBackend, HearingBackend
+from specbeam.backends.contract import AheadBackend, AudioEncoder, TextEncoder
 from specbeam.core.selection import Logits, Selection
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
@@ -92,7 +92,7 @@ def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
     start = time.perf_counter()
     slots = [model.place_source() for model in unread]
     with scheduler.passing():
-        sources = cast(EncodingBackend, unread[0].backend).encode([model.unread_source for model in unread], slots)
+        sources = cast(TextEncoder, unread[0].backend).encode([model.unread_source for model in unread], slots)
     for model, source in zip(unread, sources, strict=True):
         model.source = source
         model.seconds += (time.perf_counter() - start) / len(unread)
@@ -102,7 +102,7 @@ def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
 def _hear(model: ModelState, scheduler: Scheduler) -> None:
     """Let the encoder read sound, or some of it where others wait. Alone: a pass over all of it uses all threads."""
     start = time.perf_counter()
-    backend, sound = cast(HearingBackend, model.backend), model.unread_source
+    backend, sound = cast(AudioEncoder, model.backend), model.unread_source
     with scheduler.passing():
         states = sound.states(backend, scheduler.max_encoder_seconds())
     if states is not None:

@@ -24,7 +24,7 @@ from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs
 from specbeam.engine.custom_strategy import CustomStrategy
 from specbeam.engine.drafts import Draft, make_drafter
-from specbeam.engine.features import Sound
+from specbeam.engine.features import AudioFeatures
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request
@@ -67,7 +67,7 @@ class RequestState:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
-        features: Sound | None = None,
+        features: AudioFeatures | None = None,
         writes: bool = True,
         clients: Clients[RequestState],
         budget: Budget,

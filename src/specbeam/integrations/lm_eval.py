@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from specbeam.api.scoring import score
+from specbeam.drafting.resolve import resolve_draft
 from specbeam.engine import Engine
 from specbeam.engine.drafts import check_draft
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.models.model import LanguageModel, load
 from specbeam.models.prompts import apply_chat_template, first_token
-from specbeam.options.names import LOOKUPS
 from specbeam.options.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
@@ -90,8 +91,8 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         how |= {"quantize": quantize, "threads": threads}
         if not isinstance(pretrained, LanguageModel):  # str: the harness turns names like 7 into numbers
             pretrained = load(str(pretrained), revision=None if revision is None else str(revision), **how)
-        if isinstance(draft, str) and draft not in LOOKUPS:
-            draft = load(draft, **how)
+        if isinstance(draft, str):
+            draft = resolve_draft(draft, partial(load, **how))
         check_draft(pretrained, draft, self._options)
         self.lm, self.draft, self.tokenizer = pretrained, draft, pretrained.tokenizer
         self._device = torch.device(self.lm.backend.device)
@@ -102,9 +103,9 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         if not isinstance(self.max_length, int) or not 2 <= self.max_length <= context:
             raise SpecbeamError(f"max_length={max_length!r} is not allowed: give 2 to {context}, the model's context")
         self._greedy = self._options.do_sample is False or self._options.temperature == 0
-        own = self.tokenizer.eos_token_id
-        has_own = own is not None and own < self.lm.backend.vocab_size
-        self._eos_token_ids = self.lm.eos_token_ids | ({own} if has_own else set())
+        eos = self.tokenizer.eos_token_id
+        has_eos = eos is not None and eos < self.lm.backend.vocab_size
+        self._eos_token_ids = self.lm.eos_token_ids | ({eos} if has_eos else set())
 
     @classmethod
     def create_from_arg_obj(
@@ -148,7 +149,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         Raises:
             SpecbeamError: the model has no chat template, or it refuses the messages, even without the system's.
         """
-        if not self.tokenizer.chat_template:
+        if not self.lm.has_chat_template:
             raise SpecbeamError(f"{self.lm.source} has no chat template: leave out --apply_chat_template")
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         refused = None
@@ -174,8 +175,8 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
             raise SpecbeamError(
                 f"a text of {longest} tokens is to be scored in one piece, but {self.lm.source} sees {self.max_length}"
             )
-        rooms = [self.max_length + 1 - len(continuation) for continuation in continuations]
-        texts = list(zip(self._fitted([context for _, context, _ in requests], rooms), continuations, strict=True))
+        capacities = [self.max_length + 1 - len(continuation) for continuation in continuations]
+        texts = list(zip(self._fitted([context for _, context, _ in requests], capacities), continuations, strict=True))
         answers = [(0.0, True)] * len(texts)
         with tqdm(total=len(texts), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for number, log_prob, greedy in score(self.lm, texts, max_contexts=self.batch_size):
@@ -204,13 +205,13 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each request's context, without the stop string that ended it."""
         options = [self._options_for(request.args[1], number) for number, request in enumerate(requests)]
-        if (most := max((o.max_new_tokens for o in options), default=0)) >= self.max_length:
+        if (max_new_tokens := max((o.max_new_tokens for o in options), default=0)) >= self.max_length:
             raise SpecbeamError(
-                f"{most} new tokens leave no room for a prompt in the {self.max_length} tokens {self.lm.source} sees: "
-                "ask for fewer (--gen_kwargs max_gen_toks=N)"
+                f"{max_new_tokens} new tokens leave no room for a prompt in the {self.max_length} tokens "
+                f"{self.lm.source} sees: ask for fewer (--gen_kwargs max_gen_toks=N)"
             )
-        rooms = [self.max_length - o.max_new_tokens for o in options]
-        prompts = self._fitted([self.tok_encode(request.args[0]) for request in requests], rooms)
+        capacities = [self.max_length - o.max_new_tokens for o in options]
+        prompts = self._fitted([self.tok_encode(request.args[0]) for request in requests], capacities)
 
         texts = [""] * len(requests)
         longest_first = sorted(range(len(requests)), key=lambda number: len(prompts[number]), reverse=True)
@@ -225,17 +226,17 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
                 bar.update()
         return texts
 
-    def _fitted(self, contexts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
-        """Contexts of at least one token, cut on the left where they are longer than their room."""
+    def _fitted(self, contexts: Sequence[list[int]], capacities: Sequence[int]) -> list[list[int]]:
+        """Contexts of at least one token, cut on the left where they are longer than their capacity."""
         contexts = [context or [self.prefix_token_id] for context in contexts]
-        cut = sum(len(context) > room for context, room in zip(contexts, rooms, strict=True))
+        cut = sum(len(context) > capacity for context, capacity in zip(contexts, capacities, strict=True))
         if cut:
             logger.warning("%d of %d contexts are too long and were cut on the left", cut, len(contexts))
-        return [context[-room:] for context, room in zip(contexts, rooms, strict=True)]
+        return [context[-capacity:] for context, capacity in zip(contexts, capacities, strict=True)]
 
-    def _options_for(self, given: Mapping[str, Any], number: int) -> Options:
+    def _options_for(self, generation_kwargs: Mapping[str, Any], number: int) -> Options:
         """The options of a request: the task's generation_kwargs, overridden by the model's own arguments."""
-        task = dict(given)
+        task = dict(generation_kwargs)
         stops = [stop for name in ("until", "stop_strings") for stop in _strings(task.pop(name, None))]
         lengths = [length for name in LENGTHS if (length := task.pop(name, None)) is not None]
         sampling = {name: task.pop(name) for name in ("do_sample", *SAMPLING_OPTIONS) if name in task}
@@ -259,9 +260,9 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return replace(options, eos_token_id=sorted(ends))
 
 
-def _strings(given: str | Iterable[str] | None) -> list[str]:
+def _strings(strings: str | Iterable[str] | None) -> list[str]:
     """One or several texts as a list, without empty ones."""
-    return [text for text in ([given] if isinstance(given, str) else given or ()) if text]
+    return [text for text in ([strings] if isinstance(strings, str) else strings or ()) if text]
 
 
 def _batch_size(batch_size: int | str, most: int | None) -> int:

@@ -24,9 +24,6 @@ def joined_cluster(address: str | None) -> Iterator[Any]:
 
     Args:
         address: as for :func:`specbeam.jobs.launchers.crew_on_ray`.
-
-    Raises:
-        SpecbeamError: Ray is not installed, or the cluster cannot be joined or started.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -53,11 +50,7 @@ def joined_cluster(address: str | None) -> Iterator[Any]:
 
 
 def import_ray() -> Any:
-    """The module ``ray``, which then sends no statistics and prints no pages.
-
-    Raises:
-        SpecbeamError: Ray is not installed.
-    """
+    """The module ``ray``, which then sends no statistics and prints no pages."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # the default; while unset, Ray warns of a change
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # otherwise Ray prints a page for each worker that dies

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.atomic import replacing
+from specbeam.jobs.files import replacing
 from specbeam.jobs.journal import json_line
 
 T = TypeVar("T")
@@ -56,9 +56,6 @@ def open_rows(path: Path, limit: int | None = None, delimiter: str | None = None
 
     Args:
         delimiter: what separates the cells of a .csv or .tsv file; None: a comma or a tab.
-
-    Raises:
-        SpecbeamError: the file cannot be read, has another ending, is damaged, or has no rows.
     """
     if (ending := ending_of(path)) not in FORMATS:
         raise SpecbeamError(f"{path} has an unknown ending: name it {', '.join(FORMATS)}, after its format")
@@ -82,9 +79,6 @@ class Rows(ABC):
         delimiter: what separates the cells of a line, if the format has one.
         columns: the names of all columns, in the order in which they first appear.
         digest: the SHA-256 of the file's bytes, as hexadecimal digits.
-
-    Raises:
-        SpecbeamError: the file cannot be read, is damaged, has no rows, or was changed since it was opened.
     """
 
     def __init__(self, path: Path, limit: int | None = None, delimiter: str = "") -> None:
@@ -198,13 +192,13 @@ class ParquetRows(Rows):
 
     def cells(self, columns: Sequence[str]) -> Iterator[Row]:
         for batch in self._checked(partial(self._batches, [*columns])):
-            found = []
+            columns_of_cells = []
             for column in columns:
                 try:
-                    found.append(batch.column(column).to_pylist())
+                    columns_of_cells.append(batch.column(column).to_pylist())
                 except CONVERSION_ERRORS as error:
                     raise SpecbeamError(f"the column {column!r} of {self.path} cannot be used: {error}") from error
-            for cells in zip(*found, strict=True):
+            for cells in zip(*columns_of_cells, strict=True):
                 yield dict(zip(columns, cells, strict=True))
 
     def lines(self) -> Iterator[str]:
@@ -276,8 +270,8 @@ class TextRows(Rows):
         pa = pyarrow()
         schema = pa.schema([])
         for rows in chunks(self, ROWS_PER_TABLE):
-            found = table_of(rows, {name: None for row in rows for name in row}).schema
-            schema = pa.unify_schemas([schema, found], promote_options="permissive")
+            found_schema = table_of(rows, {name: None for row in rows for name in row}).schema
+            schema = pa.unify_schemas([schema, found_schema], promote_options="permissive")
         for _ in self.tables(schema):  # whole numbers may be too large for a column that has fractions elsewhere
             pass
         return schema
@@ -384,11 +378,7 @@ def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def pyarrow() -> Any:
-    """The library that reads and writes Parquet.
-
-    Raises:
-        SpecbeamError: it is not installed.
-    """
+    """The library that reads and writes Parquet."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -403,9 +393,6 @@ def table_of(rows: list[Row], types: Mapping[str, Any]) -> Any:
     Args:
         rows: a cell that a row lacks is null.
         types: pyarrow's types of the columns, by name; None: as its cells have it.
-
-    Raises:
-        SpecbeamError: the cells of a column have different types.
     """
     pa = pyarrow()
     columns = {}
@@ -425,9 +412,6 @@ def writer(path: Path, rows: Rows, types: Mapping[str, Type], delimiter: str | N
         path: a file with an ending of :data:`FORMATS`. The columns of a Parquet file keep their types in another one.
         types: of the added columns, by name (see :data:`Type`).
         delimiter: as for :func:`open_rows`.
-
-    Raises:
-        SpecbeamError: the rows do not fit into a file of that format.
     """
     _, make = FORMATS[ending := path.suffix.lower()]
     return make(path, rows, types, delimiter or DELIMITERS.get(ending, ""))

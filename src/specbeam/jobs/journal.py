@@ -54,14 +54,14 @@ class Journal:
         Returns:
             The bytes at which the entries begin.
         """
-        places = []
+        begins = []
         for line in map(json_line, entries):
-            places.append(self._end)
+            begins.append(self._end)
             self._file.write(line)
             self._end += len(line)
         self._file.flush()
         os.fsync(self._file.fileno())
-        return places
+        return begins
 
     def clear(self) -> None:
         """Drop all entries."""
@@ -77,9 +77,6 @@ def entries_in(path: Path, *, drop_damaged: bool = False) -> Iterator[tuple[Entr
     """The whole lines of a journal, and the byte at which each ends. A process may still be writing it.
 
     A last line without a line end was torn, and is left out. So is everything if there is no such file.
-
-    Raises:
-        SpecbeamError: a line is damaged, and ``drop_damaged`` is not given.
     """
     end = 0
     with suppress(FileNotFoundError), path.open("rb") as file:

@@ -152,6 +152,10 @@ class LanguageModel:
         return f"{self.backend.precision} on {self.backend.device}"
 
     @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
+    @property
     def token_ids(self) -> TokenIds:
         """What its token ids mean."""
         return TokenIds(self.source, self.tokenizer, self.backend.vocab_size)
@@ -366,8 +370,8 @@ def load_silently(
         raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
     loaded: Backend
     if backend == "transformers":
-        from specbeam.backends.encoder_decoder import backend_of
         from specbeam.backends.transformers import load_model
+        from specbeam.backends.transformers.encoder_decoder import backend_of
 
         check = checkpoint.check_transformers
         try:

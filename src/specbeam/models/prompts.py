@@ -6,17 +6,17 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.code import refusing
+from specbeam.checkpoints.files import refusing
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import NAMES
 from specbeam.errors import PromptTooLong, SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.system.machine import return_free_memory
+from specbeam.system.numbers import is_integer
 from specbeam.text import chat_templates
 from specbeam.text.control_tokens import ControlTokens
 from specbeam.text.detokenizer import shared_length
@@ -185,7 +185,7 @@ def encode_answers(
         if isinstance(messages[0], int):
             raise SpecbeamError("texts follow a text or messages, not token ids: give the prompt as text")
         encode(lm, messages, raw=raw, most=room(lm, False))  # whatever is wrong with it is named
-        templated = not raw and bool(lm.tokenizer.chat_template)
+        templated = not raw and lm.has_chat_template
         joined = "\n\n".join(message["content"] for message in messages)
         before = render(lm.tokenizer, messages) if templated else joined
         is_fresh = templated and (messages[-1]["role"] != "assistant" or not messages[-1]["content"])
@@ -243,7 +243,7 @@ def _encode_text(
 ) -> list[int]:
     if lm.tokenizer is None:
         raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
-    templated = not raw and bool(lm.tokenizer.chat_template)
+    templated = not raw and lm.has_chat_template
     tokenizer, hidden = lm.tokenizer, None
     given = [*messages, dict(rendering.chat_template_kwargs), dict(rendering.tools)]
     if control_tokens is not None and templated and (hidden := control_tokens.hide(given)) is not None:
@@ -283,7 +283,7 @@ def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[
         messages = [{"role": "user", "content": prompt}]
     elif all(isinstance(part, dict) for part in prompt):
         messages = _messages(prompt)
-    elif all(type(part) is int or (isinstance(part, Integral) and not isinstance(part, bool)) for part in prompt):
+    elif all(map(is_integer, prompt)):
         if system is not None:
             raise SpecbeamError("system= goes with text or messages: a prompt of token ids is taken as it is")
         return _in_vocabulary(lm, prompt)
@@ -298,7 +298,7 @@ def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[
 
 def last_message(lm: LanguageModel, prompt: Any, *, raw: bool = False) -> str | None:
     """The last message of a prompt, without the chat template around it; None for a prompt that has no template."""
-    if raw or lm.tokenizer is None or not lm.tokenizer.chat_template:
+    if raw or not lm.has_chat_template:
         return None
     last = check(lm, prompt)[-1]
     return last["content"] if isinstance(last, dict) else None

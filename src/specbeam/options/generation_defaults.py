@@ -6,10 +6,10 @@ A test compares these lists with transformers, so that a new field needs a decis
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from specbeam.errors import SpecbeamError, shown
+from specbeam.system.numbers import is_integer, is_real
 
 FILE = "generation_config.json"
 APPLIED = (
@@ -181,10 +181,7 @@ class GenerationDefaults(dict[str, Any]):
 
 def is_number(value: Any, whole: bool = False) -> bool:
     """Whether a value is a number, or a whole number, that arrays can hold."""
-    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
-        return False
-    number: Any = value
-    return bool(abs(number) < 2**63)
+    return (is_integer if whole else is_real)(value) and bool(abs(value) < 2**63)
 
 
 def defaults_of_config(config: Mapping[str, Any]) -> GenerationDefaults:

@@ -1,7 +1,8 @@
 """When the tokens of a window's text are spoken, by openai-whisper's method (``timing.py``).
 
-Some heads of cross-attention follow the sound from token to token. One pass over the text shows their attention.
-Dynamic time warping (Sakoe and Chiba 1978) then finds the path through it that takes tokens and sound in their order.
+Alignment heads are heads of cross-attention that follow the audio from token to token. One forward pass over the text
+shows their attention.
+Dynamic time warping (Sakoe and Chiba 1978) then finds the path through it that takes tokens and audio in their order.
 """
 
 from __future__ import annotations
@@ -26,54 +27,50 @@ MEDIAN_WIDTH = 7
 """Positions."""
 NODES_AT_ONCE = 64
 """Logits are held for this many nodes."""
-Heads = tuple[tuple[int, int], ...]
+AlignmentHeads = tuple[tuple[int, int], ...]
 """The layer and the head of each."""
 
 
-def alignment_heads(lm: LanguageModel) -> Heads:
-    """The heads that follow the sound: the checkpoint's, or as in openai-whisper all of the last half of the layers.
-
-    Raises:
-        SpecbeamError: the backend does not show cross-attention, or the checkpoint names heads that do not exist.
-    """
+def alignment_heads(lm: LanguageModel) -> AlignmentHeads:
+    """The alignment heads: the checkpoint's, or as in openai-whisper all of the last half of the layers."""
     if lm.backend.cross_heads is None:
         raise SpecbeamError(
             f"word_timestamps needs attention weights, which the backend {lm.backend.name} does not show: load the "
             "model with backend='cpu' or 'torch'"
         )
     layers, heads = lm.backend.cross_heads
-    given = lm.generation_defaults.get("alignment_heads")
-    if not given:
+    pairs = lm.generation_defaults.get("alignment_heads")
+    if not pairs:
         return tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
 
     def exists(pair: Any) -> bool:
         return (
             isinstance(pair, list | tuple)
             and len(pair) == 2
-            and all(type(n) is int and 0 <= n < most for n, most in zip(pair, (layers, heads), strict=True))
+            and all(type(n) is int and 0 <= n < limit for n, limit in zip(pair, (layers, heads), strict=True))
         )
 
-    if not isinstance(given, list | tuple) or not all(map(exists, given)):
+    if not isinstance(pairs, list | tuple) or not all(map(exists, pairs)):
         raise lm.generation_defaults.refused(
             "alignment_heads", f"pairs of a layer below {layers} and a head of {heads}"
         )
-    return tuple((layer, head) for layer, head in given)
+    return tuple((layer, head) for layer, head in pairs)
 
 
-class Listen:
-    """A strategy that generates nothing. It reads a text, and notes how it attends to the sound.
+class AlignText:
+    """A strategy that generates nothing. It reads a text, and notes how it attends to the audio.
 
     Args:
         begin: how many tokens of the prompt are before the one that asks for a text without timestamps.
         text: its tokens. They follow that token, and the end token follows them.
-        positions: of the sound, from its start.
+        positions: of the encoder's output, from its start.
 
     Attributes:
         probe: how the prompt attends.
         probabilities: of the text's tokens, each among all tokens of text.
     """
 
-    def __init__(self, heads: Heads, begin: int, text: list[int], end: int, positions: int) -> None:
+    def __init__(self, heads: AlignmentHeads, begin: int, text: list[int], end: int, positions: int) -> None:
         self._begin, self._text, self._end = begin, text, end
         rows = begin + 1 + len(text) + 1
         self.probe = AttentionProbe(heads, np.zeros((len(heads), rows, positions), np.float32))
@@ -130,8 +127,8 @@ def median_filter(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     if rows.shape[-1] <= half:
         return rows
     around = sliding_window_view(np.pad(rows, ((0, 0), (half, half)), mode="reflect"), MEDIAN_WIDTH, axis=-1)
-    found: NDArray[np.float32] = np.sort(around, axis=-1)[..., half]
-    return found
+    medians: NDArray[np.float32] = np.sort(around, axis=-1)[..., half]
+    return medians
 
 
 def token_times(matrix: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -167,10 +164,10 @@ def warp(costs: NDArray[np.float64]) -> NDArray[np.int64]:
         rows = np.arange(low, high)
         both, row, column = before[low:high], latest[low:high], latest[low + 1 : high + 1]
         kind = np.where((both < row) & (both < column), 0, np.where((row < both) & (row < column), 1, 2))
-        least = np.where(kind == 0, both, np.where(kind == 1, row, column))
+        lowest = np.where(kind == 0, both, np.where(kind == 1, row, column))
         steps[diagonal, low:high] = kind
         current = infinite.copy()
-        current[low + 1 : high + 1] = costs[rows, diagonal - rows] + least
+        current[low + 1 : high + 1] = costs[rows, diagonal - rows] + lowest
         before, latest = latest, current
     at, place = n - 1, m - 1
     path = [(at, place)]

@@ -1,7 +1,7 @@
-"""Sound as samples: 16 kHz, mono.
+"""Audio as samples: 16 kHz, mono.
 
 Files are decoded by FFmpeg in a child process (:mod:`specbeam.speech.av_decoder`) into a temporary file, which the
-system deletes once the samples are no longer used. So sound of hours takes little memory, and a damaged file harms
+system deletes once the samples are no longer used. So hours of audio take little memory, and a damaged file harms
 nobody. The samples equal faster-whisper's bit for bit.
 """
 
@@ -43,7 +43,7 @@ COPIED_BYTES = 1 << 20
 MAX_PEAK = 2.0
 """Resampling may leave floats a little above 1, which are taken as they are. Far above, they are on another scale."""
 SHORT_BY_SECONDS, SHORT_BY_SHARE = 1.0, 0.01
-"""Sound that ends sooner than its file says by more than this is cut. Some formats know their length only roughly."""
+"""Audio that ends sooner than its file says by more than this is cut. Some formats know their length only roughly."""
 
 
 def load(source: Source, *, name: str | None = None, max_seconds: float = MAX_SECONDS) -> Samples:
@@ -51,13 +51,13 @@ def load(source: Source, *, name: str | None = None, max_seconds: float = MAX_SE
 
     Args:
         source: samples are checked, and come back as one dimension of int16 or float32. Files have any format that
-            FFmpeg decodes: of a video the sound is taken. An open file is read from where it is. A file that is cut
+            FFmpeg decodes: of a video the audio is taken. An open file is read from where it is. A file that is cut
             gives what comes before the cut, and a warning.
         name: what messages call it; None: its path or name.
-        max_seconds: the longest sound that is taken.
+        max_seconds: the longest audio that is taken.
 
     Raises:
-        SpecbeamError: the file is not there, or has no sound that can be decoded, or too much of it; or samples have
+        SpecbeamError: the file is not there, or has no audio that can be decoded, or too much of it; or samples have
             another form.
     """
     if isinstance(source, np.ndarray):
@@ -79,9 +79,6 @@ def begin(
     Args:
         source, name, max_seconds: as for :func:`load`.
         cpu_seconds: as in :mod:`specbeam.speech.av_decoder`.
-
-    Raises:
-        SpecbeamError: the file is not there, or empty, or PyAV is missing.
     """
     limits = str(int(max_seconds * SAMPLE_RATE)), str(cpu_seconds)
     if isinstance(source, str | os.PathLike):
@@ -90,11 +87,11 @@ def begin(
             return Decoding(file, name or str(path), path.suffix, *limits)
     if not callable(getattr(source, "read", None)):
         raise SpecbeamError(f"audio={shown(source)} is no sound: give a path, an open file, or an array of samples")
-    own = getattr(source, "name", None)
-    own = own if isinstance(own, str) else ""
-    name = name or own or "the file"
+    file_name = getattr(source, "name", None)
+    file_name = file_name if isinstance(file_name, str) else ""
+    name = name or file_name or "the file"
     with located(name), _copied(source) as file:
-        return Decoding(file, name, Path(own).suffix, *limits)
+        return Decoding(file, name, Path(file_name).suffix, *limits)
 
 
 class Decoding:
@@ -105,9 +102,6 @@ class Decoding:
         name: what messages call it.
         suffix: the end of its name, such as ".mp3".
         limits: as the child takes them.
-
-    Raises:
-        SpecbeamError: the file is empty, or PyAV is missing.
     """
 
     def __init__(self, file: IO[bytes], name: str, suffix: str, *limits: str) -> None:
@@ -133,11 +127,7 @@ class Decoding:
             self._samples.close()
 
     def samples(self) -> NDArray[np.int16]:
-        """Wait for the samples, once.
-
-        Raises:
-            SpecbeamError: the file has no sound that can be decoded, or too much of it.
-        """
+        """Wait for the samples, once."""
         with located(self._name):
             report = self._report()
             if report["error"] is not None:
@@ -148,9 +138,9 @@ class Decoding:
             return np.frombuffer(mmap.mmap(self._samples.fileno(), 0, access=mmap.ACCESS_READ), np.int16)
 
     def _report(self) -> Report:
-        _, said = self._child.communicate()
+        _, output = self._child.communicate()
         try:
-            report: Report = json.loads(said.splitlines()[-1])
+            report: Report = json.loads(output.splitlines()[-1])
         except (ValueError, IndexError):
             if child_processes.ran_out_of_time(self._child.returncode):
                 raise SpecbeamError("decoding it takes too much processor time") from None
@@ -227,10 +217,10 @@ def _copied(source: Any) -> Iterator[IO[bytes]]:
 
 
 def _warn_of_damage(name: str, report: Report) -> None:
-    has, said = report["samples"] / SAMPLE_RATE, report["seconds"]
+    has, stated = report["samples"] / SAMPLE_RATE, report["seconds"]
     place = "" if report["damaged_at"] is None else f" at {report['damaged_at']:.1f} s"
-    if said is not None and has < said * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
-        logger.warning("%s is cut or damaged%s: of %.1f seconds of sound, %.1f could be read", name, place, said, has)
+    if stated is not None and has < stated * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
+        logger.warning("%s is cut or damaged%s: of %.1f seconds of sound, %.1f could be read", name, place, stated, has)
     elif report["not_numbers"]:
         logger.warning("%s is damaged%s: %d samples are no numbers, and are silent", name, place, report["not_numbers"])
     elif report["damaged"] or report["missing"]:

@@ -1,9 +1,9 @@
-"""The program that decodes a file of sound: a child process with limits, in which FFmpeg runs, by way of PyAV.
+"""The program that decodes a file of audio: a child process with limits, in which FFmpeg runs, by way of PyAV.
 
 It reads the file on standard input and writes samples to standard output: 16 kHz, mono, int16. The last line on
 standard error is a :class:`Report` as JSON.
 
-A file of sound may be made to harm its reader. Some formats name other files or addresses to read, so once the modules
+A file of audio may be made to harm its reader. Some formats name other files or addresses to read, so once the modules
 are loaded this process may open no file and no connection.
 """
 
@@ -53,11 +53,11 @@ class Report(TypedDict):
     """What became of a file.
 
     Attributes:
-        error: why no sound could be read; None: it was.
+        error: why no audio could be read; None: it was.
         samples: how many were written.
         seconds: the length that the file names; None: it names none.
         damaged: damaged packets, which may be left out.
-        damaged_at: the second of the sound where the first damage is; None: there is none, or nobody knows.
+        damaged_at: the second of the audio where the first damage is; None: there is none, or nobody knows.
         missing: seconds that could not be read, for which there is silence.
         not_numbers: samples that are NaN or infinite in the file, for which there is silence.
     """
@@ -118,7 +118,7 @@ def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
 
 
 def _named_seconds(container: Any, stream: Any) -> float | None:
-    """The length that a file names for its sound."""
+    """The length that a file names for its audio."""
     if stream.duration is not None and stream.time_base is not None:
         return float(stream.duration * stream.time_base)
     if container.duration is not None and len(container.streams) == 1:
@@ -182,7 +182,7 @@ def _decoded(container: Any, stream: Any, report: Report, names_no_end: bool) ->
     from av.error import FFmpegError
 
     packets = container.demux(stream)
-    seconds, read, lost, damaged = 0.0, 0, 0, 0  # the sound so far, its bytes, bytes since it, damage before it
+    seconds, read, lost, damaged = 0.0, 0, 0, 0  # the audio so far, its bytes, bytes since it, damage before it
     end: float | None = None  # of the frame before, as the file has it
     packet = None
     while True:
@@ -202,9 +202,9 @@ def _decoded(container: Any, stream: Any, report: Report, names_no_end: bool) ->
                     gap = 0.0
                 if report["damaged_at"] is None and (gap or report["damaged"]):
                     report["damaged_at"] = seconds
-                own = frame.samples / frame.sample_rate
-                end = None if start is None else start + own
-                seconds, lost, damaged = seconds + gap + own, 0, report["damaged"]
+                duration = frame.samples / frame.sample_rate
+                end = None if start is None else start + duration
+                seconds, lost, damaged = seconds + gap + duration, 0, report["damaged"]
                 yield frame
             read += packet.size
         except FFmpegError:  # after an error of reading there are no more packets

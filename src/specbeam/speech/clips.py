@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from specbeam.errors import SpecbeamError
-from specbeam.speech.features import FRAMES_PER_SECOND, HOP
+from specbeam.speech.log_mel import FRAMES_PER_SECOND, HOP
 
 Piece = tuple[int, int]
 """The first frame of a piece of the file, and the one after its last."""
@@ -37,11 +37,11 @@ class Clip:
 
     def part(self, first: int, end: int) -> list[Piece]:
         """The pieces of the file that some frames of the clip stand for."""
-        found = []
+        pieces = []
         for (start, after), (begin, stop) in zip(pairwise(self._starts), self.pieces, strict=True):
             if start < end and first < after:
-                found.append((begin + max(0, first - start), min(stop, begin + end - start)))
-        return found
+                pieces.append((begin + max(0, first - start), min(stop, begin + end - start)))
+        return pieces
 
     def seconds(self, frame: float, is_end: bool = False) -> float:
         """The time in the file of a frame of the clip. Where two pieces meet, an end is in the first of them."""
@@ -82,11 +82,7 @@ def whole_file(frames: int) -> list[Clip]:
 
 
 def named_clips(times: Sequence[float], frames: int) -> list[Clip]:
-    """The clips that a caller names: the start of each and its end, in seconds. The last end may be left out.
-
-    Raises:
-        SpecbeamError: a clip ends before it begins, or times are negative.
-    """
+    """The clips that a caller names: the start of each and its end, in seconds. The last end may be left out."""
     points = [round(time * FRAMES_PER_SECOND) for time in times]
     if len(points) % 2:
         points.append(max(frames, points[-1]))
@@ -107,16 +103,16 @@ def spoken_clips(stretches: Iterable[tuple[int, int]], frames: int, window: int,
         pad: frames of silence at both ends of a stretch.
     """
     clips: list[list[Piece]] = []
-    room = 0
+    left = 0
     for start, end in stretches:
         first, stop = start // HOP, min(-(-end // HOP), frames)
         if clips and clips[-1][-1][1] > first:  # rounding made them overlap
             first = clips[-1][-1][1]
         if stop <= first:
             continue
-        if stop - first > room:
+        if stop - first > left:
             clips.append([])
-            room = window
+            left = window
         clips[-1].append((first, stop))
-        room -= stop - first
+        left -= stop - first
     return [Clip(pieces, pad + INEXACT_FRAMES) for pieces in clips]

@@ -11,8 +11,7 @@ from typing import Any
 from specbeam.errors import SpecbeamError, shown
 from specbeam.options.generation_defaults import is_number
 from specbeam.options.options import check_names
-from specbeam.speech.languages import code_of
-from specbeam.speech.vocabulary import TASKS
+from specbeam.speech.vocabulary import TASKS, code_of
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"

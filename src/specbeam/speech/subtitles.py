@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:
-    from specbeam.speech.results import Segment, Transcript, Word
+    from specbeam.speech.transcript import Segment, Transcript, Word
 
 LONG_PAUSE = 3.0
 """Seconds between the starts of two words. A new subtitle begins there if lines are counted."""
@@ -65,16 +65,16 @@ def cues(segments: Iterable[Segment], layout: Layout) -> Iterator[Cue]:
             yield Cue(segment.start, segment.end, segment.text.strip())
         return
     for words in _filled(segments, layout):
-        whole = Cue(words[0].start, words[-1].end, "".join(word.word for word in words))
+        cue = Cue(words[0].start, words[-1].end, "".join(word.word for word in words))
         if not layout.highlight_words:
-            yield whole
+            yield cue
             continue
-        last = whole.start
-        for place, word in enumerate(words):
+        last = cue.start
+        for index, word in enumerate(words):
             if _milliseconds(last) != _milliseconds(word.start):
-                yield whole._replace(start=last, end=word.start)
+                yield cue._replace(start=last, end=word.start)
             texts = [one.word for one in words]
-            texts[place] = re.sub(r"^(\s*)(.*)$", r"\1<u>\2</u>", word.word)
+            texts[index] = re.sub(r"^(\s*)(.*)$", r"\1<u>\2</u>", word.word)
             yield Cue(word.start, word.end, "".join(texts))
             last = word.end
 

@@ -78,7 +78,7 @@ class TranscriptRules(Constraint):
         return False  # the masks have the end token, too
 
 
-class Timed(NamedTuple):
+class WindowSegment(NamedTuple):
     """A segment of a window: its first frame and the one after its last, counted from the window's, and its tokens."""
 
     start: int
@@ -86,7 +86,7 @@ class Timed(NamedTuple):
     tokens: list[int]
 
 
-def split(tokens: list[int], times: range, frames: int) -> tuple[list[Timed], int]:
+def split(tokens: list[int], times: range, frames: int) -> tuple[list[WindowSegment], int]:
     """The segments of a window's text, and the frames after which the next window begins, as in openai-whisper.
 
     Two timestamps in a row end one segment and begin the next. What follows the last such pair is not finished, and
@@ -95,7 +95,7 @@ def split(tokens: list[int], times: range, frames: int) -> tuple[list[Timed], in
     Args:
         tokens: without the end token.
         times: the timestamps.
-        frames: of sound in the window.
+        frames: of audio in the window.
     """
 
     def frame(token: int) -> int:
@@ -105,11 +105,11 @@ def split(tokens: list[int], times: range, frames: int) -> tuple[list[Timed], in
     cuts = [place for place in range(1, len(tokens)) if is_time[place - 1] and is_time[place]]
     if not cuts:
         spoken = [frame(token) for token in tokens if token > times.start]
-        return [Timed(0, spoken[-1] if spoken else frames, tokens)], frames
+        return [WindowSegment(0, spoken[-1] if spoken else frames, tokens)], frames
     if is_finished := ends_with_silence(tokens, times):
         cuts.append(len(tokens))
     parts = [tokens[first:end] for first, end in zip([0, *cuts], cuts, strict=False)]
-    segments = [Timed(frame(part[0]), frame(part[-1]), part) for part in parts]
+    segments = [WindowSegment(frame(part[0]), frame(part[-1]), part) for part in parts]
     return segments, frames if is_finished else segments[-1].end
 
 

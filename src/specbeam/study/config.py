@@ -9,13 +9,14 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any
 
+from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import SpecbeamError, located
 from specbeam.models.model import Placement
-from specbeam.options.names import LOOKUPS, nearest_name
+from specbeam.options.names import nearest_name
 from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
-from specbeam.plugins import entry_point_names, is_name, is_own_drafter
+from specbeam.plugins import entry_point_names, is_name
 from specbeam.structured.grammar import OUTPUT_SPECS
-from specbeam.study.tables import KNOWN, own_name
+from specbeam.study.tables import KNOWN, custom_name
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 64, "num_beams": 4, "num_draft_tokens": "auto"}
@@ -116,7 +117,7 @@ class Data:
 @dataclass(frozen=True)
 class Metrics:
     """Attributes:
-    own: functions of the user's own, each ``module:name`` or the name of an entry point (:class:`OwnMetrics`).
+    own: functions of the user's own, each ``module:name`` or the name of an entry point (:class:`CustomMetrics`).
     perplexity: models that measure the perplexity of the texts; "target" is the study's own target model.
     confidence: the confidence level of the intervals.
     baseline: the method that the others are compared with; None: the first one.
@@ -251,7 +252,7 @@ def check(given: Mapping[str, Any]) -> Study:
         raise SpecbeamError("there is nothing to decode: give prompts=[...] or data.source=FILE")
     judged = (f"perplexity {name}" for name in study.metrics.perplexity if name != "target")
     for column in study.report.latex_columns or []:
-        one_of("report.latex_columns", column, [*KNOWN, *map(own_name, study.metrics.own), *judged])
+        one_of("report.latex_columns", column, [*KNOWN, *map(custom_name, study.metrics.own), *judged])
     names = [method.name for method in methods(study)]
     if study.metrics.baseline is not None:
         one_of("metrics.baseline", study.metrics.baseline, names)
@@ -353,8 +354,8 @@ def _refuse_without_effect(study: Study, found: list[Method]) -> None:
         raise SpecbeamError(
             "decode.do_sample=true has no effect: it is for speculative; give decode.mode=sample, or leave it out"
         )
-    models = [m.draft for m in found if m.draft not in (None, *LOOKUPS) and not is_own_drafter(m.draft)]
-    if study.draft.quantize is not None and not models:
+    drafts = {method.draft for method in found if method.draft is not None}
+    if study.draft.quantize is not None and "model" not in map(draft_kind, drafts):
         raise SpecbeamError(
             f"draft.quantize={study.draft.quantize} has no effect: no draft is a model; give draft_model=MODEL"
         )

@@ -47,11 +47,7 @@ class Row:
 
 
 def read_rows(data: Data, prompts: list[str], seed: int) -> list[Row]:
-    """The rows of a study: its own prompts, then the rows drawn from its data set, in the set's order.
-
-    Raises:
-        SpecbeamError: a file cannot be read, a column is missing, a row has no text, or there are no rows.
-    """
+    """The rows of a study: its own prompts, then the rows drawn from its data set, in the set's order."""
     rows = [Row(f"prompt {i + 1}", [text]) for i, text in enumerate(prompts)]
     for row in rows:
         _text(row.turns[0], row.id)
@@ -113,10 +109,10 @@ def _records(path: Path) -> Iterator[Any]:
     if suffix == ".json":
         text = _read(path)
         try:
-            whole = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SpecbeamError(f"{path} is not JSON: {error}") from error
-        yield from whole if isinstance(whole, list) else [whole]
+        yield from value if isinstance(value, list) else [value]
         return
     with open_rows(path) as rows:
         yield from rows if isinstance(rows, TextRows) else rows.cells(rows.columns)
@@ -178,17 +174,17 @@ def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
 
 def _columns(given: Columns, record: Mapping[str, Any], row: str) -> Columns:
     """The columns to use: the given names, or the usual ones."""
-    found: dict[str, str | None] = {}
+    columns: dict[str, str | None] = {}
     for which, column in vars(given).items():
         if column is None:
-            found[which] = next((name for name in USUAL_COLUMNS[which] if name in record), None)
+            columns[which] = next((name for name in USUAL_COLUMNS[which] if name in record), None)
         else:
-            found[which] = column
+            columns[which] = column
             names = _names(record, column)
-            _check_there(f"data.columns.{which}={column}", column, names, f"{row} has no such column")
-    if found["prompt"] is None:
+            _check_known(f"data.columns.{which}={column}", column, names, f"{row} has no such column")
+    if columns["prompt"] is None:
         raise SpecbeamError(f"data.columns.prompt is missing: it is one of {', '.join(map(str, record))}")
-    return Columns(**found)
+    return Columns(**columns)
 
 
 def _cell(record: Mapping[str, Any], column: str | None) -> Any:
@@ -208,12 +204,12 @@ def _names(record: Mapping[str, Any], column: str) -> list[str]:
     return [column] if cell is None else [f"{first}.{name}" for name in _names(cell, field)]
 
 
-def _check_there(setting: str, name: str, there: Collection[str], problem: str) -> None:
+def _check_known(setting: str, name: str, known: Collection[str], problem: str) -> None:
     """Raise SpecbeamError, with the names that are there and the nearest of them, unless the name is among them."""
-    if name not in there:
-        near = nearest_name(name, [*there])
+    if name not in known:
+        near = nearest_name(name, [*known])
         hint = f"did you mean {near!r}? " if near else ""
-        raise SpecbeamError(f"{setting}: {problem}: {hint}there are {', '.join(map(str, there)) or 'none'}")
+        raise SpecbeamError(f"{setting}: {problem}: {hint}there are {', '.join(map(str, known)) or 'none'}")
 
 
 def _templated(data: Data, record: Mapping[str, Any], name: str) -> str:
@@ -222,8 +218,8 @@ def _templated(data: Data, record: Mapping[str, Any], name: str) -> str:
     try:
         return string.Formatter().vformat(data.template, (), record)
     except (LookupError, ValueError, AttributeError) as error:
-        there = ", ".join(f"{{{key}}}" for key in record)
-        raise SpecbeamError(f"data.template does not fit {name} ({error}): there are {there}") from error
+        columns = ", ".join(f"{{{key}}}" for key in record)
+        raise SpecbeamError(f"data.template does not fit {name} ({error}): there are {columns}") from error
 
 
 def _of_spec_bench(data: Data, record: Mapping[str, Any], i: int) -> Row:
@@ -262,17 +258,17 @@ def _text(value: Any, name: str, column: str | None = None) -> str:
 def _draw(rows: list[Row], data: Data, seed: int) -> list[Row]:
     """A sample, in the set's order. The same seed draws the same rows."""
     if data.categories is not None:
-        there = {row.category: None for row in rows if row.category}
+        categories = {row.category: None for row in rows if row.category}
         for category in data.categories:
-            _check_there(f"data.categories={category}", category, there, f"{data.source} has no such category")
+            _check_known(f"data.categories={category}", category, categories, f"{data.source} has no such category")
         rows = [row for row in rows if row.category in data.categories]
-    numbers = [*range(len(rows))]
+    indices = [*range(len(rows))]
     if data.per_category is not None:
         by_category: dict[str | None, list[int]] = {}
-        for number in numbers:
-            by_category.setdefault(rows[number].category, []).append(number)
+        for index in indices:
+            by_category.setdefault(rows[index].category, []).append(index)
         drawn = random.Random(seed)
-        numbers = [n for some in by_category.values() for n in drawn.sample(some, min(data.per_category, len(some)))]
+        indices = [n for some in by_category.values() for n in drawn.sample(some, min(data.per_category, len(some)))]
     if data.limit is not None:
-        numbers = random.Random(seed).sample(numbers, min(data.limit, len(numbers)))
-    return [rows[number] for number in sorted(numbers)]
+        indices = random.Random(seed).sample(indices, min(data.limit, len(indices)))
+    return [rows[index] for index in sorted(indices)]

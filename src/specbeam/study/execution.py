@@ -53,9 +53,6 @@ def passes(
         problem: "prompt", "test" (which defines ``check``) and "entry_point", as in HumanEval.
         seconds: the most time that it may take, including the start of the interpreter.
         megabytes: the most address space that it may use.
-
-    Raises:
-        SpecbeamError: this is not a POSIX system.
     """
     if os.name != "posix":
         from specbeam.errors import SpecbeamError
@@ -153,9 +150,9 @@ def _limit(libc: Any, seconds: float, megabytes: int) -> None:
         libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the supervisor
         _lock_files(libc)
     limits = {"CPU": math.ceil(seconds) + 1, "AS": megabytes << 20, "FSIZE": 0, "NOFILE": 32, "CORE": 0, "NPROC": 0}
-    for name, most in limits.items():
+    for name, limit in limits.items():
         with suppress(AttributeError, ValueError, OSError):  # not every system has each limit, or can lower it
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 
 
 def _lock_files(libc: Any) -> None:

@@ -1,6 +1,6 @@
 """Metrics of one generation, and of many together.
 
-A new metric is a name in :func:`of_record`, or a function of the user's own (:class:`OwnMetrics`).
+A new metric is a name in :func:`of_record`, or a user-defined function (:class:`CustomMetrics`).
 
 A generation is a :data:`specbeam.study.results.Record`. Speed is the speed that a user sees. Diversity compares the
 beams of a generation. Quality compares texts with references, by the field's own implementations (sacrebleu,
@@ -24,7 +24,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.plugins import failure, named, resolve, takes
 from specbeam.study.results import Record
 from specbeam.study.statistics import share_interval
-from specbeam.study.tables import own_name
+from specbeam.study.tables import custom_name
 
 logger = logging.getLogger("specbeam")
 
@@ -154,8 +154,8 @@ def quality(text: str, references: Sequence[str]) -> dict[str, float | None]:
     return scores | {"bleu": sentence_bleu(text, references).score, "chrf": sentence_chrf(text, references).score}
 
 
-class OwnMetrics:
-    """Metrics of the user's own, measured on each generation that did not fail.
+class CustomMetrics:
+    """User-defined metrics, measured on each generation that did not fail.
 
     Each is a function that takes a generation, a :data:`specbeam.study.results.Record`. It returns a number, True or
     False (1 or 0), or None where there is nothing to measure. They are measured anew each time a study goes on, so a
@@ -169,9 +169,6 @@ class OwnMetrics:
             ``specbeam.metrics:NAME``.
         failures: by the names of metrics, the keys of generations on which the metric failed, each with the reason. A
             metric fails if it raises, or returns something else. The first failure of each is a warning.
-
-    Raises:
-        SpecbeamError: a name names no function of one argument.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -182,7 +179,7 @@ class OwnMetrics:
             metric = resolve(name, "metric", from_here=True)
             if not callable(metric) or not takes(metric, 1):
                 raise SpecbeamError(f"metric {name!r} is no function of a generation: give def NAME(record)")
-            self._metrics[own_name(name)] = metric
+            self._metrics[custom_name(name)] = metric
 
     def measure(self, record: Record) -> None:
         if record["error"]:
@@ -234,12 +231,12 @@ def acceptance_by_position(records: Iterable[Record], confidence: float = 0.95) 
     takes draft tokens for independent.
     """
     counts = [record["stats"]["acceptance_by_position"] or [] for record in finished(records)]
-    found = []
-    for position, places in enumerate(zip_longest(*counts, fillvalue=(0, 0)), 1):
-        drafted, accepted = (sum(some) for some in zip(*places, strict=True))
+    shares = []
+    for position, counts_here in enumerate(zip_longest(*counts, fillvalue=(0, 0)), 1):
+        drafted, accepted = (sum(some) for some in zip(*counts_here, strict=True))
         low, high = share_interval(accepted, drafted, confidence)
-        found.append({"position": position, "drafted": drafted, "accepted": accepted, "low": low, "high": high})
-    return found
+        shares.append({"position": position, "drafted": drafted, "accepted": accepted, "low": low, "high": high})
+    return shares
 
 
 def time_by_component(records: Iterable[Record]) -> dict[str, float]:

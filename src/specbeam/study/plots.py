@@ -12,8 +12,6 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbeam.study.words import short
-
 if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -93,7 +91,7 @@ def draw_all(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> list[
 
 def frontiers(summary: Mapping[str, Any], colours: Mapping[str, str]) -> list[Plot]:
     """Speed against quality: by the task's own measure, if there is one, and by perplexity."""
-    found = []
+    plots = []
     for name, group in zip(NAMES, QUALITIES, strict=False):
         for metric, label, more_is_better in group:
             points = [
@@ -102,9 +100,9 @@ def frontiers(summary: Mapping[str, Any], colours: Mapping[str, str]) -> list[Pl
                 if (speed := interval(method, "tokens_per_second")) and (q := interval(method, metric))
             ]
             if points:
-                found.append(_frontier(name, label, more_is_better, points, colours))
+                plots.append(_frontier(name, label, more_is_better, points, colours))
                 break
-    return found
+    return plots
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,8 @@ def _frontier(name: str, label: str, more_is_better: bool, points: list[Point], 
             axes.plot([p.left, p.right], [p.y, p.y], color=colour, linewidth=1.1, solid_capstyle="butt")
             axes.plot([p.x, p.x], [p.low, p.high], color=colour, linewidth=1.1, solid_capstyle="butt")
             axes.plot([p.x], [p.y], MARKERS[p.mode], color=colour, markersize=7.5, markeredgewidth=0)
-        axes.set_xlim(*_with_room(min(p.left for p in points), max(p.right for p in points)))
-        axes.set_ylim(*_with_room(min(p.low for p in points), max(p.high for p in points)))
+        axes.set_xlim(*_with_margin(min(p.left for p in points), max(p.right for p in points)))
+        axes.set_ylim(*_with_margin(min(p.low for p in points), max(p.high for p in points)))
         if not more_is_better:
             axes.invert_yaxis()
         axes.set_xlabel("tokens per second")
@@ -157,10 +155,10 @@ def _frontier(name: str, label: str, more_is_better: bool, points: list[Point], 
     )
 
 
-def _with_room(least: float, most: float) -> tuple[float, float]:
+def _with_margin(low: float, high: float) -> tuple[float, float]:
     """The ends of an axis whose points fill most of it."""
-    room = max(0.12 * (most - least), 0.02 * abs(most), 1e-6)
-    return least - room, most + room
+    margin = max(0.12 * (high - low), 0.02 * abs(high), 1e-6)
+    return low - margin, high + margin
 
 
 def pareto(points: list[tuple[float, float]]) -> list[int]:
@@ -171,31 +169,32 @@ def pareto(points: list[tuple[float, float]]) -> list[int]:
 def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot | None:
     """How often the first, second, third draft token after the known tokens is accepted, and of how many."""
     lines = {
-        method: [place | {"share": place["accepted"] / place["drafted"]} for place in places]
-        for method, places in summary["acceptance_by_position"].items()
-        if places
+        method: [position | {"share": position["accepted"] / position["drafted"]} for position in positions]
+        for method, positions in summary["acceptance_by_position"].items()
+        if positions
     }
     if not lines:
         return None
-    last = max(place["position"] for places in lines.values() for place in places)
+    last = max(position["position"] for positions in lines.values() for position in positions)
 
     def draw(figure: Figure, narrow: bool) -> None:
         figure.set_size_inches(3.7 if narrow else 7.6, (3.2 if narrow else 3.5) + 0.14 * len(lines))
         axes = _dress(figure.add_subplot(), grid="y")
         ticks = range(1, last + 1, 1 + (last - 1) // (7 if narrow else 12))
         ends = []
-        for number, (method, places) in enumerate(lines.items()):
+        for number, (method, positions) in enumerate(lines.items()):
             colour = colours[method]
             aside = 0.07 * (number - (len(lines) - 1) / 2)  # intervals of several methods are beside each other
-            xs, ys = [p["position"] + aside for p in places], [p["share"] for p in places]
-            beyond = [[p["share"] - p["low"] for p in places], [p["high"] - p["share"] for p in places]]
+            xs, ys = [p["position"] + aside for p in positions], [p["share"] for p in positions]
+            beyond = [[p["share"] - p["low"] for p in positions], [p["high"] - p["share"] for p in positions]]
             axes.errorbar(xs, ys, beyond, color=colour, linewidth=1.5, elinewidth=1, marker="o", markersize=4)
             ends.append((method, xs[-1], ys[-1], colour))
-            for place in places:
-                if place["position"] in ticks:
+            for position in positions:
+                if position["position"] in ticks:
                     axes.annotate(
-                        f"{place['drafted']:,}", (place["position"], 0), (0, -22 - 10 * number), ha="center", va="top",
-                        xycoords=("data", "axes fraction"), textcoords="offset points", color=colour, fontsize=7.5,
+                        f"{position['drafted']:,}", (position["position"], 0), (0, -22 - 10 * number), ha="center",
+                        va="top", xycoords=("data", "axes fraction"), textcoords="offset points", color=colour,
+                        fontsize=7.5,
                     )  # fmt: skip
         axes.set_ylim(-0.02, 1.04)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -205,8 +204,8 @@ def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         axes.set_ylabel("accepted")
         _label_ends(figure, axes, ends, narrow)
 
-    def described(method: str, places: list[dict[str, Any]]) -> str:
-        ends = places[:1] + places[1:][-1:]
+    def described(method: str, positions: list[dict[str, Any]]) -> str:
+        ends = positions[:1] + positions[1:][-1:]
         return f"{method}: " + ", ".join(
             f"{p['share']:.0%} of {p['drafted']:,} at position {p['position']} ({p['low']:.0%}–{p['high']:.0%})"
             for p in ends
@@ -340,13 +339,17 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
     )
 
 
+def short(text: str, max_characters: int = 32) -> str:
+    return text if len(text) <= max_characters else text[: max_characters - 1].rstrip() + "…"
+
+
 def interval(method: Mapping[str, Any], metric: str) -> Mapping[str, Any] | None:
     """A method's metric as mean, low, high and n; None if there is no finite mean. pass@1 has only a mean."""
     if metric == "pass_at_1":
         value = method["pass_at_1"]
         return None if value is None else {"mean": value, "low": None, "high": None, "n": None}
-    found: Mapping[str, Any] | None = method["metrics"].get(metric)
-    return found if found is not None and math.isfinite(found["mean"]) else None
+    estimate: Mapping[str, Any] | None = method["metrics"].get(metric)
+    return estimate if estimate is not None and math.isfinite(estimate["mean"]) else None
 
 
 def extent(estimate: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -418,12 +421,12 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, 
     gap = 12 / (axes.get_window_extent().height * 72 / figure.dpi) * 1.02  # of the axis, for a line of text
     right = max(x for _, x, _, _ in ends)
     below = -1.0
-    places = []
+    labels = []
     for name, x, y, colour in sorted(ends, key=lambda end: end[2]):
         below = max(y, below + gap)
-        places.append((name, x, y, below, colour))
+        labels.append((name, x, y, below, colour))
     over = max(0.0, below - 1.0)
-    for name, x, y, text_y, colour in places:
+    for name, x, y, text_y, colour in labels:
         if x < right:
             axes.plot([x, right], [y, text_y - over], color=colour, linewidth=0.6, linestyle=(0, (1, 3)))
         axes.annotate(
@@ -473,7 +476,7 @@ def inline(svg: bytes) -> str:
     text = re.sub(r'<svg\s[^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', text, count=1)
     text = text.replace("xlink:href", "href")
     used = {*re.findall(r"#(\w+)", text)}
-    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
     text = re.sub(r"font: ?([\d.]+)px [^;\"]*", r"font-size: \1px", text)
     text = re.sub(r"font: ?(bold|700) ([\d.]+)px [^;\"]*", r"font-size: \2px; font-weight: 600", text)

@@ -10,15 +10,15 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from specbeam.jobs.atomic import write_whole
+from specbeam.jobs.files import write_whole
 from specbeam.recording.replay import replay_page
 from specbeam.study import plots
 from specbeam.study.composition import as_yaml
 from specbeam.study.metrics import finished
 from specbeam.study.results import Record, file_name
 from specbeam.study.samples import samples
+from specbeam.study.statistics import between, number, settled, several, times, too_few
 from specbeam.study.tables import tables, write_tables
-from specbeam.study.words import between, number, settled, several, short, times, too_few
 
 MAX_FAILURES_LISTED = 50
 MAX_ERROR_CHARACTERS = 300
@@ -87,15 +87,15 @@ def write_report(
 
 def write_replays(folder: Path, records: list[Record]) -> list[dict[str, str]]:
     """Write a page for each recording. Returns the "method", the "prompt" and the "address" of each."""
-    made = []
+    replays = []
     for record in finished(records):
         if record["recording"]:
             method, prompt = record["method"], record["prompt"]
             path = folder / "replays" / f"{file_name(method)}.html"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, replay_page(record["recording"], f"{method}: {prompt}"))
-            made.append({"method": method, "prompt": prompt, "address": quote(f"replays/{path.name}")})
-    return made
+            replays.append({"method": method, "prompt": prompt, "address": quote(f"replays/{path.name}")})
+    return replays
 
 
 def render(
@@ -120,7 +120,7 @@ def render(
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["svg"] = Markup  # plots' own text is escaped where it is drawn
-    failed = [(r["key"], short(r["error"], MAX_ERROR_CHARACTERS)) for r in records if r["error"]]
+    failed = [(r["key"], plots.short(r["error"], MAX_ERROR_CHARACTERS)) for r in records if r["error"]]
     return environment.get_template("report.html.j2").render(
         title=title,
         about=about(summary["methods"], records),
@@ -190,11 +190,13 @@ def answer(summary: Mapping[str, Any]) -> list[Markup]:
 
 
 def failed_metrics(summary: Mapping[str, Any]) -> Iterator[Markup]:
-    """For each of the user's own metrics that failed: on how many generations, and why on the first of them."""
+    """For each custom metric that failed: on how many generations, and why on the first of them."""
     for name, reasons in summary.get("failed_metrics", {}).items():
         key, why = next(iter(reasons.items()))
         on = several(len(reasons), "generation")
-        yield say("The metric {} failed on {}; the first is {}: {}.", name, on, key, short(why, MAX_ERROR_CHARACTERS))
+        yield say(
+            "The metric {} failed on {}; the first is {}: {}.", name, on, key, plots.short(why, MAX_ERROR_CHARACTERS)
+        )
 
 
 def spread(fastest: Mapping[str, Any]) -> Iterator[Markup]:
@@ -227,8 +229,8 @@ def speed_of(method: Mapping[str, Any], fastest: Mapping[str, Any], level: str) 
 
 def _ratios(fastest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The ratios, with intervals, of the fastest method to the methods that may be as fast."""
-    found = [fastest["rivals"][name] for name in fastest["unsettled"]]
-    return [ratio for ratio in found if ratio is not None and ratio["low"] is not None]
+    rivals = [fastest["rivals"][name] for name in fastest["unsettled"]]
+    return [ratio for ratio in rivals if ratio is not None and ratio["low"] is not None]
 
 
 def text_of(methods: Mapping[str, Any], name: str, whose: str) -> Iterator[Markup]:
@@ -240,7 +242,9 @@ def text_of(methods: Mapping[str, Any], name: str, whose: str) -> Iterator[Marku
     if exact:
         all_of = f"all {same['of']:,} generations" if same["of"] > 1 else "its one generation"
         yield say("{} text is exactly that of {} in {}, so its quality is the same.", whose, same["twin"], all_of)
-        passes = [methods[one]["metrics"].get("target_passes") for one in (name, same["twin"]) if one in methods]
+        passes = [
+            methods[method]["metrics"].get("target_passes") for method in (name, same["twin"]) if method in methods
+        ]
         if len(passes) == 2 and all(passes):
             yield say("A text took {} passes of the model instead of {}.", *(f"{p['mean']:.3g}" for p in passes))
     elif same["of"]:
@@ -258,14 +262,14 @@ def text_of(methods: Mapping[str, Any], name: str, whose: str) -> Iterator[Marku
 
 def where(categories: Mapping[str, Any], name: str) -> Iterator[Markup]:
     """The categories in which a method helps most and least, if their intervals do not overlap."""
-    found = {category: methods.get(name, {}).get("against") for category, methods in categories.items()}
-    ratios = {category: ratio for category, ratio in found.items() if ratio and ratio["low"] is not None}
+    against = {category: methods.get(name, {}).get("against") for category, methods in categories.items()}
+    ratios = {category: ratio for category, ratio in against.items() if ratio and ratio["low"] is not None}
     if len(ratios) > 1:
-        most, least = (end(ratios, key=lambda category: ratios[category]["ratio"]) for end in (max, min))
-        if ratios[most]["low"] > ratios[least]["high"]:
-            slower = ", which is slower" if ratios[least]["high"] < 1 else ""
+        fastest, slowest = (end(ratios, key=lambda category: ratios[category]["ratio"]) for end in (max, min))
+        if ratios[fastest]["low"] > ratios[slowest]["high"]:
+            slower = ", which is slower" if ratios[slowest]["high"] < 1 else ""
             sentence = "It helps more in “{}” ({}) than in “{}” ({}{})."
-            yield say(sentence, most, times(ratios[most]), least, times(ratios[least]), slower)
+            yield say(sentence, fastest, times(ratios[fastest]), slowest, times(ratios[slowest]), slower)
 
 
 def say(sentence: str, *parts: Any) -> Markup:

@@ -12,16 +12,13 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specbeam.backends.devices import name_of_gpu
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.atomic import replacing, write_whole
+from specbeam.jobs.files import locked, replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
-from specbeam.jobs.lock import locked
-from specbeam.recording.events import Event
 from specbeam.study.composition import leaves
 
 Record = dict[str, Any]
@@ -35,7 +32,7 @@ KEYS = {
 }
 """The keys that every entry of a file has. A generation that failed has them, too."""
 NOT_IN_TABLE = ("stats", "own", "recording")
-"""The keys of a generation that are no column: each statistic and own metric is one, and recordings are large."""
+"""The keys of a generation that are no column: each statistic and custom metric is one, and recordings are large."""
 ASKED_PARTS = ("config", "models", "data")
 """The parts of a fingerprint that the user chose. The others describe where the study ran."""
 MAX_NAME_BYTES = 200
@@ -53,8 +50,8 @@ def default_folder(project: str, fingerprint: Mapping[str, Any], swept: str = ""
     """
     asked = json.dumps({part: fingerprint[part] for part in ASKED_PARTS}, sort_keys=True)
     about = _short_hash(asked)
-    there = sorted(path.parent for path in RUNS.glob(f"*-{about}/{FINGERPRINT}"))
-    return next(iter(there), RUNS / f"{_plain_name('-'.join(filter(None, [project, swept])))}-{about}")
+    earlier = sorted(path.parent for path in RUNS.glob(f"*-{about}/{FINGERPRINT}"))
+    return next(iter(earlier), RUNS / f"{_plain_name('-'.join(filter(None, [project, swept])))}-{about}")
 
 
 def file_name(text: str) -> str:
@@ -73,16 +70,37 @@ def _short_hash(text: str) -> str:
 
 
 def latest_run() -> Path:
-    """The run below RUNS that was written to last.
-
-    Raises:
-        SpecbeamError: there is no run.
-    """
-    found = [path for pattern in ("*", "*/*") for path in RUNS.glob(f"{pattern}/{FINGERPRINT}")]
-    if not found:
+    """The run below RUNS that was written to last."""
+    files = [path for pattern in ("*", "*/*") for path in RUNS.glob(f"{pattern}/{FINGERPRINT}")]
+    if not files:
         raise SpecbeamError(f"there is no run in {RUNS}/: give show RUN, the folder of a run")
-    written = {path.parent: max(p.stat().st_mtime for p in path.parent.iterdir()) for path in found}
+    written = {path.parent: max(p.stat().st_mtime for p in path.parent.iterdir()) for path in files}
     return max(written, key=written.__getitem__)
+
+
+class Entries(dict[str, Any]):
+    """The entries of a journal by their keys, in memory and on the disk.
+
+    Args:
+        part: the only part of an entry that is kept in memory; None keeps all of it.
+    """
+
+    def __init__(self, path: Path, part: str | None = None) -> None:
+        super().__init__()
+        self._path, self._part = path, part
+        self._journal = Journal(path, self._take)
+
+    def _take(self, entry: Entry, _: int = 0) -> None:
+        key = checked(entry, self._path)["key"]
+        self[key] = entry if self._part is None else entry[self._part]
+
+    def add(self, entry: Entry) -> None:
+        self._take(entry)
+        with reporting_full_disk(self._path.parent):
+            self._journal.append(entry)
+
+    def close(self) -> None:
+        self._journal.close()
 
 
 class Run:
@@ -94,18 +112,11 @@ class Run:
         records: the finished generations by their keys, in the order in which they finished.
         scores: the scores of texts, measured after their generation, by the same keys.
         recordings: the events of some generations, by the same keys. Each was recorded in a generation of its own.
-
-    Raises:
-        SpecbeamError: the folder holds another run, another process uses it, or it cannot be written.
     """
 
     def __init__(self, folder: Path, fingerprint: Mapping[str, Any], config: str) -> None:
         self.folder = folder
         self.fingerprint = json.loads(json.dumps(fingerprint))
-        self.records: dict[str, Record] = {}
-        self.scores: dict[str, Any] = {}
-        self.recordings: dict[str, list[Event]] = {}
-        self._journals: dict[str, Journal] = {}
         with ExitStack() as opened:
             self._open(opened, config)
             self._opened = opened.pop_all()
@@ -130,47 +141,16 @@ class Run:
             if before is None:
                 write_whole(folder / CONFIG, config)
                 write_whole(folder / FINGERPRINT, json.dumps(self.fingerprint, indent=2, ensure_ascii=False) + "\n")
-            for name in (GENERATIONS, SCORES, RECORDINGS):
-                self._journals[name] = opened.enter_context(closing(Journal(folder / name, partial(self._take, name))))
-
-    def _take(self, name: str, entry: Entry, _: int = 0) -> None:
-        """Keep an entry of a journal in memory."""
-        key = checked(entry, self.folder / name)["key"]
-        if name == GENERATIONS:
-            self.records[key] = entry
-        elif name == SCORES:
-            self.scores[key] = entry["scores"]
-        else:
-            self.recordings[key] = entry["events"]
-
-    def _add(self, name: str, entry: Entry) -> None:
-        """Keep an entry in memory and on the disk."""
-        self._take(name, entry)
-        with reporting_full_disk(self.folder):
-            self._journals[name].append(entry)
-
-    def add(self, record: Record) -> None:
-        """Keep a finished generation."""
-        self._add(GENERATIONS, record)
-
-    def add_scores(self, key: str, scores: dict[str, Any]) -> None:
-        """Keep the scores of a generation."""
-        self._add(SCORES, {"key": key, "scores": scores})
-
-    def add_recording(self, key: str, events: list[Event]) -> None:
-        """Keep the recording of a generation."""
-        self._add(RECORDINGS, {"key": key, "events": events})
+            self.records = opened.enter_context(closing(Entries(folder / GENERATIONS)))
+            self.scores = opened.enter_context(closing(Entries(folder / SCORES, "scores")))
+            self.recordings = opened.enter_context(closing(Entries(folder / RECORDINGS, "events")))
 
     def close(self) -> None:
         self._opened.close()
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[Record], dict[str, Any]]:
-    """The fingerprint, generations and scores of a run, which may still be going on.
-
-    Raises:
-        SpecbeamError: the folder holds no run, or a file in it is damaged.
-    """
+    """The fingerprint, generations and scores of a run, which may still be going on."""
     fingerprint = read_fingerprint(folder)
     if fingerprint is None:
         raise SpecbeamError(f"{folder} is no run folder: it has no {FINGERPRINT}")
@@ -279,10 +259,10 @@ def digest(path: Path) -> str:
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    whole = hashlib.sha256()
+    digest_of_all = hashlib.sha256()
     for part in sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")):
-        whole.update(f"{part.relative_to(path)} {digest(part)}\n".encode())
-    return whole.hexdigest()
+        digest_of_all.update(f"{part.relative_to(path)} {digest(part)}\n".encode())
+    return digest_of_all.hexdigest()
 
 
 def _processor() -> str:
@@ -295,14 +275,14 @@ def _processor() -> str:
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first few differences of two fingerprints; "" if they are equal."""
-    found = []
+    differences = []
     for part in now:
         was, is_ = leaves(part, before.get(part)), leaves(part, now[part])
         for name in was | is_:
             if was.get(name) != is_.get(name):
-                found.append(f"{name} was {_short(was.get(name))}, now {_short(is_.get(name))}")
-    more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + more
+                differences.append(f"{name} was {_short(was.get(name))}, now {_short(is_.get(name))}")
+    more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return "; ".join(differences[:3]) + more
 
 
 def _short(value: Any) -> str:

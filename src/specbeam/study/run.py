@@ -7,23 +7,24 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from specbeam import plugins
 from specbeam.checkpoints import locate, open_checkpoint
+from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
+from specbeam.jobs.files import write_whole
 from specbeam.jobs.launchers import crew_on_ray, run_here
-from specbeam.options.names import LOOKUPS
+from specbeam.jobs.progress import Progress
 from specbeam.study.composition import as_yaml
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
 from specbeam.study.execution import completion_of, passes
-from specbeam.study.metrics import OwnMetrics, finished
-from specbeam.study.progress import Progress
+from specbeam.study.metrics import CustomMetrics, finished
 from specbeam.study.results import (
     SUMMARY,
     Record,
@@ -38,12 +39,15 @@ from specbeam.study.results import (
 from specbeam.study.samples import chosen
 from specbeam.study.summary import summarize
 from specbeam.study.tracking import tracker_of
-from specbeam.study.work import Work, begun, jobs_of_turn, key_of, with_messages
+from specbeam.study.work import Work, jobs_of_turn, key_of, new_record, with_messages
 
 logger = logging.getLogger("specbeam")
 
 KEYS_WITHOUT_EFFECT = ("output", "tracking", "launcher", "report")
-"""Keys of the configuration that do not change what a run keeps. Neither do the user's own metrics."""
+"""Keys of the configuration that do not change what a run keeps. Neither do custom metrics."""
+
+SECONDS_PER_LINE = 30.0
+"""A study takes hours. Without a terminal, a line is printed at most this often."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -77,7 +81,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     began = time.perf_counter()
     study = check(config)
     rows = read_rows(study.data, study.prompts, study.seed)
-    own = OwnMetrics(study.metrics.own)
+    custom_metrics = CustomMetrics(study.metrics.own)
     relevant = {key: value for key, value in config.items() if key not in KEYS_WITHOUT_EFFECT}
     if "metrics" in relevant:
         relevant["metrics"] = {key: value for key, value in config["metrics"].items() if key != "own"}
@@ -85,43 +89,50 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     folder = Path(study.output) if study.output is not None else default_folder(study.project_name, about, swept)
     run = Run(folder, about, as_yaml(config))
     total = len(methods(study)) * study.repeats * sum(len(row.turns) for row in rows)
-    there = f"goes on, {len(run.records)} of {total} generations are there" if run.records else "a new run"
-    show(f"{folder}: {there}")
+    state = f"goes on, {len(run.records)} of {total} generations are there" if run.records else "a new run"
+    show(f"{folder}: {state}")
     try:
         with ExitStack() as last:
             last.callback(run.close)
             tracker = tracker_of(study, folder)
             last.callback(tracker.close)
-            progress = last.enter_context(Progress([m.name for m in methods(study)], total))
+            names = [method.name for method in methods(study)]
+            shown = Progress(
+                progress_line,
+                total,
+                len(run.records),
+                seconds_per_line=SECONDS_PER_LINE,
+                table=lambda progress: progress_table(names, [*run.records.values()], progress_line(progress)),
+            )
+            progress = last.enter_context(shown)
 
             def follow(record: Record) -> None:
-                own.measure(record)
+                custom_metrics.measure(record)
                 tracker.record(record)
 
             for record in run.records.values():
                 follow(record)
-                progress.take(record)
             work = cache(partial(Work, config))
             earlier = _seconds(run)
             _generate(study, config, rows, run, work, follow, progress)
             generating = _seconds(run)
-            progress.say("scoring the texts")
+            progress.activity = "scoring the texts"
             _score(study, run, work)
-            progress.say("recording what the report shows")
+            progress.activity = "recording what the report shows"
             first = [key_of(method.name, rows[0].id, 0, 0) for method in methods(study)]
             _record(run, work, first)
             records = [
-                with_recording(record, run.recordings, first) | {"own": own.values.get(record["key"], {})}
+                with_recording(record, run.recordings, first) | {"own": custom_metrics.values.get(record["key"], {})}
                 for record in run.records.values()
             ]
-            summary = _summarize(study, records, run.scores, own.failures)
+            summary = _summarize(study, records, run.scores, custom_metrics.failures)
             overhead = max(0.0, time.perf_counter() - began - (generating - earlier))
             from specbeam.study.report import write_report
 
             with reporting_full_disk(folder):
                 write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
                 write_parquet(folder / "generations.parquet", records)
-                progress.say("writing the report")
+                progress.activity = "writing the report"
                 page = write_report(
                     folder,
                     title=study.project_name,
@@ -139,6 +150,35 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     failed = sum(record["error"] is not None for record in records)
     show(f"{len(records)} generations, {failed} failed: {page}")
     return folder
+
+
+def progress_line(progress: Progress) -> str:
+    left = None if progress.seconds_left is None else f"{timedelta(seconds=round(progress.seconds_left))} left"
+    return ", ".join(filter(None, [f"{progress.done} of {progress.total} generations", left, progress.activity]))
+
+
+def progress_table(methods: Sequence[str], records: list[Record], caption: str) -> Any:
+    """How far each method is, and how fast."""
+    from rich.table import Table
+
+    table = Table(caption=caption, box=None, pad_edge=False, caption_justify="left")
+    for name in ("method", "done", "failed", "tokens/s", "steps/pass", "accepted"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method in methods:
+        done = [record for record in records if record["method"] == method]
+        stats = [record["stats"] for record in done if record["error"] is None]
+        seconds = sum(s["seconds"] for s in stats)
+        drafted = sum(s["drafted"] for s in stats)
+        steps = [s["steps_per_target_pass"] for s in stats if s["steps_per_target_pass"] is not None]
+        table.add_row(
+            method,
+            str(len(done)),
+            str(len(done) - len(stats)),
+            f"{sum(s['new_tokens'] for s in stats) / seconds:.1f}" if seconds else "-",
+            f"{sum(steps) / len(steps):.2f}" if steps else "-",
+            f"{sum(s['accepted'] for s in stats) / drafted:.0%}" if drafted else "-",
+        )
+    return table
 
 
 def header(study: Study, about: Mapping[str, Any], records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -172,11 +212,7 @@ def header(study: Study, about: Mapping[str, Any], records: Sequence[Record]) ->
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """The summary of a run, which may still be going on.
-
-    Raises:
-        SpecbeamError: the folder holds no run, or a file in it is damaged.
-    """
+    """The summary of a run, which may still be going on."""
     about, records, scores = read(folder)
     if isinstance(summary := read_json(folder / SUMMARY), dict):
         return summary
@@ -205,19 +241,19 @@ def _generate(
     """
 
     def loaded() -> Work:
-        progress.say("loading")
-        made = work()
-        progress.say("")
-        return made
+        progress.activity = "loading"
+        loaded_work = work()
+        progress.activity = ""
+        return loaded_work
 
     def keep(job: Any, result: Any) -> None:
         if isinstance(result, Exception):  # a worker died, or could not load its models
             if isinstance(result, SpecbeamError):
                 raise result
-            result = begun(job) | {"error": " ".join(str(result).split()), "wall": 0.0}
-        run.add(result)
+            result = new_record(job) | {"error": " ".join(str(result).split()), "wall": 0.0}
+        run.records.add(result)
         follow(result)
-        progress.take(result, made_now=True)
+        progress.show(len(run.records))
 
     with ExitStack() as last:
         crew: Crew | None = None
@@ -228,7 +264,8 @@ def _generate(
             elif jobs:
                 if crew is None:
                     how = {key: value for key, value in vars(study.launcher).items() if key != "name"}
-                    crew = last.enter_context(crew_on_ray(partial(Work, config), keep, warn=progress.say, **how))
+                    warn = partial(setattr, progress, "activity")
+                    crew = last.enter_context(crew_on_ray(partial(Work, config), keep, warn=warn, **how))
                 crew.do(jobs)
 
 
@@ -252,7 +289,7 @@ def _record(run: Run, work: Callable[[], Work], first: Sequence[str]) -> None:
         except Exception as error:  # the report does without it
             logger.warning("%s was not recorded: %s", key, " ".join(str(error).split()))
         else:
-            run.add_recording(key, events)
+            run.recordings.add({"key": key, "events": events})
 
 
 def with_recording(record: Record, recordings: Mapping[str, Any], first: Sequence[str]) -> Record:
@@ -284,7 +321,7 @@ def _score(study: Study, run: Run, work: Callable[[], Work]) -> None:
                 program = completion_of(record["text"], problem["entry_point"])
                 scores["passed"], scores["reason"] = passes(problem, program)
             known[same] = scores
-        run.add_scores(record["key"], known[same])
+        run.scores.add({"key": record["key"], "scores": known[same]})
 
 
 def _summarize(
@@ -293,10 +330,10 @@ def _summarize(
     scores: Mapping[str, Any],
     failed_metrics: Mapping[str, Mapping[str, str]] = {},
 ) -> dict[str, Any]:
-    found = methods(study)
-    twins = {method.name: method.twin for method in found if method.twin is not None}
-    baseline = study.metrics.baseline or found[0].name
-    order = {method.name: i for i, method in enumerate(found)}
+    compared = methods(study)
+    twins = {method.name: method.twin for method in compared if method.twin is not None}
+    baseline = study.metrics.baseline or compared[0].name
+    order = {method.name: i for i, method in enumerate(compared)}
     records = sorted(records, key=lambda record: order.get(record["method"], len(order)))
     return summarize(
         records,
@@ -309,18 +346,20 @@ def _summarize(
 
 
 def _sources(study: Study) -> dict[str, Path]:
-    """The path of every model, of the base model of an adapter, and of the files of methods and drafters of one's own.
+    """The path of every model, of the base model of an adapter, and of the files of custom strategies and drafters.
 
     One that is not there is an error at once.
     """
     compared = methods(study)
-    own = {(m.strategy, "strategy") for m in compared if m.strategy is not None}
-    own |= {(m.draft, "drafter") for m in compared if m.draft is not None and plugins.is_own_drafter(m.draft)}
-    own_files = {name: plugins.source_file(plugins.resolve(name, kind, from_here=True)) for name, kind in sorted(own)}
-    wanted = [study.target_model, *(m.draft for m in compared), *study.metrics.perplexity]
-    names = dict.fromkeys(name for name in wanted if name not in (None, *LOOKUPS, "target", *own_files))
-    found = {str(name): locate(str(name)) for name in names}
-    for name, path in [*found.items()]:
+    drafts = [method.draft for method in compared if method.draft is not None]
+    plugin_names = {(method.strategy, "strategy") for method in compared if method.strategy is not None}
+    plugin_names |= {(draft, "drafter") for draft in drafts if draft_kind(draft) == "custom"}
+    named = {name: plugins.resolve(name, kind, from_here=True) for name, kind in sorted(plugin_names)}
+    plugin_files = {name: plugins.source_file(plugin) for name, plugin in named.items()}
+    draft_models = [draft for draft in drafts if draft_kind(draft) == "model"]
+    judges = [name for name in study.metrics.perplexity if name != "target"]
+    paths = {name: locate(name) for name in dict.fromkeys([study.target_model, *draft_models, *judges])}
+    for name, path in [*paths.items()]:
         if (checkpoint := open_checkpoint(path)).adapter is not None:
-            found[f"{name} (base model)"] = checkpoint.path
-    return found | {name: file for name, file in own_files.items() if file is not None}
+            paths[f"{name} (base model)"] = checkpoint.path
+    return paths | {name: file for name, file in plugin_files.items() if file is not None}

@@ -9,7 +9,7 @@ from typing import Any
 
 from specbeam.study.metrics import finished
 from specbeam.study.results import Record
-from specbeam.study.words import several
+from specbeam.study.statistics import several
 
 MAX_SAMPLES = 5
 MAX_ROUNDS_PER_SAMPLE = 3
@@ -38,17 +38,17 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Own:
+class TargetTokens:
     """Tokens that the target chose and no draft proposed.
 
     Attributes:
         step: the step of beam search, from 1; None for a single text.
-        place: the rejected draft tokens that they replace.
+        replaced: the rejected draft tokens that they replace.
     """
 
     step: int | None
     tokens: list[str]
-    place: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Round:
     number: int
     branches: list[Branch]
     branches_more: int
-    own: list[Own]
+    target_tokens: list[TargetTokens]
 
 
 @dataclass(frozen=True)
@@ -95,25 +95,25 @@ def chosen(records: Iterable[Record]) -> list[tuple[str, Record]]:
     good = [record for record in finished(records) if record["text"]]
     drafted = [record for record in good if record["stats"]["drafted"]]
     shown: Counter[str] = Counter()
-    found: list[tuple[str, Record]] = []
+    selected: list[tuple[str, Record]] = []
     pool = drafted or good
-    most = MAX_SAMPLES - 1 if drafted else MAX_SAMPLES
+    limit = MAX_SAMPLES - 1 if drafted else MAX_SAMPLES
     for category in dict.fromkeys(record["category"] for record in pool):
-        if len(found) == most:
+        if len(selected) == limit:
             break
         here = [record for record in pool if record["category"] == category]
         best = min(here, key=lambda record: (shown[record["method"]], -gain(record)))
         shown[best["method"]] += 1
-        found.append(("", best))
+        selected.append(("", best))
     for method in dict.fromkeys(record["method"] for record in drafted):  # where there are few categories
-        if not shown[method] and len(found) < most:
+        if not shown[method] and len(selected) < limit:
             here = [record for record in drafted if record["method"] == method]
-            found.append(("", max(here, key=gain)))
+            selected.append(("", max(here, key=gain)))
     if drafted:
         worst = min(drafted, key=lambda record: record["stats"]["acceptance_rate"])
-        if all(record is not worst for _, record in found):
-            found.append(("the fewest draft tokens accepted", worst))
-    return found
+        if all(record is not worst for _, record in selected):
+            selected.append(("the fewest draft tokens accepted", worst))
+    return selected
 
 
 def gain(record: Record) -> float:
@@ -133,7 +133,7 @@ def sample(record: Record, why: str) -> Sample:
     facts = [several(stats["new_tokens"], "token"), f"{passes:,} {'pass' if passes == 1 else 'passes'} of the target"]
     if accepted := [token["accepted"] for entry in trace for token in entry["drafted"]]:
         facts.append(f"{sum(accepted):,} of {len(accepted):,} draft tokens accepted")
-    rounds = sorted((i for i, one in enumerate(trace) if one["drafted"]), key=lambda i: -instructive(trace[i]))
+    rounds = sorted((i for i, entry in enumerate(trace) if entry["drafted"]), key=lambda i: -instructive(trace[i]))
     pieces = align(origins(record), record["text"])
     return Sample(
         method=record["method"],
@@ -154,33 +154,33 @@ def instructive(entry: Mapping[str, Any]) -> int:
     return len({token["accepted"] for token in entry["drafted"]}) + (len(entry["steps"]) > 1)
 
 
-def shown_round(place: int, entry: Mapping[str, Any], beams: bool) -> Round:
+def shown_round(number: int, entry: Mapping[str, Any], beams: bool) -> Round:
     """One pass of the target: the draft tokens as branches, and the tokens that no draft proposed."""
-    found = branches(entry["drafted"], beams)
-    own = []
+    tree = branches(entry["drafted"], beams)
+    target_tokens = []
     for step, ends in enumerate([*entry["steps"], *ahead(entry)], 1):
         tokens = [*dict.fromkeys(visible(end["text"]) for end in ends if not end["drafted"])]
         if tokens:
             rejected = [] if beams else [visible(token["text"]) for token in beside(entry["drafted"])]
-            own.append(Own(step if beams else None, tokens, rejected))
-    return Round(place, found[:MAX_BRANCHES_PER_ROUND], max(0, len(found) - MAX_BRANCHES_PER_ROUND), own)
+            target_tokens.append(TargetTokens(step if beams else None, tokens, rejected))
+    return Round(number, tree[:MAX_BRANCHES_PER_ROUND], max(0, len(tree) - MAX_BRANCHES_PER_ROUND), target_tokens)
 
 
 def ahead(entry: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
     """The beams that are ahead of the steps of a round, shortest first."""
     lengths: dict[int, int] = {}
-    found: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    by_length: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for beam in entry["ahead"]:
         length = lengths[beam["node"]] = lengths.get(beam["after"], -1) + 1
-        found[length].append(beam)
-    return [*found.values()]
+        by_length[length].append(beam)
+    return [*by_length.values()]
 
 
 def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:
     """A tree of draft tokens as its paths from root to leaf, the paths with the most accepted tokens first."""
     below: dict[int | None, list[int]] = {}
-    for place, token in enumerate(drafted):
-        below.setdefault(token["parent"], []).append(place)
+    for index, token in enumerate(drafted):
+        below.setdefault(token["parent"], []).append(index)
     leaves: list[list[int]] = []
     paths = [[root] for root in reversed(below.get(None, []))]
     while paths:
@@ -188,20 +188,20 @@ def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:
         paths += [[*path, child] for child in reversed(below.get(path[-1], []))]
         if path[-1] not in below:
             leaves.append(path)
-    leaves.sort(key=lambda path: -sum(drafted[place]["accepted"] for place in path))
-    found = []
+    leaves.sort(key=lambda path: -sum(drafted[index]["accepted"] for index in path))
+    shown_branches = []
     seen: set[int] = set()
     for path in leaves:
         beam = drafted[path[0]]["beam"] if beams else None
-        tokens = [DraftToken(visible(drafted[place]["text"]), drafted[place]["accepted"]) for place in path]
-        found.append(Branch(None if beam is None else beam + 1, tokens, sum(place in seen for place in path)))
+        tokens = [DraftToken(visible(drafted[index]["text"]), drafted[index]["accepted"]) for index in path]
+        shown_branches.append(Branch(None if beam is None else beam + 1, tokens, sum(index in seen for index in path)))
         seen.update(path)
-    return found
+    return shown_branches
 
 
 def beside(drafted: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rejected draft tokens that follow the last accepted one."""
-    last = max((place for place, token in enumerate(drafted) if token["accepted"]), default=None)
+    last = max((index for index, token in enumerate(drafted) if token["accepted"]), default=None)
     return [token for token in drafted if not token["accepted"] and token["parent"] == last]
 
 
@@ -213,17 +213,17 @@ def origins(record: Record) -> list[tuple[str, bool]]:
     """
     ids = record["token_ids"]
     on_path: set[int | None] = {0, None}
-    found: list[tuple[str, bool]] = []
+    tokens: list[tuple[str, bool]] = []
     for step in (step for entry in record["trace"] or [] for step in entry["steps"]):
-        if len(found) == len(ids):
+        if len(tokens) == len(ids):
             break
-        here = {i: b for i, b in enumerate(step) if b["beam"] in on_path and b["token_id"] == ids[len(found)]}
+        here = {i: b for i, b in enumerate(step) if b["beam"] in on_path and b["token_id"] == ids[len(tokens)]}
         if not here:
             break
         beam = next(iter(here.values()))
-        found.append((beam["text"], beam["drafted"]))
+        tokens.append((beam["text"], beam["drafted"]))
         on_path = {*here}
-    return found
+    return tokens
 
 
 def align(tokens: list[tuple[str, bool]], text: str) -> list[tuple[str, bool]]:
@@ -236,14 +236,14 @@ def align(tokens: list[tuple[str, bool]], text: str) -> list[tuple[str, bool]]:
     at = 0
     unclear: list[bool] = []
     for token, drafted in tokens:
-        found = text.find(token, at) if token and "\ufffd" not in token else -1
-        if found < 0 or (text[at:found].strip() and not unclear):
+        begin = text.find(token, at) if token and "\ufffd" not in token else -1
+        if begin < 0 or (text[at:begin].strip() and not unclear):
             unclear.append(drafted)
             continue
         if unclear:
-            pieces.append((text[at:found], all(unclear)))
-            at, unclear = found, []
-        at, piece = found + len(token), text[at : found + len(token)]
+            pieces.append((text[at:begin], all(unclear)))
+            at, unclear = begin, []
+        at, piece = begin + len(token), text[at : begin + len(token)]
         pieces.append((piece, drafted))
     if at < len(text):
         pieces.append((text[at:], bool(unclear) and all(unclear)))

@@ -1,11 +1,12 @@
-"""Confidence intervals and tests: of a mean, and of a ratio between methods on the same rows."""
+"""Means and ratios of measurements, with confidence intervals and tests, and how a report writes them."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
         return Estimate(mean, mean, mean, len(values))
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.simplefilter("ignore", DegenerateDataWarning)  # BCa divides by 0: see below
-        found = bootstrap(
+        result = bootstrap(
             (np.asarray(values, dtype=np.float64),),
             np.mean,
             n_resamples=BOOTSTRAP_RESAMPLES,
@@ -80,18 +81,18 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
             method="BCa",
             rng=np.random.default_rng(seed),
         )
-    low, high = map(float, found.confidence_interval)
+    low, high = map(float, result.confidence_interval)
     if not (math.isfinite(low) and math.isfinite(high)):
         low = high = mean
     return Estimate(mean, low, high, len(values))
 
 
-def share_interval(part: int, whole: int, confidence: float = 0.95) -> tuple[float, float]:
+def share_interval(part: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval (1927) of a share, which is sound for few counts and for shares of 0 and 1."""
     from scipy.stats import binomtest
 
-    found = binomtest(part, whole).proportion_ci(confidence, method="wilson")
-    return float(found.low), float(found.high)
+    interval = binomtest(part, total).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Comparison | None:
@@ -101,9 +102,6 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
 
     Returns:
         None without pairs.
-
-    Raises:
-        SpecbeamError: the numbers of values differ, or a value is not positive and finite.
     """
     from scipy.stats import wilcoxon
 
@@ -129,7 +127,48 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     adjusted = [0.0] * len(p_values)
     largest = 0.0
-    for rank, number in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[number]))
-        adjusted[number] = largest
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
     return adjusted
+
+
+def number(value: float | None) -> str:
+    """A number with three significant digits, and all digits before the point."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    digits = max(0, min(4, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{digits}f}"
+
+
+def between(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
+    """The interval of an estimate; "" if there is none, or it has no width."""
+    low, high = estimate["low"], estimate["high"]
+    return "" if low is None or low == high else f"{number(low * scale)}–{number(high * scale)}"
+
+
+def settled(comparison: Mapping[str, Any]) -> bool:
+    """Whether measurements settle which of two quantities is larger (:attr:`Comparison.settled`)."""
+    return Comparison(**comparison).settled
+
+
+def too_few(n: int) -> str:
+    """Why there is no interval."""
+    return f"n={n}: too few for an interval"
+
+
+def between_ratios(comparison: Mapping[str, Any]) -> str:
+    """The interval of a ratio; "" if it has no interval."""
+    return "" if comparison["low"] is None else f"{comparison['low']:.2f}–{comparison['high']:.2f}"
+
+
+def times(comparison: Mapping[str, Any]) -> str:
+    """A speed-up in words, with its interval if it has one."""
+    within = between_ratios(comparison)
+    return f"{comparison['ratio']:.2f} times" + (f" ({within})" if within else "")
+
+
+def several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

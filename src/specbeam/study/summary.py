@@ -43,7 +43,7 @@ def summarize(
             is the model that generated), and whether a program "passed".
         baseline: the method that the others' speed is compared with.
         twins: for a method, the method whose tokens it must return. The summary counts how often it does.
-        failed_metrics: as :attr:`specbeam.study.metrics.OwnMetrics.failures`, kept as it is.
+        failed_metrics: as :attr:`specbeam.study.metrics.CustomMetrics.failures`, kept as it is.
 
     Returns:
         "methods", "categories", "acceptance_by_position" by method, and "time" (seconds by component) by method.
@@ -68,7 +68,7 @@ def summarize(
             for record in good
         )
         base = speeds.get(baseline) if baseline is not None and baseline != method else None
-        found = None if base is None else _faster(speeds[method], base, confidence)
+        faster = None if base is None else _faster(speeds[method], base, confidence)
         summary["methods"].append(
             {
                 "method": method,
@@ -83,7 +83,7 @@ def summarize(
                 "corpus": of_corpus(good),
                 "pass_at_1": _pass_at_1(good, scores),
                 "agreement": _agreement(good, twins.get(method), by_method),
-                "against": found and {"baseline": baseline, "tokens_per_second": asdict(found)},
+                "against": faster and {"baseline": baseline, "tokens_per_second": asdict(faster)},
             }
         )
         for category, units in _categories(good).items():
@@ -93,8 +93,8 @@ def summarize(
                 figures[name] = fmean(values) if values else None
             if base is not None:
                 here = {unit: speed for unit, speed in speeds[method].items() if unit in units}
-                found = _faster(here, base, confidence)
-                figures["against"] = found and asdict(found)
+                faster = _faster(here, base, confidence)
+                figures["against"] = faster and asdict(faster)
             summary["categories"].setdefault(category, {})[method] = figures
         summary["acceptance_by_position"][method] = acceptance_by_position(good, confidence)
         summary["time"][method] = time_by_component(good)
@@ -117,10 +117,10 @@ def _fastest(speeds: Mapping[str, Mapping[Unit, float]], confidence: float) -> d
         return None
     best = max(means, key=means.__getitem__)
     rivals = {method: _faster(speeds[best], speeds[method], confidence) for method in means if method != best}
-    unsettled = [m for m, found in rivals.items() if found is None or not found.settled or found.ratio < 1]
+    unsettled = [m for m, ratio in rivals.items() if ratio is None or not ratio.settled or ratio.ratio < 1]
     return {
         "method": best,
-        "rivals": {method: found and asdict(found) for method, found in rivals.items()},
+        "rivals": {method: ratio and asdict(ratio) for method, ratio in rivals.items()},
         "unsettled": unsettled,
     }
 
@@ -197,9 +197,9 @@ def _drift(logs: NDArray[np.float64], i: int) -> NDArray[np.float64]:
         Logarithms [units].
     """
     known = np.ma.masked_invalid(logs)
-    own = known.mean(axis=1, keepdims=True)
-    others = np.ma.median((known - own)[np.arange(len(logs)) != i], axis=0)  # type: ignore[no-untyped-call]
-    drift = np.ma.median(own) + others  # type: ignore[no-untyped-call]
+    means = known.mean(axis=1, keepdims=True)
+    others = np.ma.median((known - means)[np.arange(len(logs)) != i], axis=0)  # type: ignore[no-untyped-call]
+    drift = np.ma.median(means) + others  # type: ignore[no-untyped-call]
     return np.asarray(np.ma.filled(drift, np.nan), dtype=np.float64)
 
 
@@ -250,8 +250,8 @@ def _pass_at_1(records: Iterable[Record], scores: Mapping[str, Mapping[str, Any]
     """The mean over rows of the share of samples that pass (Chen et al. 2021, 2.1); None if no program was run."""
     passed: dict[Unit, list[bool]] = defaultdict(list)
     for record in records:
-        if (one := scores.get(record["key"], {}).get("passed")) is not None:
-            passed[_unit(record)].append(one)
+        if (score := scores.get(record["key"], {}).get("passed")) is not None:
+            passed[_unit(record)].append(score)
     return fmean(map(fmean, passed.values())) if passed else None
 
 
@@ -264,9 +264,11 @@ def _agreement(records: list[Record], twin: str | None, by_method: Mapping[str, 
 
 def _identical(some: Iterable[Record], others: Iterable[Record]) -> tuple[int, int]:
     """How many have the same tokens, in all beams, as the other of their row, turn and repeat; and of how many."""
-    there = {(*_unit(record), record["repeat"]): _tokens(record) for record in others}
+    others_by_key = {(*_unit(record), record["repeat"]): _tokens(record) for record in others}
     pairs = [
-        _tokens(record) == there[place] for record in some if (place := (*_unit(record), record["repeat"])) in there
+        _tokens(record) == others_by_key[key]
+        for record in some
+        if (key := (*_unit(record), record["repeat"])) in others_by_key
     ]
     return sum(pairs), len(pairs)
 

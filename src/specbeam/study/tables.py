@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbeam.jobs.atomic import write_whole
+from specbeam.jobs.files import write_whole
 from specbeam.plugins import GROUPS, is_name
 from specbeam.study.plots import SERIES, extent, interval
-from specbeam.study.words import between, between_ratios, number, settled
+from specbeam.study.statistics import between, between_ratios, number, settled
 
 
 class Column(NamedTuple):
@@ -70,7 +70,7 @@ LATEX_COLUMNS = (
     "tokens_per_second", "speed_up", "same_text", "steps_per_target_pass", "acceptance_rate", "pass_at_1", "rougeL",
     "corpus_bleu", "perplexity",
 )  # fmt: skip
-"""The columns for LaTeX where none are chosen, as far as they were measured, besides the user's own metrics."""
+"""The columns for LaTeX where none are chosen, as far as they were measured, besides custom metrics."""
 NOT_SHOWN = ("gap_p50", "gap_p95")
 """Metrics for readers of ``summary.json`` alone. Gaps between pieces say little where pieces have several tokens."""
 
@@ -122,7 +122,7 @@ class Table:
 def tables(summary: Mapping[str, Any]) -> list[Table]:
     """The tables of the report that have a column: speed, quality, diversity, and all that has no place in these.
 
-    The user's own metrics and other models' perplexities are among the quality.
+    Custom metrics and other models' perplexities are among the quality.
     """
     methods = summary["methods"]
     names = measured(methods)
@@ -131,7 +131,7 @@ def tables(summary: Mapping[str, Any]) -> list[Table]:
     others = [Column(name, name) for name in names if name not in known and ":" not in name]
     groups = {
         "Speed": SPEED,
-        "Quality": [*own_columns(names), *QUALITY, *judged],
+        "Quality": [*custom_columns(names), *QUALITY, *judged],
         "Diversity": DIVERSITY,
         "Other metrics": [*MORE, *others],
     }
@@ -139,16 +139,16 @@ def tables(summary: Mapping[str, Any]) -> list[Table]:
     return [_table(summary, name, columns) for name, columns in shown if columns]
 
 
-def own_name(text: str) -> str:
-    """The name of a metric of the user's own, given as ``module:name`` or as an entry point. It has a colon."""
+def custom_name(text: str) -> str:
+    """The name of a custom metric, given as ``module:name`` or as an entry point. It has a colon."""
     return text if is_name(text) else f"{GROUPS['metric']}:{text}"
 
 
-def own_columns(names: Sequence[str]) -> list[Column]:
-    """The columns of the user's own metrics, whose names have a colon. The heading leaves the module out."""
-    own = [name for name in names if ":" in name]
-    short = Counter(name.rpartition(":")[2] for name in own)
-    return [Column(name, last if short[last := name.rpartition(":")[2]] == 1 else name) for name in own]
+def custom_columns(names: Sequence[str]) -> list[Column]:
+    """The columns of custom metrics, whose names have a colon. The heading leaves the module out."""
+    functions = [name for name in names if ":" in name]
+    short = Counter(name.rpartition(":")[2] for name in functions)
+    return [Column(name, last if short[last := name.rpartition(":")[2]] == 1 else name) for name in functions]
 
 
 def measured(methods: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -158,8 +158,8 @@ def measured(methods: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _columns(summary: Mapping[str, Any], wanted: Sequence[Column]) -> dict[Column, list[Cell]]:
     """The cells of the columns in which any method has a value."""
-    found = {column: _cells(summary, column) for column in wanted}
-    return {column: cells for column, cells in found.items() if any(cell.text != Cell.text for cell in cells)}
+    columns = {column: _cells(summary, column) for column in wanted}
+    return {column: cells for column, cells in columns.items() if any(cell.text != Cell.text for cell in cells)}
 
 
 def _cells(summary: Mapping[str, Any], column: Column) -> list[Cell]:
@@ -237,8 +237,8 @@ def latex(summary: Mapping[str, Any], title: str, chosen: Sequence[str] | None =
     """A table for LaTeX with booktabs. Arguments as of :func:`write_tables`."""
     import pandas
 
-    own = {column.name: column for column in own_columns(measured(summary["methods"]))}
-    wanted = [(own | KNOWN).get(name, Column(name, name)) for name in chosen or (*LATEX_COLUMNS, *own)]
+    custom = {column.name: column for column in custom_columns(measured(summary["methods"]))}
+    wanted = [(custom | KNOWN).get(name, Column(name, name)) for name in chosen or (*LATEX_COLUMNS, *custom)]
     columns = {c: _cells(summary, c) for c in wanted} if chosen else _columns(summary, wanted)
     shown = _table(summary, title, columns)
     cells = [[f"{c.text} ({c.interval})" if c.interval else c.text for c in row.cells] for row in shown.rows]
@@ -256,16 +256,16 @@ def latex(summary: Mapping[str, Any], title: str, chosen: Sequence[str] | None =
 def counts(table: Table) -> str:
     """The number of values of a table's means, and the means that have another number."""
     usual = Counter(row.n for row in table.rows)
-    ((most, _),) = usual.most_common(1) or [(0, 0)]
-    said = [f"n={row.n} for {row.method}" for row in table.rows if row.n != most]
+    ((usual_n, _),) = usual.most_common(1) or [(0, 0)]
+    parts = [f"n={row.n} for {row.method}" for row in table.rows if row.n != usual_n]
     for i, heading in enumerate(table.headings):
-        there = {row.method: row.cells[i].n for row in table.rows if row.cells[i].n is not None}
-        own = {row.method: row.n for row in table.rows}
-        if len({*there.values()}) == 1 and not any(there[method] == own[method] for method in there):
-            said.append(f"n={next(iter(there.values()))} for {heading}")
+        of_column = {row.method: row.cells[i].n for row in table.rows if row.cells[i].n is not None}
+        of_method = {row.method: row.n for row in table.rows}
+        if len({*of_column.values()}) == 1 and not any(of_column[method] == of_method[method] for method in of_column):
+            parts.append(f"n={next(iter(of_column.values()))} for {heading}")
         else:
-            said += [f"n={n} for {heading} of {method}" for method, n in there.items() if n != own[method]]
-    return f"n={most}" + (f" ({'; '.join(said)})" if said else "")
+            parts += [f"n={n} for {heading} of {method}" for method, n in of_column.items() if n != of_method[method]]
+    return f"n={usual_n}" + (f" ({'; '.join(parts)})" if parts else "")
 
 
 ESCAPES = str.maketrans(
@@ -291,9 +291,9 @@ def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if method["against"]:
             ratio = method["against"]["tokens_per_second"]
             yield {**about, "metric": "speed_up", **ratio, "value": ratio["ratio"]}
-        for place in summary["acceptance_by_position"].get(name, []):
-            share = {"value": place["accepted"] / place["drafted"], "n": place["drafted"]}
-            yield {**about, "metric": f"acceptance_at_{place['position']}", **place, **share}
+        for position in summary["acceptance_by_position"].get(name, []):
+            share = {"value": position["accepted"] / position["drafted"], "n": position["drafted"]}
+            yield {**about, "metric": f"acceptance_at_{position['position']}", **position, **share}
         for category, by_method in summary["categories"].items():
             for metric, value in by_method.get(name, {}).items():
                 here = {**about, "category": category, "metric": metric}

@@ -135,11 +135,7 @@ class Unfailing:
 
 
 def tracker_of(study: Study, folder: Path) -> Tracker:
-    """The tracker of a study.
-
-    Raises:
-        SpecbeamError: its package is not installed, or what ``module:name`` names is no tracker.
-    """
+    """The tracker of a study."""
     name = study.tracking.name
     if name == "none":
         return Unfailing(None)

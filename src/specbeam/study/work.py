@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -14,11 +14,11 @@ import numpy as np
 
 from specbeam import plugins
 from specbeam.api.scoring import score
+from specbeam.drafting.resolve import resolve_draft
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel, load
 from specbeam.models.prompts import encode, last_message, show_prompt, tokenize
-from specbeam.options.names import LOOKUPS
 from specbeam.options.options import Options
 from specbeam.recording.events import LIKELIEST, Event, events, finite
 from specbeam.study.config import Method, Study, check, methods
@@ -56,13 +56,10 @@ class Work:
             self.models(method)
 
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
-        """The target and its draft: a draft model, "ngram", "suffix", a drafter of the user's own or None."""
+        """The target and its draft: a draft model, "ngram", "suffix", a custom drafter or None."""
         target = self._model(self.study.target_model, method.load)
-        if method.draft is None or method.draft in LOOKUPS:
-            return target, method.draft
-        if plugins.is_own_drafter(method.draft):
-            return target, plugins.resolve(method.draft, "drafter", from_here=True)
-        return target, self._model(method.draft, method.draft_load)
+        load = partial(self._model, how=method.draft_load)
+        return target, resolve_draft(method.draft, load, from_here=True)
 
     def _model(self, source: str, how: Mapping[str, Any]) -> LanguageModel:
         """A model, which is loaded once for each way to load it."""
@@ -71,7 +68,7 @@ class Work:
     def __call__(self, job: Job) -> Record:
         """The record of a job. It holds the error if the generation fails; only an interrupt is raised."""
         start = time.perf_counter()
-        record = begun(job)
+        record = new_record(job)
         try:
             record |= self._generate(job)
         except Exception as error:  # the other generations go on
@@ -141,7 +138,7 @@ class Work:
     def _asked(self, lm: LanguageModel, job: Job) -> tuple[Any, dict[str, Any]]:
         """The prompt of a job, and the options that say how to read it."""
         chat = self.study.chat
-        if chat.raw or lm.tokenizer is None or not lm.tokenizer.chat_template:
+        if chat.raw or not lm.has_chat_template:
             return job["prompt"], {"raw": chat.raw}
         return job["messages"], {"system": chat.system_prompt if chat.use_system_prompt else None}
 
@@ -169,7 +166,7 @@ class Work:
         return request.result(), times, tokens
 
 
-def begun(job: Job) -> Record:
+def new_record(job: Job) -> Record:
     """The record of a job that has no text yet."""
     return {name: job[name] for name in job if name != "messages"} | {"started": time.time(), "error": None}
 
@@ -180,7 +177,7 @@ def jobs_of_turn(study: Study, rows: list[Row], turn: int, records: Mapping[str,
     The first method changes from row to row, so that a machine that becomes slower favours none.
     """
     compared = methods(study)
-    found = []
+    jobs = []
     for repeat, (number, row) in product(range(study.repeats), enumerate(rows)):
         if turn >= len(row.turns):
             continue
@@ -200,8 +197,8 @@ def jobs_of_turn(study: Study, rows: list[Row], turn: int, records: Mapping[str,
             }
             job = with_messages(record, records)
             if job["key"] not in records and len(job["messages"]) == 2 * turn + 1:  # no earlier turn failed
-                found.append(job)
-    return found
+                jobs.append(job)
+    return jobs
 
 
 def with_messages(record: Record, records: Mapping[str, Record]) -> Job:

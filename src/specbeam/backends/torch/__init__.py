@@ -15,14 +15,11 @@ from torch import Tensor
 from specbeam.backends.contract import TreeBatch, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, seen_by
-from specbeam.backends.torch.digest import digest_of
-from specbeam.backends.torch.finite import are_finite
-from specbeam.backends.torch.selecting import TensorBackend
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.sampling import TensorBackend
+from specbeam.backends.torch.tensors import are_finite, digest_of, to_device
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
-from specbeam.checkpoints.finite import not_finite
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.parameters import not_finite, parameter_shapes
 from specbeam.errors import SpecbeamError
 
 PIECE_ELEMENTS = 1 << 20

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import TreeBatch
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.tensors import to_device
 from specbeam.core.selection import MASKED, NextBeams, Selection
 
 PASSES_IN_FLIGHT = 2
@@ -28,16 +28,16 @@ class Passes(Protocol):
         """What was selected for each segment in the first passes."""
 
 
-def go_ahead(going: Passes, passes: int, flags: Flags, halt: NDArray[np.int32]) -> list[Selection]:
+def go_ahead(runs: Passes, passes: int, flags: Flags, halt: NDArray[np.int32]) -> list[Selection]:
     """Run passes until one segment may not go on. See :meth:`AheadBackend.forward_ahead`.
 
     The host learns of that a few passes later. What these passes have done is left out.
     """
     for number in range(passes):
-        flags.add(going.run(number))
+        flags.add(runs.run(number))
         if halt[0] or number + 1 == passes or not flags.up_to(number - PASSES_IN_FLIGHT):
             break
-    return going.selections(flags.passes)
+    return runs.selections(flags.passes)
 
 
 class Flags:
@@ -127,21 +127,21 @@ class Suffixes:
     def __init__(
         self, segments: Sequence[TreeBatch], shapes: Sequence[tuple[tuple[int, int], int] | None], device: str
     ) -> None:
-        room = max(shape[0][1] for shape in shapes if shape is not None)
-        places, ends = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+        capacity = max(shape[0][1] for shape in shapes if shape is not None)
+        indices, ends = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
         for s, shape in zip(segments, shapes, strict=True):
             n = len(s.tokens)
             if shape is None:
-                places.append(np.full((n, room), -1))
+                indices.append(np.full((n, capacity), -1))
                 ends.append(np.full(n, -1))
                 continue
-            (_, own), start = shape
-            first = start + own * np.arange(n)
-            places.append(first[:, None] + np.minimum(np.arange(room), own - 1))
+            (_, width), start = shape
+            first = start + width * np.arange(n)
+            indices.append(first[:, None] + np.minimum(np.arange(capacity), width - 1))
             ends.append(first + s.suffixes.shape[1])
-        whole, at = np.concatenate(places), np.concatenate(ends)
+        index, at = np.concatenate(indices), np.concatenate(ends)
         nodes = np.flatnonzero(at >= 0)
-        self._places, self._nodes, self._ends = (to_device(a, device) for a in (whole, nodes, at[nodes]))
+        self._indices, self._nodes, self._ends = (to_device(a, device) for a in (index, nodes, at[nodes]))
 
     def grow(self, slots: Tensor, parents: Tensor, new: Tensor) -> None:
         """Go on to the next nodes.
@@ -151,6 +151,6 @@ class Suffixes:
             parents: of each node, among the nodes of the pass, int64 [n].
             new: the slot of each node, int32 [n].
         """
-        slots[self._places[self._nodes]] = slots[self._places[parents[self._nodes]]]
+        slots[self._indices[self._nodes]] = slots[self._indices[parents[self._nodes]]]
         slots[self._ends] = new[self._nodes]
         self._ends += 1

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import TreeBatch
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.tensors import to_device
 
 MIN_CAPACITY = 64
 """Slots."""

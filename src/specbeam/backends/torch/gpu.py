@@ -22,10 +22,10 @@ from specbeam.backends.contract import TreeBatch, logits_wanted
 from specbeam.backends.devices import DTYPES
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Flags, Group, Suffixes, go_ahead
-from specbeam.backends.torch.inputs import Inputs, Sizes, make_inputs
 from specbeam.backends.torch.kernels import (
     TILE_POSITIONS,
     Addend,
+    Ancestors,
     Greedy,
     add_and_norm,
     attend,
@@ -39,8 +39,8 @@ from specbeam.backends.torch.kernels import (
     shared_bytes,
     summarize,
 )
-from specbeam.backends.torch.selecting import Operations, kinds_of
-from specbeam.backends.torch.transfer import Values, to_cpu, to_device
+from specbeam.backends.torch.sampling import Operations, kinds_of
+from specbeam.backends.torch.tensors import Values, to_cpu, to_device
 from specbeam.backends.torch.transformer import Block, GatedMLP, Norm, Weights, cap
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
@@ -151,12 +151,12 @@ class GpuBackend(TorchBackend):
             ready = self._ready(inputs, queries)
             if is_plain and ready.may_be_captured and len({request.vocab for request in requests}) == 1:
                 likeliest = Likeliest(self, ready, segments, passes, last, vocab)
-                found = go_ahead(likeliest, passes, flags, halt)
-                if all(selection.finite for selection in found):
-                    return found
+                selections = go_ahead(likeliest, passes, flags, halt)
+                if all(selection.finite for selection in selections):
+                    return selections
                 ready, flags = self._ready(inputs, queries), Flags(passes, len(segments), self.device)  # for the logits
-            going = Chosen(self, ready, segments, requests, beams, inputs.suffixes, last, vocab)
-            return go_ahead(going, passes, flags, halt)
+            chosen = Chosen(self, ready, segments, requests, beams, inputs.suffixes, last, vocab)
+            return go_ahead(chosen, passes, flags, halt)
 
     def _inputs(self, segments: list[TreeBatch], more: int = 0) -> tuple[Inputs, int]:
         """The numbers of a pass, and how many queries read keys together at most."""
@@ -170,7 +170,7 @@ class GpuBackend(TorchBackend):
         size = 4 * (padded[0] + padded[1]) + len(inputs.slots) + TILE_POSITIONS * padded[2]
         fits = n <= MAX_CAPTURED_NODES and size <= MAX_NUMBERS
         nodes, blocks, tiles = padded if fits else (n, b, inputs.tiles)
-        branch = any(own is not None for own in inputs.suffixes)
+        branch = any(suffix is not None for suffix in inputs.suffixes)
         sizes = Sizes(nodes, blocks, tiles if nodes * tiles <= MAX_SHARED_TILES else None, branch, queries)
         numbers = inputs.numbers(sizes)
         if not fits:  # programs read the slots of whole tiles
@@ -307,18 +307,18 @@ class Likeliest:
         self._greedy.ends.zero_()
         self._greedy.ends[ends] = 1
 
-    def _place(self, whole: Tensor) -> Tensor:
+    def _place(self, array: Tensor) -> Tensor:
         """The part of an array that these passes use, [passes, nodes]."""
         part, shape = self._places
-        return whole.view(-1)[part].view(shape)
+        return array.view(-1)[part].view(shape)
 
     def run(self, number: int) -> Tensor:
         self._backend.follow(self._ready, self._vocab, self._greedy)
         return self._place(self._greedy.goes_on)[number, : self._count]
 
     def selections(self, count: int) -> list[Selection]:
-        found = self._greedy.tokens.long(), self._greedy.scores.clone(), self._greedy.normalizers.clone()
-        ((tokens, scores, normalizers),) = to_cpu([[self._place(one)[:count, : self._count] for one in found]])
+        arrays = self._greedy.tokens.long(), self._greedy.scores.clone(), self._greedy.normalizers.clone()
+        ((tokens, scores, normalizers),) = to_cpu([[self._place(one)[:count, : self._count] for one in arrays]])
         log_probs = scores - normalizers
         columns = [np.s_[:, i : i + 1] for i in range(self._count)]
         return [
@@ -355,14 +355,14 @@ class Chosen:
         self._groups: list[list[tuple[Tensor, Group]]] = []
         for kind in self._kinds:
             same: dict[int, list[tuple[int, slice]]] = {}
-            for number, own in zip(kind.numbers, kind.own_rows(), strict=True):
-                width = 0 if beams[number] is None else own.stop - own.start
-                same.setdefault(width, []).append((number, own))
+            for number, rows_of_request in zip(kind.numbers, kind.own_rows(), strict=True):
+                width = 0 if beams[number] is None else rows_of_request.stop - rows_of_request.start
+                same.setdefault(width, []).append((number, rows_of_request))
             groups = []
             for some in same.values():
                 searches = [how for i, _ in some if (how := beams[i]) is not None]
                 group = Group(
-                    _places(own for _, own in some), _places(rows[i] for i, _ in some), searches or None, ends
+                    _places(part for _, part in some), _places(rows[i] for i, _ in some), searches or None, ends
                 )
                 groups.append((to_device(np.array([i for i, _ in some]), device), group))
             self._groups.append(groups)
@@ -432,3 +432,96 @@ def _of(norm: Norm) -> tuple[Tensor, Tensor | None]:
 def _added(weights: Weights, x: Tensor, post_norm: Norm | None) -> Addend:
     """A product that is added to the residual stream."""
     return Addend(partial_products(x, weights.weight), weights.bias, None if post_norm is None else _of(post_norm))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a pass.
+
+    Attributes:
+        nodes, blocks: of the arrays. Passes that are captured have padding.
+        tiles, branch, queries: see :class:`Ancestors`.
+    """
+
+    nodes: int
+    blocks: int
+    tiles: int | None
+    branch: bool
+    queries: int
+
+    def views(self, numbers: Tensor) -> tuple[Tensor, Ancestors]:
+        """What lies in one array of numbers: the nodes, [4, nodes], and their ancestors."""
+        ends = 4 * self.nodes, 4 * (self.nodes + self.blocks)
+        nodes, blocks = numbers[: ends[0]].view(4, -1), numbers[ends[0] : ends[1]].view(-1, 4)
+        slots = numbers[ends[1] :]
+        return nodes, Ancestors(nodes[1], blocks, nodes[3], slots, self.tiles, self.branch, self.queries)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The numbers of a pass, int32.
+
+    Attributes:
+        nodes: tokens, positions, slots, and where the suffixes begin in ``slots``, [4, n].
+        blocks, slots: see :class:`Ancestors`.
+        suffixes: the shape of the suffixes of each segment's nodes, and where they begin in ``slots``; None if nothing
+            follows its prefix.
+        tiles: how many tiles of positions the longest sequence has.
+    """
+
+    nodes: NDArray[np.int32]
+    blocks: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    suffixes: list[tuple[tuple[int, int], int] | None]
+    tiles: int
+
+    def numbers(self, sizes: Sizes) -> NDArray[np.int32]:
+        """One array that :meth:`Sizes.views` takes apart. Padding has the position -1 and no slot."""
+        nodes = np.zeros((4, sizes.nodes), np.int32)
+        nodes[1:3] = -1
+        nodes[:, : self.nodes.shape[1]] = self.nodes
+        blocks = np.zeros((sizes.blocks, 4), np.int32)
+        blocks[: len(self.blocks)] = self.blocks
+        return np.concatenate([nodes.ravel(), blocks.ravel(), self.slots])
+
+
+def make_inputs(segments: Sequence[TreeBatch], per_block: int, more: int = 0) -> Inputs:
+    """The numbers of a pass.
+
+    Args:
+        per_block: how many nodes of a segment read keys together at most.
+        more: for how many later passes the segments have slots.
+    """
+    starts, slots = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    blocks, suffixes = list[tuple[int, int, int, int]](), list[tuple[tuple[int, int], int] | None]()
+    first = index = longest = 0
+    for s in segments:
+        n, columns = s.suffixes.shape
+        length = int(s.positions.max()) + 1
+        longest = max(longest, length + more)
+        begin = index
+        if columns:
+            shared, capacity = len(s.prefix), columns + more
+            suffix_slots = np.zeros((n, capacity), np.int64)
+            suffix_slots[:, :columns] = s.suffixes
+            slots += [s.prefix, suffix_slots.ravel()]
+            index += shared + suffix_slots.size
+            suffixes.append(((n, capacity), begin + shared))
+            starts.append(begin + shared + capacity * np.arange(n))
+        else:
+            prefix = np.concatenate([s.prefix[:length], s.ahead])
+            shared = -(-len(prefix) // TILE_POSITIONS) * TILE_POSITIONS
+            slots.append(prefix)
+            index += len(prefix)
+            suffixes.append(None)
+            starts.append(np.zeros(n, np.int64))
+        blocks += [(first + i, min(per_block, n - i), begin, shared) for i in range(0, n, per_block)]
+        first += n
+    nodes = [np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")]
+    return Inputs(
+        np.stack([*nodes, np.concatenate(starts)]).astype(np.int32),
+        np.array(blocks, np.int32),
+        np.concatenate(slots).astype(np.int32),
+        suffixes,
+        -(-longest // TILE_POSITIONS),
+    )

@@ -19,8 +19,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.torch.selecting import highest as by_sorting
-from specbeam.backends.torch.transfer import to_device
+from specbeam.backends.torch.sampling import highest as by_sorting
+from specbeam.backends.torch.tensors import to_device
 
 TILE_POSITIONS = 64
 """Positions of a sequence that attention reads at once."""
@@ -697,7 +697,7 @@ def gumbel(
     vocab: int,
     device: torch.device | str,
 ) -> Tensor:
-    """The same as :func:`specbeam.backends.torch.noise.gumbel`."""
+    """The same as :func:`specbeam.backends.torch.sampling.gumbel`."""
     n, tile = len(seeds), 512
     out = torch.empty(n, vocab, dtype=torch.float64, device=device)
     at = np.stack([positions, streams], axis=1).astype(np.int64)
@@ -740,7 +740,7 @@ def _highest_of_all(found, sorted_keys, count, k, TILE: tl.constexpr):
 
 
 def highest(scores: Tensor, k: int) -> Tensor:
-    """The same as :func:`specbeam.backends.torch.selecting.highest`."""
+    """The same as :func:`specbeam.backends.torch.sampling.highest`."""
     n, size = scores.shape
     chunks = triton.cdiv(size, CHUNK)
     if k == 1 or k > MAX_TAKEN or chunks * k > MAX_TAKEN * 64 or scores.dtype != torch.float32:

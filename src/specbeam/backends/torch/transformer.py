@@ -169,8 +169,8 @@ class CrossAttention(nn.Module):
         """Write the scores of this layer's watched heads, from q [n, heads, head_dim], keys [kv_heads, p, head_dim]."""
         for number, (layer, head) in enumerate(probe.heads):
             if layer == self.layer:
-                own = keys[head * len(keys) // q.shape[1], : probe.scores.shape[2]]
-                probe.scores[number, positions] = (q[:, head] @ own.t() * self.scale).float().cpu().numpy()
+                keys_of_head = keys[head * len(keys) // q.shape[1], : probe.scores.shape[2]]
+                probe.scores[number, positions] = (q[:, head] @ keys_of_head.t() * self.scale).float().cpu().numpy()
 
     def place(self, states: Tensor, store: KeyValues, slots: slice | Tensor) -> None:
         """The same for this layer alone as :meth:`Transformer.place`."""
@@ -248,7 +248,7 @@ class CrossBlock(Block):
 
 
 class Encoder(nn.Module):
-    """An encoder of sound: two convolutions, then layers whose positions see each other."""
+    """An encoder of audio: two convolutions, then layers whose positions see each other."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Encoder(nn.Module):
         self.norm = Norm(config.hidden_size, config)
 
     def begin(self, features: Tensor) -> Tensor:
-        """What the first layer reads, [positions, features], of sound [bands, frames]. A position has two frames."""
+        """What the first layer reads, [positions, features], of audio [mel bins, frames]. A position has two frames."""
         x = convolve(convolve(features, self.conv1, 1, self.activation), self.conv2, 2, self.activation)
         return x.t() + self.positions.weight
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
+from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads, standardized
 from specbeam.checkpoints.config import Config, Layer, Rope, size
-from specbeam.checkpoints.config_keys import standardized
 from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
@@ -36,10 +35,7 @@ class Gemma(Architecture):
     folder_norm_offset = 1.0
     keys: ClassVar = {
         "attention_bias": (bool, False),
-        "attention_dropout": (float | int | None, 0.0),
         "attn_logit_softcapping": (float | None, None),
-        "bos_token_id": (int | None, 2),
-        "eos_token_id": (int | list[int] | None, 1),
         "final_logit_softcapping": (float | None, None),
         "head_dim": (int, 256),
         "hidden_activation": (str, "gelu_pytorch_tanh"),
@@ -47,7 +43,6 @@ class Gemma(Architecture):
         "layer_types": (list[str] | None, None),
         "max_position_embeddings": (int, 131072),
         "num_key_value_heads": (int, 4),
-        "pad_token_id": (int | None, 0),
         "query_pre_attn_scalar": (int, 256),
         "rms_norm_eps": (float, 1e-6),
         "sliding_window": (int | None, 4096),
@@ -57,24 +52,24 @@ class Gemma(Architecture):
     global_layer_period: int
     largest_depth: int
 
-    def derive(self, given: SimpleNamespace) -> None:
-        if given.layer_types is None:
-            period = self.period(given)
+    def derive(self, keys: SimpleNamespace) -> None:
+        if keys.layer_types is None:
+            period = self.period(keys)
             kinds = ("full_attention", "sliding_attention")
-            given.layer_types = [kinds[(i + 1) % period != 0] for i in range(given.num_hidden_layers)]
-        require_whole_heads(given)
+            keys.layer_types = [kinds[(i + 1) % period != 0] for i in range(keys.num_hidden_layers)]
+        require_whole_heads(keys)
 
-    def period(self, given: SimpleNamespace) -> int:
+    def period(self, keys: SimpleNamespace) -> int:
         """Every how many layers one sees the whole text, by a config.json."""
         return self.global_layer_period
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        scaled_by = config.head_dim if given.query_pre_attn_scalar is None else given.query_pre_attn_scalar
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        scaled_by = config.head_dim if keys.query_pre_attn_scalar is None else keys.query_pre_attn_scalar
         return replace(
             config,
             embedding_scale=config.hidden_size**0.5,
             attention_scale=float(scaled_by) ** -0.5,
-            logits_softcap=given.final_logit_softcapping,
+            logits_softcap=keys.final_logit_softcapping,
         )
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
@@ -114,9 +109,9 @@ class Gemma2(Gemma):
     global_layer_period = 2
     largest_depth = 46
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        config = super().refine_folder_config(config, given)
-        return replace(config, attention_softcap=given.attn_logit_softcapping)
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        config = super().refine_folder_config(config, keys)
+        return replace(config, attention_softcap=keys.attn_logit_softcapping)
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         return replace(
@@ -145,13 +140,13 @@ class Gemma3(Gemma):
     global_layer_period = 6
     largest_depth = 62
 
-    def period(self, given: SimpleNamespace) -> int:
-        return int(getattr(given, "sliding_window_pattern", self.global_layer_period))
+    def period(self, keys: SimpleNamespace) -> int:
+        return int(getattr(keys, "sliding_window_pattern", self.global_layer_period))
 
-    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
-        ropes = given.rope_parameters
-        given.rope_parameters = ropes = {"full_attention": {}, "sliding_attention": {}} if ropes is None else ropes
-        if (scaling := getattr(given, "rope_scaling", None)) is not None:
+    def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
+        ropes = keys.rope_parameters
+        keys.rope_parameters = ropes = {"full_attention": {}, "sliding_attention": {}} if ropes is None else ropes
+        if (scaling := getattr(keys, "rope_scaling", None)) is not None:
             ropes["full_attention"].update(scaling)
         for kind, key, theta in (
             ("full_attention", "rope_theta", self.rope_theta),
@@ -159,13 +154,13 @@ class Gemma3(Gemma):
         ):
             if ropes.get(kind) is None:
                 ropes[kind] = {"rope_type": "default"}
-            ropes[kind].setdefault("rope_theta", getattr(given, key, theta))
-        return standardized(given)
+            ropes[kind].setdefault("rope_theta", getattr(keys, key, theta))
+        return standardized(keys)
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        if given.attn_logit_softcapping is not None:
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        if keys.attn_logit_softcapping is not None:
             logger.warning("attn_logit_softcapping in config.json has no effect on Gemma 3, as in transformers")
-        return super().refine_folder_config(config, given)
+        return super().refine_folder_config(config, keys)
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         cap = float(metadata.need("final_logit_softcapping", 0.0))

@@ -35,24 +35,11 @@ class GPT2(Architecture):
     }
     keys: ClassVar = {
         "activation_function": (str, "gelu_new"),
-        "add_cross_attention": (bool, False),
-        "attention_dropout": (object, None),  # GPT-2 has another name for it
-        "attn_pdrop": (float | int, 0.1),
-        "bos_token_id": (int | None, 50256),
-        "embd_pdrop": (float | int, 0.1),
-        "eos_token_id": (int | list[int] | None, 50256),
         "layer_norm_epsilon": (float, 1e-5),
         "max_position_embeddings": (int, 1024),
         "n_inner": (int | None, None),
-        "reorder_and_upcast_attn": (bool, False),
-        "resid_pdrop": (float | int, 0.1),
         "scale_attn_by_inverse_layer_idx": (bool, False),
         "scale_attn_weights": (bool, True),
-        "summary_activation": (str | None, None),
-        "summary_first_dropout": (float | int, 0.1),
-        "summary_proj_to_labels": (bool, True),
-        "summary_type": (str, "cls_index"),
-        "summary_use_proj": (bool, True),
         "tie_word_embeddings": (bool, True),
     }
     folder_tensors: ClassVar = {
@@ -70,11 +57,11 @@ class GPT2(Architecture):
     folder_ignored = (".attn.bias", ".attn.masked_bias")  # the causal mask
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
 
-    def derive(self, given: SimpleNamespace) -> None:
+    def derive(self, keys: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        width = 4 * config.hidden_size if given.n_inner is None else given.n_inner
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        width = 4 * config.hidden_size if keys.n_inner is None else keys.n_inner
         return replace(config, intermediate_size=width, num_kv_heads=config.num_heads)
 
     def stores_transposed(self, source: str) -> bool:

@@ -9,9 +9,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
+from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads, rope_parameters
 from specbeam.checkpoints.config import Config
-from specbeam.checkpoints.config_keys import rope_parameters
 
 
 class GPTNeoX(Architecture):
@@ -29,13 +28,8 @@ class GPTNeoX(Architecture):
     }
     keys: ClassVar = {
         "attention_bias": (bool, True),
-        "bos_token_id": (int | None, 0),
-        "classifier_dropout": (float | int, 0.1),
-        "eos_token_id": (int | list[int] | None, 2),
         "hidden_act": (str, "gelu"),
-        "hidden_dropout": (float | int, 0.0),
         "intermediate_size": (int, 24576),
-        "is_decoder": (bool, False),
         "layer_norm_eps": (float, 1e-5),
         "use_parallel_residual": (bool, True),
     }
@@ -53,15 +47,15 @@ class GPTNeoX(Architecture):
     folder_ignored = (".attention.bias", ".attention.masked_bias", *Architecture.folder_ignored)  # the causal mask
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
 
-    def derive(self, given: SimpleNamespace) -> None:
-        require_whole_heads(given)
+    def derive(self, keys: SimpleNamespace) -> None:
+        require_whole_heads(keys)
 
-    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
-        given.partial_rotary_factor = getattr(given, "rotary_pct", 0.25)
-        return rope_parameters(given, self.rope_theta, "rotary_emb_base")
+    def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
+        keys.partial_rotary_factor = getattr(keys, "rotary_pct", 0.25)
+        return rope_parameters(keys, self.rope_theta, "rotary_emb_base")
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        return replace(config, parallel=bool(given.use_parallel_residual), num_kv_heads=config.num_heads)
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        return replace(config, parallel=bool(keys.use_parallel_residual), num_kv_heads=config.num_heads)
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         return replace(config, parallel=bool(metadata.need("use_parallel_residual")))

@@ -19,19 +19,17 @@ class Llama(Architecture):
     gguf_interleaves_rope = True
     keys: ClassVar = {
         "attention_bias": (bool, False),
-        "attention_dropout": (float | int | None, 0.0),
         "head_dim": (int | None, None),
         "hidden_act": (str, "silu"),
         "intermediate_size": (int, 11008),
         "mlp_bias": (bool, False),
         "num_key_value_heads": (int | None, None),
-        "pretraining_tp": (int | None, 1),
         "rms_norm_eps": (float, 1e-6),
     }
 
-    def derive(self, given: SimpleNamespace) -> None:
-        super().derive(given)
-        require_whole_heads(given)
+    def derive(self, keys: SimpleNamespace) -> None:
+        super().derive(keys)
+        require_whole_heads(keys)
 
 
 class Mistral(Architecture):
@@ -73,18 +71,18 @@ class SmolLM3(Architecture):
         "use_sliding_window": (bool, False),
     }
 
-    def derive(self, given: SimpleNamespace) -> None:
-        super().derive(given)
-        layers = range(given.num_hidden_layers)
-        if given.no_rope_layers is None:  # despite the name, 1 where there is a rotation
-            given.no_rope_layers = [int((i + 1) % given.no_rope_layer_interval != 0) for i in layers]
-        if given.layer_types is None:
-            slides = given.use_sliding_window and given.sliding_window is not None
+    def derive(self, keys: SimpleNamespace) -> None:
+        super().derive(keys)
+        layers = range(keys.num_hidden_layers)
+        if keys.no_rope_layers is None:  # despite the name, 1 where there is a rotation
+            keys.no_rope_layers = [int((i + 1) % keys.no_rope_layer_interval != 0) for i in layers]
+        if keys.layer_types is None:
+            slides = keys.use_sliding_window and keys.sliding_window is not None
             kinds = ("full_attention", "sliding_attention")
-            given.layer_types = [kinds[bool(slides and not given.no_rope_layers[i])] for i in layers]
+            keys.layer_types = [kinds[bool(slides and not keys.no_rope_layers[i])] for i in layers]
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        return _rotate_only(config, lambda layer: bool(given.no_rope_layers[layer]))
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        return _rotate_only(config, lambda layer: bool(keys.no_rope_layers[layer]))
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         return _rotate_only(config, lambda layer: layer % 4 != 3)  # the files do not list the layers

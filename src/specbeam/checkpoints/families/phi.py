@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from specbeam.checkpoints.architecture import Architecture
-from specbeam.checkpoints.config_keys import ORIGINAL, rope_parameters
+from specbeam.checkpoints.architecture import ORIGINAL, Architecture, rope_parameters
 from specbeam.errors import SpecbeamError
 
 
@@ -20,16 +19,11 @@ class Phi3(Architecture):
         "blocks.N.mlp.gate_up": "model.layers.N.mlp.gate_up_proj",
     }
     keys: ClassVar = {
-        "bos_token_id": (int | None, 1),
-        "embd_pdrop": (float | int, 0.0),
-        "eos_token_id": (int | list[int] | None, 32000),
         "hidden_act": (str, "silu"),
         "intermediate_size": (int, 8192),
         "max_position_embeddings": (int, 4096),
         "num_key_value_heads": (int | None, None),
         "original_max_position_embeddings": (int, 4096),
-        "pad_token_id": (int | None, 32000),
-        "resid_pdrop": (float | int, 0.0),
         "rms_norm_eps": (float, 1e-5),
         "sliding_window": (int | None, None),
     }
@@ -38,17 +32,17 @@ class Phi3(Architecture):
         "blocks.N.mlp.gate_up": "blk.N.ffn_up",
     }
 
-    def rope_parameters(self, given: SimpleNamespace) -> dict[str, Any]:
-        given.partial_rotary_factor = partial = getattr(given, "partial_rotary_factor", 1.0)
-        ropes = rope_parameters(given, self.rope_theta)
+    def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
+        keys.partial_rotary_factor = partial = getattr(keys, "partial_rotary_factor", 1.0)
+        ropes = rope_parameters(keys, self.rope_theta)
         ropes.setdefault("partial_rotary_factor", partial)
         if ropes["rope_type"] in ("yarn", "longrope"):
-            ropes[ORIGINAL] = given.original_max_position_embeddings
+            ropes[ORIGINAL] = keys.original_max_position_embeddings
         if ropes["rope_type"] in ("su", "yarn"):  # names of earlier versions
             ropes["rope_type"] = "longrope"
         if ropes["rope_type"] not in ("default", "longrope"):
             raise SpecbeamError(f"config.json has rotary scaling {ropes['rope_type']!r}: Phi-3 has longrope alone")
-        features = int(given.hidden_size // given.num_attention_heads * ropes["partial_rotary_factor"]) // 2
+        features = int(keys.hidden_size // keys.num_attention_heads * ropes["partial_rotary_factor"]) // 2
         for key in ("short_factor", "long_factor"):
             factors = ropes.get(key)
             if factors is None:

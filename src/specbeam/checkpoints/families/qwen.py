@@ -23,9 +23,9 @@ class Qwen(Architecture):
         "use_sliding_window": (bool, False),
     }
 
-    def derive(self, given: SimpleNamespace) -> None:
-        super().derive(given)
-        windows_above(given)
+    def derive(self, keys: SimpleNamespace) -> None:
+        super().derive(keys)
+        windows_above(keys)
 
 
 class Qwen2(Qwen):

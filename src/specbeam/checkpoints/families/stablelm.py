@@ -17,10 +17,7 @@ class StableLM(Architecture):
     gguf_name = "stablelm"
     features: ClassVar = {"norm": "layer"}
     keys: ClassVar = {
-        "bos_token_id": (int | None, 0),
-        "eos_token_id": (int | list[int] | None, 0),
         "hidden_act": (str, "silu"),
-        "hidden_dropout": (float | int, 0.0),
         "intermediate_size": (int, 6912),
         "layer_norm_eps": (float, 1e-5),
         "max_position_embeddings": (int, 4096),
@@ -31,9 +28,9 @@ class StableLM(Architecture):
         "use_qkv_bias": (bool, False),
     }
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
-        parallel = bool(given.use_parallel_residual)
-        return replace(config, parallel=parallel, mlp_norm=not parallel, qkv_bias=bool(given.use_qkv_bias))
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        parallel = bool(keys.use_parallel_residual)
+        return replace(config, parallel=parallel, mlp_norm=not parallel, qkv_bias=bool(keys.use_qkv_bias))
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
         return replace(config, parallel=not config.mlp_norm)

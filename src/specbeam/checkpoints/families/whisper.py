@@ -1,4 +1,4 @@
-"""Whisper (Radford et al. 2022): an encoder reads 30 seconds of sound, and a decoder writes what was said."""
+"""Whisper (Radford et al. 2022): an encoder reads 30 seconds of audio, and a decoder writes what was said."""
 
 from __future__ import annotations
 
@@ -34,39 +34,16 @@ class Whisper(Architecture):
         "num_hidden_layers": "encoder_layers",  # transformers means the encoder's, too
     }
     keys: ClassVar = {
-        "activation_dropout": (float | int, 0.0),
         "activation_function": (str, "gelu"),
-        "apply_spec_augment": (bool, False),
-        "begin_suppress_tokens": (list | None, [220, 50256]),
-        "bos_token_id": (int | None, 50256),
-        "classifier_proj_size": (int, 256),
         "decoder_attention_heads": (int, 6),
         "decoder_ffn_dim": (int, 1536),
-        "decoder_layerdrop": (float | int, 0.0),
         "decoder_layers": (int, 4),
-        "decoder_start_token_id": (int, 50257),
-        "dropout": (float | int, 0.0),
         "encoder_ffn_dim": (int, 1536),
-        "encoder_layerdrop": (float | int, 0.0),
-        "eos_token_id": (int | list[int] | None, 50256),
-        "init_std": (float, 0.02),
-        "is_encoder_decoder": (bool, True),
-        "mask_feature_length": (int, 10),
-        "mask_feature_min_masks": (int, 0),
-        "mask_feature_prob": (float | int, 0.0),
-        "mask_time_length": (int, 10),
-        "mask_time_min_masks": (int, 2),
-        "mask_time_prob": (float | int, 0.05),
         "max_position_embeddings": (object, None),  # Whisper has other names for it
         "max_source_positions": (int, 1500),
         "max_target_positions": (int, 448),
-        "median_filter_width": (int, 7),
         "num_mel_bins": (int, 80),
-        "pad_token_id": (int | None, 50256),
-        "scale_embedding": (bool, False),
-        "suppress_tokens": (list | None, None),
         "tie_word_embeddings": (bool, True),
-        "use_weighted_layer_sum": (bool, False),
     }
     folder_tensors: ClassVar = {
         "embedding": "model.decoder.embed_tokens",
@@ -138,29 +115,29 @@ class Whisper(Architecture):
         "decoder/alignment_layer": None,
     }
 
-    def derive(self, given: SimpleNamespace) -> None:
+    def derive(self, keys: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
 
-    def refine_folder_config(self, config: Config, given: SimpleNamespace) -> Config:
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         encoder = replace(
             config,
             norm_eps=NORM_EPS,
-            intermediate_size=given.encoder_ffn_dim,
-            context_length=given.max_source_positions,
-            bands=given.num_mel_bins,
+            intermediate_size=keys.encoder_ffn_dim,
+            context_length=keys.max_source_positions,
+            bands=keys.num_mel_bins,
         )
-        heads = given.decoder_attention_heads
+        heads = keys.decoder_attention_heads
         for number in (config.num_heads, size("decoder_attention_heads", heads)):
             require_whole_heads(SimpleNamespace(hidden_size=config.hidden_size, num_attention_heads=number))
         return replace(
             encoder,
-            intermediate_size=given.decoder_ffn_dim,
-            layers=(Layer(),) * size("decoder_layers", given.decoder_layers),
+            intermediate_size=keys.decoder_ffn_dim,
+            layers=(Layer(),) * size("decoder_layers", keys.decoder_layers),
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=config.hidden_size // heads,
             attention_scale=(config.hidden_size // heads) ** -0.5,
-            context_length=given.max_target_positions,
+            context_length=keys.max_target_positions,
             bands=None,
             encoder=encoder,
         )

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, check_links, read_json
-from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.finite import are_finite, not_finite
+from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, Extent, check_links, read_json
 from specbeam.checkpoints.formats.safetensors_file import Floats, tensors_of
+from specbeam.checkpoints.parameters import are_finite, not_finite
 from specbeam.errors import SpecbeamError
+from specbeam.system.numbers import is_real
 
 PREFIX = "base_model.model."
 """PEFT puts two modules of its own around the base model."""
@@ -84,17 +84,17 @@ class Adapter:
         self.updates: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         for name in self.shapes:
-            own = name.removeprefix(PREFIX)
-            if own == name or (".lora_" in own and not FACTOR.fullmatch(own)):
+            inner = name.removeprefix(PREFIX)
+            if inner == name or (".lora_" in inner and not FACTOR.fullmatch(inner)):
                 raise SpecbeamError(
                     f"{path}: the tensor {name} cannot be merged: known are the factors A and B of LoRA"
                 )
-            if WRAPPED.search(own) and PREFIX + WRAPPED.sub(".", own) in self.shapes:
+            if WRAPPED.search(inner) and PREFIX + WRAPPED.sub(".", inner) in self.shapes:
                 continue
-            if factor := FACTOR.fullmatch(own):
+            if factor := FACTOR.fullmatch(inner):
                 self.updates[f"{factor['module']}.weight"] = self._update(factor["module"])
             else:
-                self.replaced[own.replace(".base_layer.", ".")] = name
+                self.replaced[inner.replace(".base_layer.", ".")] = name
 
     @property
     def base(self) -> str | None:
@@ -126,9 +126,6 @@ class Adapter:
 
         Args:
             names: of the embedding and the head, in the base model.
-
-        Raises:
-            SpecbeamError: the adapter's tensor is no matrix.
         """
         shapes = {name: self.shapes[self.replaced[name]] for name in names if name in self.replaced}
         for name, shape in shapes.items():
@@ -139,11 +136,7 @@ class Adapter:
         return [tokens for tokens, _ in shapes.values()]
 
     def replacement(self, name: str) -> Floats:
-        """The new tensor in place of one that is replaced, in float32.
-
-        Raises:
-            SpecbeamError: its weights are not finite.
-        """
+        """The new tensor in place of one that is replaced, in float32."""
         tensor = self.tensors[self.replaced[name]]
         new = np.reshape(tensor.rows(0, tensor.shape[0] if tensor.shape else 1), tensor.shape)
         if not are_finite(new):
@@ -156,9 +149,6 @@ class Adapter:
         Args:
             shape_of: the shape of a weight of the model, [out, in] for a matrix; None for a name that the model lacks.
             tied: the weights that the model uses in two places.
-
-        Raises:
-            SpecbeamError: names the weight that does not fit.
         """
         for name in [*self.updates, *self.replaced]:
             shape = shape_of(name)
@@ -176,11 +166,7 @@ class Adapter:
                 )
 
     def update(self, name: str, start: int, stop: int) -> Floats:
-        """Rows ``start`` to ``stop`` of s B A [out, in] for a tensor that is updated, in float32.
-
-        Raises:
-            SpecbeamError: weights of A or B are not finite.
-        """
+        """Rows ``start`` to ``stop`` of s B A [out, in] for a tensor that is updated, in float32."""
         update = self.updates[name]
         a, b = self.tensors[update.a], self.tensors[update.b]
         if update.embedding:
@@ -235,6 +221,6 @@ class Adapter:
             if module == key.removeprefix("^") or module.endswith("." + key):
                 alpha = value
                 break
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not isfinite(alpha):
+        if not is_real(alpha) or not isfinite(alpha):
             raise SpecbeamError(f"{self.path}: lora_alpha={alpha!r} for {module} is no number")
         return float(alpha)

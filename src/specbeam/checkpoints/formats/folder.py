@@ -17,29 +17,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
-from specbeam.checkpoints.code import check_tokenizer, refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import (
     VOCABULARIES,
     WEIGHTS,
+    Extent,
     check_fetched,
     check_links,
+    check_tokenizer,
     missing_weights,
     read_json,
+    refusing,
     weight_map,
 )
-from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.formats.adapter import Adapter
 from specbeam.checkpoints.formats.folder_config import check_counts, config_from_hugging_face
-from specbeam.checkpoints.formats.quantized import check_not_quantized, quantization_of
 from specbeam.checkpoints.formats.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
 from specbeam.checkpoints.tokenizers.folder_tokenizer import tokenizer_from_folder
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.options.generation_defaults import FILE, GenerationDefaults, defaults_of_config
 from specbeam.system.extras import require
+from specbeam.system.numbers import is_integer
 
 logger = logging.getLogger("specbeam")
+OF_MODELOPT, OF_AWQ = "hf_quant_config.json", "quant_config.json"
+"""Files in which NVIDIA's ModelOpt and AutoAWQ describe a quantization. AutoAWQ's are of 2023."""
 
 
 class FolderCheckpoint(Checkpoint):
@@ -111,8 +114,8 @@ class FolderCheckpoint(Checkpoint):
         if not card.is_file():
             return None
         head = card.read_text(encoding="utf-8", errors="replace").split("---")
-        found = re.search(r"^license:[\s-]*(\S.*)$", head[1], re.MULTILINE) if len(head) > 2 else None
-        return found[1].strip().strip("\"'") if found else None
+        license = re.search(r"^license:[\s-]*(\S.*)$", head[1], re.MULTILINE) if len(head) > 2 else None
+        return license[1].strip().strip("\"'") if license else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,9 +179,9 @@ class FolderCheckpoint(Checkpoint):
             return None  # transformers would make an empty one for some architectures
         check_tokenizer(folder, described)
         config = self._config if folder == self.path else read_json(folder, "config.json")
-        own = tokenizer_from_folder(folder, config, described)
-        if own is not None:
-            return own
+        tokenizer = tokenizer_from_folder(folder, config, described)
+        if tokenizer is not None:
+            return tokenizer
         require(f"the tokenizer of {folder}", "transformers")
         from transformers import AutoTokenizer
 
@@ -197,7 +200,7 @@ class FolderCheckpoint(Checkpoint):
             ids = config.get("eos_token_id")
             if ids is not None:
                 ids = ids if isinstance(ids, list) else [ids]
-                if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                if not all(map(is_integer, ids)):
                     raise SpecbeamError(
                         f"{self.path}: eos_token_id {ids} of its configuration holds what is no token id"
                     )
@@ -217,8 +220,8 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
-        own = [(file, extents_of(file)) for file in self._weights]
-        return own if self.adapter is None else own + self.adapter.extents
+        extents = [(file, extents_of(file)) for file in self._weights]
+        return extents if self.adapter is None else extents + self.adapter.extents
 
     def sources(self, name: str) -> list[str]:
         return [self._stored(source) for source in super().sources(name)]
@@ -272,3 +275,66 @@ class FolderCheckpoint(Checkpoint):
 def _vocabulary(folder: Path) -> Path | None:
     """The first file of a folder that holds the vocabulary of a tokenizer."""
     return next((file for name in VOCABULARIES for file in folder.glob(name) if file.is_file()), None)
+
+
+def quantization_of(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:
+    """The name of a folder's quantization; None for weights that are not quantized.
+
+    Args:
+        config: the content of config.json.
+        dtypes: of the tensors, by their names.
+    """
+    how = config.get("quantization_config") or config.get("compression_config")
+    if isinstance(how, dict) and (name := _stated(how)):
+        return name
+    if isinstance(config.get("quantization"), dict):
+        return "MLX"
+    by_modelopt = read_json(folder, OF_MODELOPT).get("quantization")
+    if isinstance(by_modelopt, dict) and (name := _stated(by_modelopt)):
+        return name
+    if name := _by_tensors(folder, dtypes):
+        return name
+    return None if config.get("quantization_config") is None else "a method it does not name"
+
+
+def check_not_quantized(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+    """Refuse a quantized folder. Arguments as for :func:`quantization_of`."""
+    if name := quantization_of(folder, config, dtypes):
+        how = config.get("quantization_config")
+        is_described = isinstance(how, dict) and ("quant_method" in how or _loads_in_bits(how))
+        kind = Unsupported if is_described else SpecbeamError
+        raise kind(f"{folder} is quantized with {name}: load an unquantized folder or a GGUF file")
+
+
+def _stated(how: Mapping[str, Any]) -> str | None:
+    """The method that a description names, or that has its keys."""
+    detail = how.get("quant_algo") or how.get("format")
+    if method := how.get("quant_method"):
+        return f"{method} ({detail})" if detail else str(method)
+    if _loads_in_bits(how):
+        return "bitsandbytes"
+    if detail:
+        return str(detail)
+    return "MLX" if {"bits", "group_size"} <= how.keys() else None
+
+
+def _loads_in_bits(how: Mapping[str, Any]) -> bool:
+    return bool(how.get("load_in_4bit") or how.get("load_in_8bit"))
+
+
+def _by_tensors(folder: Path, dtypes: Mapping[str, str]) -> str | None:
+    """The method whose tensors lie beside the weights, or in place of them."""
+    ends = {name.rpartition(".")[2] for name in dtypes}
+    if "qweight" in ends:
+        return "AWQ" if (folder / OF_AWQ).is_file() else "GPTQ"
+    if {"scales", "biases"} <= ends:
+        return "MLX"
+    if ends & {"absmax", "SCB"}:
+        return "bitsandbytes"
+    if "weight_packed" in ends:
+        return "compressed-tensors"
+    if "weight_scale_2" in ends:
+        return "NVFP4"
+    if ends & {"weight_scale", "weight_scale_inv", "scale_weight"}:
+        return "fp8 and scales" if any(kind.startswith("F8") for kind in dtypes.values()) else "int8 and scales"
+    return None

@@ -7,8 +7,16 @@ from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
-from specbeam.checkpoints.architecture import Architecture
-from specbeam.checkpoints.code import dictionaries, refusing
+from specbeam.checkpoints.architecture import (
+    COMMON,
+    SIZES,
+    Architecture,
+    check_rope,
+    fits,
+    in_words,
+    nested,
+    scaled_context,
+)
 from specbeam.checkpoints.config import (
     MAX_HEAD_DIM,
     Config,
@@ -21,8 +29,8 @@ from specbeam.checkpoints.config import (
     yarn_divisors,
     yarn_scale,
 )
-from specbeam.checkpoints.config_keys import COMMON, check_rope, fits, in_words, nested, scaled_context
 from specbeam.checkpoints.families import ARCHITECTURES, require_supported
+from specbeam.checkpoints.files import dictionaries, refusing
 from specbeam.errors import SpecbeamError, Unsupported
 
 ACTIVATIONS = {
@@ -44,8 +52,6 @@ LAYERS = (
     "decoder_layers",
 )
 """The keys that say how many layers a model, or a part of it, has."""
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""The keys without which a config.json is refused. transformers would take defaults for them."""
 LAYER_KINDS = {
     *("full_attention", "sliding_attention", "chunked_attention", "window_attention", "indexed_attention"),
     *("compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse", "conv", "moe", "hybrid"),
@@ -57,60 +63,48 @@ OTHER_COUNTS, MAX_COUNT = ("num_labels", "num_experts", "num_local_experts", "n_
 UNSUPPORTED_FLAGS = ("qk_layernorm", "scale_attn_by_inverse_layer_idx", "use_bidirectional_attention")
 
 
-def check_counts(given: Mapping[str, Any], tensors: Collection[str]) -> None:
+def check_counts(content: Mapping[str, Any], tensors: Collection[str]) -> None:
     """Refuse numbers of layers, labels or experts for which transformers would make lists without end.
 
     Args:
-        given: the content of config.json.
+        content: the content of config.json.
         tensors: the names of the tensors beside it. A layer has one at least.
-
-    Raises:
-        SpecbeamError: a number in it, or in a part of it, is too large.
     """
-    for part in dictionaries(given):
-        for names, most in ((LAYERS, len(tensors)), (OTHER_COUNTS, MAX_COUNT)):
+    for part in dictionaries(content):
+        for names, limit in ((LAYERS, len(tensors)), (OTHER_COUNTS, MAX_COUNT)):
             for name in names:
-                if isinstance(number := part.get(name), int | float) and not number <= most:
-                    raise SpecbeamError(f"config.json says {name} = {number}, which is too large: at most {most} fit")
+                if isinstance(number := part.get(name), int | float) and not number <= limit:
+                    raise SpecbeamError(f"config.json says {name} = {number}, which is too large: at most {limit} fit")
 
 
-def config_from_hugging_face(given: Mapping[str, Any], tensors: Collection[str]) -> Config:
+def config_from_hugging_face(content: Mapping[str, Any], tensors: Collection[str]) -> Config:
     """The configuration in a ``config.json`` of transformers 4 or 5.
 
     Args:
-        given: the content of the file.
+        content: the content of the file.
         tensors: the names of the tensors beside it.
-
-    Raises:
-        Unsupported: an architecture or a feature that specbeam lacks.
-        SpecbeamError: a key is missing, or its value is wrong.
     """
-    name = str(given.get("model_type"))
+    name = str(content.get("model_type"))
     require_supported(name)
 
     with refusing(f"config.json cannot be read as the configuration of a {name} model"):
-        return _read(ARCHITECTURES[name], complete(ARCHITECTURES[name], given), tensors)
+        return _read(ARCHITECTURES[name], complete(ARCHITECTURES[name], content), tensors)
 
 
-def complete(architecture: Architecture, given: Mapping[str, Any]) -> SimpleNamespace:
-    """The keys of a config.json as attributes, with the defaults of its architecture.
-
-    Raises:
-        SpecbeamError: a key is missing, or its value has a type or a length that transformers refuses.
-        Unsupported: settings of single layers.
-    """
+def complete(architecture: Architecture, content: Mapping[str, Any]) -> SimpleNamespace:
+    """The keys of a config.json as attributes, with the defaults of its architecture."""
     older = architecture.older_names
     for key in SIZES:
-        if key not in given and older.get(key) not in given:
+        if key not in content and older.get(key) not in content:
             raise SpecbeamError(f"config.json has no {key!r}: it does not describe a {architecture.name} model")
-    if given.get("per_layer_config") is not None:
+    if content.get("per_layer_config") is not None:
         raise Unsupported("per_layer_config in config.json is not supported")
     newer = {old: new for new, old in older.items()}
-    named = {newer.get(key, key): value for key, value in given.items() if newer.get(key) not in given}
+    named = {newer.get(key, key): value for key, value in content.items() if newer.get(key) not in content}
     keys = COMMON | architecture.keys
     for key, value in named.items():
         if key in keys and not fits(value, keys[key][0]):
-            written = key if key in given else older[key]
+            written = key if key in content else older[key]
             raise SpecbeamError(f"config.json says {written} = {str(value)[:80]!r}, not {in_words(keys[key][0])}")
     complete = SimpleNamespace(**{key: default for key, (_, default) in keys.items()} | deepcopy(named))
     architecture.derive(complete)
@@ -124,22 +118,22 @@ def complete(architecture: Architecture, given: Mapping[str, Any]) -> SimpleName
     return complete
 
 
-def _check_layer_kinds(given: SimpleNamespace) -> None:
+def _check_layer_kinds(keys: SimpleNamespace) -> None:
     """Refuse kinds of layers that nobody knows, too many or too few. Older names become newer ones."""
-    if (kinds := getattr(given, "layer_types", None)) is None:
+    if (kinds := getattr(keys, "layer_types", None)) is None:
         return
-    given.layer_types = kinds = [OLDER_LAYER_KINDS.get(kind, kind) for kind in kinds]
+    keys.layer_types = kinds = [OLDER_LAYER_KINDS.get(kind, kind) for kind in kinds]
     if unknown := [kind for kind in kinds if kind not in LAYER_KINDS]:
         raise SpecbeamError(f"config.json has layers of the unknown kind {unknown[0]!r}")
-    if len(kinds) != given.num_hidden_layers:
+    if len(kinds) != keys.num_hidden_layers:
         raise SpecbeamError(
-            f"config.json says num_hidden_layers = {given.num_hidden_layers}, and layer_types has {len(kinds)} entries"
+            f"config.json says num_hidden_layers = {keys.num_hidden_layers}, and layer_types has {len(kinds)} entries"
         )
 
 
-def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collection[str]) -> Config:
+def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection[str]) -> Config:
     def get(*names: str, otherwise: Any = None) -> Any:
-        return next((v for name in names if (v := getattr(given, name, None)) is not None), otherwise)
+        return next((v for name in names if (v := getattr(keys, name, None)) is not None), otherwise)
 
     for flag in UNSUPPORTED_FLAGS:
         if get(flag):
@@ -154,7 +148,7 @@ def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collectio
     if "attention_bias" in architecture.keys and (bias := get("attention_bias")) is not None:  # others ignore it
         features |= {"qkv_bias": bool(bias), "output_bias": bool(bias)}
 
-    hidden, heads = given.hidden_size, given.num_attention_heads
+    hidden, heads = keys.hidden_size, keys.num_attention_heads
     head_dim = size("head_dim", get("head_dim", otherwise=hidden // heads), MAX_HEAD_DIM)
     context = get("max_position_embeddings", "max_target_positions")
     window, kinds = get("sliding_window"), get("layer_types")
@@ -172,11 +166,11 @@ def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collectio
             rope = rope_from_transformers(parameters, dim, context)
         return Layer(rope, window if kind == "sliding_attention" else None)
 
-    layers = make_layers(given.num_hidden_layers, tensors, layer)
+    layers = make_layers(keys.num_hidden_layers, tensors, layer)
     head = architecture.folder_tensors["head"] + ".weight"
     config = Config(
         architecture=architecture.name,
-        vocab_size=given.vocab_size,
+        vocab_size=keys.vocab_size,
         hidden_size=hidden,
         intermediate_size=get("intermediate_size", otherwise=4 * hidden),
         layers=layers,
@@ -189,47 +183,45 @@ def _read(architecture: Architecture, given: SimpleNamespace, tensors: Collectio
         tied_head=bool(get("tie_word_embeddings", otherwise=head not in tensors)),
         **features,
     )
-    return architecture.refine_folder_config(config, given)
+    return architecture.refine_folder_config(config, keys)
 
 
-def rope_from_transformers(given: Mapping[str, Any], dim: int, context: int) -> Rope:
+def rope_from_transformers(parameters: Mapping[str, Any], dim: int, context: int) -> Rope:
     """A dictionary ``rope_parameters`` of transformers 5 as a :class:`Rope`.
 
     Args:
         dim: how many features of a head are rotated.
         context: ``max_position_embeddings``.
-
-    Raises:
-        Unsupported: a kind of rope scaling that specbeam lacks.
     """
-    theta = float(given.get("rope_theta", 10000.0))
-    kind = given.get("rope_type") or given.get("type") or "default"
+    theta = float(parameters.get("rope_theta", 10000.0))
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return Rope(theta, dim)
     if kind == "linear":
-        return Rope(theta, dim, (float(given["factor"]),) * (dim // 2))
+        return Rope(theta, dim, (float(parameters["factor"]),) * (dim // 2))
     if kind == "llama3":
         divisors = llama3_divisors(
             theta,
             dim,
-            factor=float(given["factor"]),
-            low=float(given["low_freq_factor"]),
-            high=float(given["high_freq_factor"]),
-            trained=float(given["original_max_position_embeddings"]),
+            factor=float(parameters["factor"]),
+            low=float(parameters["low_freq_factor"]),
+            high=float(parameters["high_freq_factor"]),
+            trained=float(parameters["original_max_position_embeddings"]),
         )
         return Rope(theta, dim, divisors)
     if kind == "longrope":
-        trained = float(given["original_max_position_embeddings"])
-        factor = float(given.get("factor") or context / trained)
-        scale = given.get("attention_factor") or longrope_scale(factor, trained)
-        return Rope(theta, dim, tuple(map(float, given["short_factor"])), float(scale))
+        trained = float(parameters["original_max_position_embeddings"])
+        factor = float(parameters.get("factor") or context / trained)
+        scale = parameters.get("attention_factor") or longrope_scale(factor, trained)
+        return Rope(theta, dim, tuple(map(float, parameters["short_factor"])), float(scale))
     if kind == "yarn":
-        trained = float(given["original_max_position_embeddings"])
-        factor = context / trained if given["factor"] is None else float(given["factor"])
-        fast, slow = float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)
-        divisors = yarn_divisors(theta, dim, factor, trained, fast, slow, whole=bool(given.get("truncate", True)))
-        mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+        trained = float(parameters["original_max_position_embeddings"])
+        factor = context / trained if parameters["factor"] is None else float(parameters["factor"])
+        fast, slow = float(parameters.get("beta_fast") or 32), float(parameters.get("beta_slow") or 1)
+        truncate = bool(parameters.get("truncate", True))
+        divisors = yarn_divisors(theta, dim, factor, trained, fast, slow, truncate)
+        mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
         usual = yarn_scale(factor, float(mscale), float(mscale_all)) if mscale and mscale_all else yarn_scale(factor)
-        scale = given.get("attention_factor")
+        scale = parameters.get("attention_factor")
         return Rope(theta, dim, divisors, usual if scale is None else float(scale))
     raise Unsupported(f"rope scaling {kind!r} is not supported: supported are default, linear, llama3, longrope, yarn")

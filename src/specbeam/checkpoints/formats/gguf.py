@@ -16,15 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts
-from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
-from specbeam.checkpoints.files import PART, check_fetched
-from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, config_from_gguf
-from specbeam.checkpoints.formats.gguf_transformers import check_transformers
+from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
+from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, check_transformers, config_from_gguf
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
-from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, Vocabulary, vocabulary_from_gguf
+from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, GGUFVocabulary, vocabulary_from_gguf
 from specbeam.errors import SpecbeamError
 from specbeam.options.generation_defaults import GenerationDefaults
 
@@ -158,7 +155,7 @@ class GGUFCheckpoint(Checkpoint):
         check_transformers(self.metadata, self.shapes, config, lambda: self.config)
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GGUFVocabulary:
         """The tokens of the file. Raises SpecbeamError if they contradict each other."""
         with refusing(f"{self.path}: its tokenizer is damaged"):
             return vocabulary_from_gguf(self.metadata, self.path)
@@ -182,14 +179,14 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
         taken = {key: name for name, (key, _, changes) in SAMPLING.items() if changes(self.metadata.get(key, 0))}
-        found = {name: self.metadata[key] for key, name in taken.items()}
+        settings = {name: self.metadata[key] for key, name in taken.items()}
         known = {PENALTY, *(key for key, *_ in SAMPLING.values())}
         penalty = self.metadata.get(PENALTY, 1.0)
         if others := sorted(key for key in self.metadata if key.startswith("general.sampling.") and key not in known):
             logger.warning("%s recommends options that specbeam lacks: %s", self.path, ", ".join(others))
         suppressed = [i for i in self.metadata.get("tokenizer.ggml.suppress_tokens", []) if i >= 0]
         return GenerationDefaults(
-            found | {"suppress_tokens": suppressed or None},
+            settings | {"suppress_tokens": suppressed or None},
             self.path.name,
             {} if penalty == 1 else {"repetition_penalty": penalty},
         )
@@ -274,15 +271,15 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
         return content.decode("utf-8", errors="replace")
 
     def strings(count: int) -> list[str]:  # a vocabulary has 262,144, so this is one loop without calls of ours
-        begin, length_at, found = data.tell(), struct.Struct("<Q").unpack_from, []
+        begin, length_at, texts = data.tell(), struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             end = begin + 8 + length_at(data, begin)[0]
             if end > size:
                 raise ValueError("a string ends beyond the file")
-            found.append(data[begin + 8 : end].decode("utf-8", "replace"))
+            texts.append(data[begin + 8 : end].decode("utf-8", "replace"))
             begin = end
         data.seek(begin)
-        return found
+        return texts
 
     def value(kind: int) -> tuple[str, Any]:
         """The name of the type, and the value. llama.cpp has no arrays of arrays."""

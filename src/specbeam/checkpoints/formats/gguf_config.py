@@ -6,11 +6,12 @@ A key that a file lacks has llama.cpp's default here, and is refused where llama
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from math import isclose
 from typing import Any
 
 from specbeam.checkpoints.architecture import Architecture, Metadata
-from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import (
     MAX_HEAD_DIM,
     Config,
@@ -22,6 +23,8 @@ from specbeam.checkpoints.config import (
     yarn_scale,
 )
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES, require_supported
+from specbeam.checkpoints.files import refusing
+from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
@@ -80,6 +83,16 @@ OTHER_FILES = {
     "imatrix": "an importance matrix for llama-quantize: give the file of the model",
 }
 """What a file is that is no model, by ``general.type``."""
+TRANSFORMERS_NAMES = {
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
+"""transformers' names of architectures, where GGUF files have other names."""
+IN_SHAPES = frozenset(("expert_feed_forward_length", "expert_shared_feed_forward_length", "attention.value_length"))
+"""Keys that the shapes of tensors repeat. transformers refuses tensors of other shapes."""
+WAY_OUT = "Give the folder from which the file was made"
 
 
 def config_from_gguf(
@@ -102,12 +115,13 @@ def config_from_gguf(
     name = str(metadata.get("general.architecture"))
     check_model_file(metadata, tensors)
     require_supported(name, GGUF_ARCHITECTURES)
-    own = Metadata(name, metadata)
+    of_architecture = Metadata(name, metadata)
     with refusing(f"the GGUF file's metadata do not describe a {name} model"):
-        config = _read(GGUF_ARCHITECTURES[name], own, tensors, divisors or {})
-    if unknown := sorted(own.keys() - own.read - NO_EFFECT):
+        config = _read(GGUF_ARCHITECTURES[name], of_architecture, tensors, divisors or {})
+    if unknown := sorted(of_architecture.keys() - of_architecture.read - NO_EFFECT):
         logger.warning(
-            "the GGUF file has keys that are not known and have no effect: %s", ", ".join(map(own.name, unknown))
+            "the GGUF file has keys that are not known and have no effect: %s",
+            ", ".join(map(of_architecture.name, unknown)),
         )
     return config
 
@@ -217,7 +231,82 @@ def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]
         stretched = yarn_divisors(theta, dim, factor, trained, float(fast), float(slow), mix=mix)
     elif kind != "none" and factor != 1:
         stretched = (factor,) * (dim // 2)
-    own = divisors.get(LONGROPE_DIVISORS, divisors.get(LLAMA3_DIVISORS))
-    if own is not None and stretched is not None and len(own) == len(stretched):
-        own = tuple(a * b for a, b in zip(own, stretched, strict=True))
-    return Rope(theta, dim, stretched if own is None else own, scale)
+    factors = divisors.get(LONGROPE_DIVISORS, divisors.get(LLAMA3_DIVISORS))
+    if factors is not None and stretched is not None and len(factors) == len(stretched):
+        factors = tuple(a * b for a, b in zip(factors, stretched, strict=True))
+    return Rope(theta, dim, stretched if factors is None else factors, scale)
+
+
+def check_transformers(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[int, ...]],
+    config: Any,
+    make_config: Callable[[], Config],
+) -> None:
+    """Refuse a GGUF file that transformers' loader would run as another model.
+
+    Args:
+        metadata: all keys of the file.
+        tensors: the shape of each tensor, by name.
+        config: the configuration that the loader makes of the file.
+        make_config: gives the configuration that specbeam makes of it, for an architecture that specbeam has.
+
+    Raises:
+        SpecbeamError: names what the loader drops or changes.
+    """
+    check_model_file(metadata, tensors)
+    name = str(metadata.get("general.architecture"))
+    if name in GGUF_ARCHITECTURES:
+        ours, theirs = make_config(), config_from_hugging_face(config.to_dict(), tensors)
+        for field in fields(Config):
+            a, b = getattr(ours, field.name), getattr(theirs, field.name)
+            if field.name != "architecture" and not _equal(a, b):
+                raise SpecbeamError(
+                    f"transformers' loader of GGUF files takes another {field.name} than the file says: use the cpu or "
+                    "the torch backend"
+                )
+        return
+    lost = sorted([*(tensor for tensor in DIVISORS if tensor in tensors), *_lost_keys(Metadata(name, metadata))])
+    if lost:
+        raise SpecbeamError(
+            f"architecture {name!r} is not supported natively, and transformers' loader of GGUF files drops what this "
+            f"file says in {', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}. {WAY_OUT}"
+        )
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return isclose(ours, theirs, rel_tol=1e-6)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    if hasattr(ours, "__dataclass_fields__") and type(ours) is type(theirs):
+        return all(_equal(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(ours))
+    return bool(ours == theirs)
+
+
+def _lost_keys(metadata: Metadata) -> list[str]:
+    """The keys of an architecture unknown to specbeam that have an effect, and that the loader ignores."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    taken = GGUF_CONFIG_MAPPING.get(TRANSFORMERS_NAMES.get(metadata.architecture, metadata.architecture))
+    heads, hidden = metadata.get("attention.head_count"), metadata.get("embedding_length")
+    head_dims = [metadata.get("attention.key_length")]
+    if isinstance(heads, int) and isinstance(hidden, int) and heads:
+        head_dims.append(hidden // heads)
+    kind, factor = metadata.get("rope.scaling.type", "linear"), metadata.get("rope.scaling.factor", 0)
+    is_scaled = kind in ("yarn", "longrope") or (
+        kind != "none" and (factor or metadata.get("rope.scale_linear", 0)) > 1
+    )
+    lost = []
+    for key, value in metadata.items():
+        if key.startswith("rope.scal"):
+            is_kept = metadata.architecture == "gpt-oss" or not (is_scaled or key.endswith("attn_factor"))
+        elif taken is None:  # the loader has code of its own for this architecture
+            is_kept = True
+        elif key in ("attention.key_length", "rope.dimension_count"):
+            is_kept = value in head_dims or taken.get(key) is not None
+        else:
+            is_kept = taken.get(key) is not None or key in NO_EFFECT | IN_SHAPES or value in (0, "", None)
+        if not is_kept and (key, value) != ("attention.causal", True):
+            lost.append(metadata.name(key))
+    return lost

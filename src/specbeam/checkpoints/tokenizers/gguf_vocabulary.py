@@ -72,7 +72,7 @@ ID_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in (*SPECIAL_TOKENS.v
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GGUFVocabulary:
     """The tokens of a file.
 
     Attributes:
@@ -94,14 +94,11 @@ class Vocabulary:
     path: Path | str
 
 
-def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> Vocabulary:
+def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> GGUFVocabulary:
     """The vocabulary in a GGUF file's metadata.
 
     Args:
         metadata: all keys of the file.
-
-    Raises:
-        SpecbeamError: it contradicts itself.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _tokens(metadata.get("tokenizer.ggml.tokens") or [], path)
@@ -124,9 +121,9 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> Vocab
         return ids[name]
 
     for key, names in NAMES.items():
-        found = sorted(ids[name] for name in names if name in ids)
-        if key not in named and found:
-            named[key] = make_control(tokens[found[0]])
+        present = sorted(ids[name] for name in names if name in ids)
+        if key not in named and present:
+            named[key] = make_control(tokens[present[0]])
     ends = {make_control(name) for name in ENDS if name in ids}
     ends |= {named[key] for key in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep") if key in named}
     if changed:
@@ -138,7 +135,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> Vocab
         )
     _make_exceptions(ids, types, ends)
     special = {name: named[key] for name, key in SPECIAL_TOKENS.items() if key in named}
-    return Vocabulary(kind, tokens, ids, types, special, frozenset(ends), path)
+    return GGUFVocabulary(kind, tokens, ids, types, special, frozenset(ends), path)
 
 
 def _tokens(tokens: list[str], path: Path | str) -> list[str]:

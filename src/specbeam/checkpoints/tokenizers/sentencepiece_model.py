@@ -40,11 +40,7 @@ class SentencePiece:
 
 
 def read_sentencepiece(file: Path) -> SentencePiece:
-    """The content of a tokenizer.model.
-
-    Raises:
-        SpecbeamError: it is damaged, or no such file.
-    """
+    """The content of a tokenizer.model."""
     try:
         return _read(file.read_bytes())
     except (OSError, ValueError, IndexError) as error:
