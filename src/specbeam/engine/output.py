@@ -101,9 +101,6 @@ class Output:
             hypotheses: best first.
             target, draft: their counts go into the statistics.
             drafted: whether there was a drafter.
-
-        Raises:
-            SpecbeamError: there is no hypothesis.
         """
         if not hypotheses:
             given = [name for name in MAY_FORBID if getattr(self._setup.options, name)]

@@ -54,11 +54,7 @@ class Saved:
 
     @classmethod
     def read(cls, value: Any) -> Saved:
-        """The object that ``specbeam generate --json`` prints.
-
-        Raises:
-            SpecbeamError: a field is missing or wrong.
-        """
+        """The object that ``specbeam generate --json`` prints."""
         if isinstance(value, dict) and "inputs" not in value:
             raise SpecbeamError('it has no "inputs" to make it again from: save results with specbeam generate --json')
         inputs = _field(value, "inputs", dict)

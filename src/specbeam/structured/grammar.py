@@ -134,11 +134,7 @@ class Parsed(OutputSpec):
         return self.text
 
     def trial(self) -> Trial:
-        """What comes of its compilation, in a process with limits.
-
-        Raises:
-            SpecbeamError: the compilation exceeds a limit.
-        """
+        """What comes of its compilation, in a process with limits."""
         try:
             return trial(self.text_in_bytes, self.is_forcing, self.lexer_fuel, self.max_symbols)
         except TooCostly as error:
@@ -361,11 +357,7 @@ OUTPUT_SPECS: dict[str, Any] = {"json_schema": JsonSchema, "regex": Regex, "gram
 
 
 def output_spec_of(value: Any) -> OutputSpec:
-    """An output spec that was saved (:meth:`OutputSpec.to_dict`).
-
-    Raises:
-        SpecbeamError: it is none, or cannot be enforced.
-    """
+    """An output spec that was saved (:meth:`OutputSpec.to_dict`)."""
     try:
         ((name, given),) = value.items()
         made: OutputSpec = OUTPUT_SPECS[name](**given)
