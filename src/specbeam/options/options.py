@@ -380,9 +380,9 @@ class Options:
         if (constraint := self.constraint) is not None:
             # They import NumPy, which the command line's help does not need.
             from specbeam.structured import Constraint
-            from specbeam.structured.grammar import Description
+            from specbeam.structured.grammar import OutputSpec
 
-            is_one = isinstance(constraint, Constraint | Description) and not isinstance(constraint, type)
+            is_one = isinstance(constraint, Constraint | OutputSpec) and not isinstance(constraint, type)
             self._check("constraint", is_one, "a JsonSchema, Regex, Grammar, Choice, TokenTrie or another Constraint")
         allowed = self.prefix_allowed_tokens_fn
         self._check("prefix_allowed_tokens_fn", allowed is None or callable(allowed), "a function")

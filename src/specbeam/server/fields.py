@@ -16,9 +16,9 @@ from specbeam.options.names import OTHER_NAMES
 from specbeam.options.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
+from specbeam.server.ignored_fields import PENALTY_WINDOWS, Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import WINDOWS, Fields, given, with_neutral_fields
 
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
@@ -55,14 +55,14 @@ def content_of(content: Any, message: ValidationInfo) -> Any:
     return "" if content is None else content
 
 
-@with_neutral_fields
+@with_ignored_fields
 class StreamOptions(Fields):
     """How a stream ends."""
 
     include_usage: bool | None = Field(None, description="Send a last frame with the usage.")
 
 
-@with_neutral_fields
+@with_ignored_fields
 class OpenAIDecoding(Fields):
     """OpenAI's fields that all endpoints for texts share."""
 
@@ -74,7 +74,7 @@ class OpenAIDecoding(Fields):
     top_p: float | None = Field(None, gt=0, le=1, description="The model's default if it is left out and one samples.")
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(given)] | None = Field(
+    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(without_nulls)] | None = Field(
         None, description="Added to scores, by token id."
     )
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -82,12 +82,12 @@ class OpenAIDecoding(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, and has no effect.")
-    metadata: Annotated[dict[str, str], BeforeValidator(given)] | None = Field(
+    metadata: Annotated[dict[str, str], BeforeValidator(without_nulls)] | None = Field(
         None, description="Accepted, and has no effect."
     )
 
 
-@with_neutral_fields
+@with_ignored_fields
 class Decoding(OpenAIDecoding):
     """The fields that all endpoints for texts share: OpenAI's, and vLLM's and specbeam's after them."""
 
@@ -182,7 +182,7 @@ class Decoding(OpenAIDecoding):
         if self.stream and self.best_of is not None and not self.use_beam_search and self.best_of > (self.n or 1):
             raise Refusal("best_of cannot be streamed: all its texts must end before the best one is known", "best_of")
         has_penalties = self.repetition_penalty not in (None, 1) or self.frequency_penalty or self.presence_penalty
-        for name in WINDOWS if has_penalties else ():
+        for name in PENALTY_WINDOWS if has_penalties else ():
             if (value := getattr(self, name)) not in (None, -1):
                 raise Refusal(f"{name}={value:g} is not supported: penalties count over all tokens. Remove it", name)
 

@@ -15,7 +15,7 @@ from specbeam.models.model import Placement
 from specbeam.options.names import nearest_name
 from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
 from specbeam.plugins import entry_point_names, is_name
-from specbeam.structured.grammar import DESCRIPTIONS
+from specbeam.structured.grammar import OUTPUT_SPECS
 from specbeam.study.tables import KNOWN, custom_name
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
@@ -43,7 +43,7 @@ WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or f
 WORDS |= {list: "a list", dict: "a mapping"}
 """The types of settings."""
 DECODE_KEYS = (
-    *("mode", "strategy", *DESCRIPTIONS),
+    *("mode", "strategy", *OUTPUT_SPECS),
     *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)),
 )
 
@@ -176,7 +176,7 @@ class Study:
 
     Attributes:
         output: the run's folder; None: ``runs/``, the project's name and a hash of the configuration.
-        decode: how to decode. "mode" is one of MODES, or a list of them to compare. One of DESCRIPTIONS is a
+        decode: how to decode. "mode" is one of MODES, or a list of them to compare. One of OUTPUT_SPECS is a
             constraint. The other keys are options of :class:`specbeam.Options`. Each goes to the methods in which it
             has an effect. do_sample is for "speculative": "sample" always samples, and the others never do.
         methods: names the methods to compare where ``decode.mode`` is not enough. Each maps keys to values, which
@@ -315,15 +315,15 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     options = {
         key: value
         for key, value in _not_null(decode).items()
-        if key not in ("mode", "strategy", "do_sample", *DESCRIPTIONS) and USERS.get(key, frozenset()) <= does
+        if key not in ("mode", "strategy", "do_sample", *OUTPUT_SPECS) and USERS.get(key, frozenset()) <= does
     }
     options["do_sample"] = "samples" in does
-    constraints = [key for key in DESCRIPTIONS if decode.get(key) is not None]
+    constraints = [key for key in OUTPUT_SPECS if decode.get(key) is not None]
     if len(constraints) > 1:
         raise SpecbeamError(f"{place} has {' and '.join(constraints)}, and a text has one constraint: leave one out")
     with located(f"method {name}"):
         for key in constraints:
-            options["constraint"] = DESCRIPTIONS[key](decode[key])
+            options["constraint"] = OUTPUT_SPECS[key](decode[key])
         checked = Options.of(options)
     options = {key: getattr(checked, key) for key in options}
     load = {key: v[key] for key in load_kinds}
