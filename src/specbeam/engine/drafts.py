@@ -99,7 +99,7 @@ def make_drafter(
 
     Args:
         draft: has passed :func:`check_draft`.
-        unread: tokens and positions of sound that a draft model has to read before its first draft token.
+        unread: tokens and positions of audio that a draft model has to read before its first draft token.
         draft_cost: of the draft model's passes for this request; None for lookups.
         room: the most draft tokens whose logits fit into memory.
 

@@ -109,7 +109,7 @@ class RequestState:
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             drafted, rows = self._drafter.controller.max_drafted, self._drafter.controller.max_drafted_at_once
             tree = self._drafter.tree
-            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, tree, drafted, rows, sound=features)
+            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, tree, drafted, rows, features=features)
             self._states.append(self._draft)
         self._trees = [*{state.tree for state in self._states}]
         self.model = self._target
