@@ -200,11 +200,7 @@ class WordFinder:
     def _timings(
         self, features: AudioFeatures, segments: list[list[int]], frames: int
     ) -> Generator[WindowRequest, Any, list[list[Timing]]]:
-        """The words of each segment of a text, with times from the start of its window.
-
-        Args:
-            segments: the tokens of text of each.
-        """
+        """The words of each segment of a text, with times from the start of its window."""
         text = [token for segment in segments for token in segment]
         if not text:
             return [[] for _ in segments]
