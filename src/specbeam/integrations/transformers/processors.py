@@ -142,9 +142,6 @@ def options_of(processors: Iterable[Any], row: BatchRows, eos: Sequence[int], do
     """Our options for all processors, both from the generation config and the caller's own.
 
     A processor that specbeam has becomes an option if it has its turn there. The others are functions.
-
-    Args:
-        eos: token ids that end a text.
     """
     steps = [_narrowed(processor, row) for processor in processors]
     warpers = _last_warpers(steps) if do_sample else []
