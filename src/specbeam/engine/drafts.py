@@ -12,6 +12,7 @@ from specbeam.drafting.own import MakeDrafter, Propose
 from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
 from specbeam.models.model import LanguageModel
+from specbeam.options.declared import OPTIONS
 from specbeam.options.names import LOOKUPS
 from specbeam.options.options import Options
 
@@ -49,8 +50,9 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     Raises:
         SpecbeamError: says what does not fit, and what to give instead.
     """
-    for name in ("draft_temperature", "draft_top_k"):
-        if getattr(options, name) is not None and not isinstance(draft, LanguageModel):
+    for name, option in OPTIONS.items():
+        of_model = {"draft", "sampling"} <= option.needs
+        if of_model and getattr(options, name) is not None and not isinstance(draft, LanguageModel):
             raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):

@@ -153,9 +153,7 @@ def make_drafter(
     looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_own)
     sizes = [
         Sizes(
-            num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
-            draft_width=setup.options.draft_size("draft_width"),
-            draft_budget=setup.options.draft_size("draft_budget"),
+            **setup.options.draft_sizes,
             num_tips=num_tips,
             chains=not shares_tokenizer,
             one_width=looks_up,
@@ -247,7 +245,7 @@ def may_be_lazy(setup: Setup) -> bool:
     Sizes of drafts that were asked for are sizes below all beams.
     """
     options, process = setup.options, setup.selector.process
-    fixed = any(options.draft_size(name) is not None for name in ("num_draft_tokens", "draft_width", "draft_budget"))
+    fixed = any(size is not None for size in options.draft_sizes.values())
     calls = options.prefix_allowed_tokens_fn is not None or bool(process.functions)
     counts = options.early_stopping is True  # finished hypotheses
     return (
@@ -271,8 +269,8 @@ def make_search(setup: Setup, kind: Callable[..., BeamSearch] = BeamSearch) -> B
         setup.selector,
         setup.stop,
         num_return_sequences=options.num_return_sequences,
-        length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
-        early_stopping=False if options.early_stopping is None else options.early_stopping,
+        length_penalty=options["length_penalty"],
+        early_stopping=options["early_stopping"],
         distinct=options.is_distinct,
     )
     groups = options.num_beam_groups

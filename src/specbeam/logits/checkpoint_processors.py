@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from specbeam.errors import SpecbeamError
 from specbeam.logits.bans import BadWords, BannedTokens, Bans, SequenceBias, SourceNgrams
+from specbeam.options.declared import MAX_LOGIT_BIAS
 from specbeam.options.generation_defaults import GenerationDefaults, is_number
-from specbeam.options.options import MAX_LOGIT_BIAS, Options
+from specbeam.options.options import Options
 
 LARGEST_RAISE = 1e30
 """The most that a score is multiplied by. float32 has no numbers over 3e38."""

@@ -15,7 +15,8 @@ from specbeam.core.selection import Noise, SelectionRequest
 from specbeam.core.tree import Nodes, Tree
 from specbeam.logits.processors import Processors
 from specbeam.logits.stopping import Stopping
-from specbeam.options.options import NEUTRAL_VALUES, Options
+from specbeam.options.declared import SHAPING
+from specbeam.options.options import Options
 
 
 class Selector:
@@ -88,8 +89,8 @@ class Selector:
 
 def warpers_of(options: Options) -> dict[str, Any]:
     """The warpers that options ask for, by the names of a request's attributes."""
-    values = {name: getattr(options, name) for name in NEUTRAL_VALUES}
-    return {name: value for name, value in values.items() if value not in (None, NEUTRAL_VALUES[name])}
+    values = {name: getattr(options, name) for name in SHAPING}
+    return {name: value for name, value in values.items() if value not in (None, SHAPING[name])}
 
 
 def some_seed(seed: int | None) -> int:

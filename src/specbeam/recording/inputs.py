@@ -8,19 +8,15 @@ from dataclasses import fields
 from typing import Any
 
 from specbeam.models.model import LanguageModel
+from specbeam.options.declared import OBJECTS, names_where
 from specbeam.options.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS
 from specbeam.options.options import Options
 from specbeam.results import INPUTS_FORMAT
 from specbeam.structured.grammar import DESCRIPTIONS
 from specbeam.version import __version__
 
-CHANGE_NO_TOKEN = (
-    *("num_draft_tokens", "draft_width", "draft_budget", "draft_temperature", "draft_top_k"),
-    *("bound_rule", "share_prefix", "top_logprobs", "trace"),
-)
+CHANGE_NO_TOKEN = names_where(lambda option: not option.changes_text)
 """Options on which no token and no score depends. So a speculative run has the receipt of its plain twin."""
-OBJECTS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-"""Options that are objects of the caller, which no file can hold. A constraint may be described by plain data."""
 DESCRIBED = tuple(DESCRIPTIONS.values())
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from specbeam.errors import ConstraintError, NotFinite, QueueFull, SpecbeamError
+from specbeam.options.declared import OPTIONS
 from specbeam.options.names import nearest_name
-from specbeam.options.options import Options
 from specbeam.plugins import PluginError
 from specbeam.server.json import json_response
 
@@ -28,7 +28,7 @@ TYPE_NAMES = ("str", "int", "float", "bool")
 ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"
 """With which the paths begin whose clients read errors in another shape."""
 REMOVE_IT = " is not supported: remove it"
-OPTION = re.compile(rf"\b({'|'.join(one.name for one in fields(Options))})\b")
+OPTION = re.compile(rf"\b({'|'.join(OPTIONS)})\b")
 
 
 @dataclass(eq=False)

@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticKnownError
 
 from specbeam.errors import SpecbeamError
+from specbeam.options.declared import MAX_LOGIT_BIAS, SHAPING
 from specbeam.options.names import OTHER_NAMES
-from specbeam.options.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
+from specbeam.options.options import Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
 from specbeam.server.limits import Limits
@@ -243,7 +244,7 @@ class Decoding(OpenAIDecoding):
         except SpecbeamError as error:
             raise refusal_of(error, names) from error
         if searches and not options.samples:
-            for name, neutral in NEUTRAL_VALUES.items():
+            for name, neutral in SHAPING.items():
                 if name != "temperature" and getattr(options, name) not in (None, neutral):
                     raise Refusal(f"{name} has no effect on beams with temperature 0: leave one out", name)
         return Plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbeam.options.options import MAX_DRAFT_SIZES
+from specbeam.options.declared import MAX_SIZES
 
 MAX_ADAPTIVE_DEPTH = 12
 """Tokens drafted ahead, where ``num_draft_tokens`` adapts."""
@@ -43,7 +43,7 @@ class Sizes:
         num_tips: int,
         chains: bool,
         one_width: bool = False,
-        room: int = MAX_DRAFT_SIZES["draft_budget"],
+        room: int = MAX_SIZES["draft_budget"],
     ) -> None:
         self.num_draft_tokens = num_draft_tokens
         self.draft_width = draft_width
@@ -87,7 +87,7 @@ class Sizes:
         if self.draft_budget is not None:
             return min(most, self.draft_budget)
         fixed = self.num_draft_tokens is not None and self.draft_width is not None
-        return min(most, MAX_DRAFT_SIZES["draft_budget"] if fixed else self._max_adaptive)
+        return min(most, MAX_SIZES["draft_budget"] if fixed else self._max_adaptive)
 
     @property
     def max_drafted(self) -> int:
