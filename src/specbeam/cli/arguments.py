@@ -109,7 +109,8 @@ def add_option_to(group: Any, option: Option, default: Any = None) -> None:
     if option.kind is not Kind.FLAG:
         how["metavar"] = option.metavar
     usual = option.unset if default is None else default
-    notes = ["repeatable"] if how.get("action") in ("append", Biases) else []
+    notes = [r"\n is a new line"] if option.kind is Kind.TEXTS else []
+    notes += ["repeatable"] if how.get("action") in ("append", Biases) else []
     if usual not in (None, ()) and option.name not in SAMPLING:
         notes.append(f"default {usual:g}" if isinstance(usual, float) else f"default {usual}".lower())
     elif option.of_checkpoint == "read":

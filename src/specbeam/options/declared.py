@@ -516,7 +516,7 @@ class Declared:
     )
     stop_strings: Any = option(
         Kind.TEXTS,
-        r"end before this text; \n is a new line",
+        "end before this text",
         "one string or several (kept as a tuple). The text ends before the first that appears in the new text. Special "
         'tokens count there as they are written, such as "<|im_end|>".',
         accepts="str | Iterable[str] | None",
