@@ -103,12 +103,18 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int, labels:
     add("--grammar", type=grammar, metavar="FILE", help="write a text of a grammar: a file in Lark or GBNF")
 
 
-def add_option_to(group: Any, option: Option, default: Any = None) -> None:
-    """Add an option. It is None if it is not given, or the default."""
+def add_option_to(group: Any, option: Option, default: Any = None, usual: Any = None) -> None:
+    """Add an option.
+
+    Args:
+        default: what it is if it is not given.
+        usual: what its help calls the default. None: the default, or else the option's own.
+    """
     how: dict[str, Any] = {"default": default, **READ[option.kind]}
     if option.kind is not Kind.FLAG:
         how["metavar"] = option.metavar
-    usual = option.unset if default is None else default
+    usual = default if usual is None else usual
+    usual = option.unset if usual is None else usual
     notes = [r"\n is a new line"] if option.kind is Kind.TEXTS else []
     notes += ["repeatable"] if how.get("action") in ("append", Biases) else []
     if usual not in (None, ()) and option.name not in SAMPLING:

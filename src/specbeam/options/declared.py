@@ -112,6 +112,7 @@ class Option(NamedTuple):
         forbids: it can take tokens away.
         http: whether a field over HTTP sets it, or the name of the field if it is another one.
         metavar: of its values on the command line; None if it is not offered there.
+        speech: transcription has it, too, with the same values.
         page: its field in the page.
         others: its names in other tools, and likely slips.
     """
@@ -132,6 +133,7 @@ class Option(NamedTuple):
     forbids: bool = False
     http: bool | str = False
     metavar: str | None = None
+    speech: bool = False
     page: InPage | None = None
     others: tuple[str, ...] = ()
 
@@ -174,6 +176,7 @@ class Declared:
         of_checkpoint="left",
         http="max_tokens",
         metavar="N",
+        speech=True,
         page=InPage("New tokens", start=48, more=False, in_chat=True, start_in_chat=512, more_in_chat=False),
         others=(
             *("max_tokens", "max_length", "max_completion_tokens", "max_gen_toks", "max_decoding_length"),
@@ -279,6 +282,7 @@ class Declared:
         of_checkpoint="fills",
         http=True,
         metavar="R",
+        speech=True,
         page=InPage("Repetition penalty", step=0.05, in_chat=True, of_server=True),
         others=("repeat_penalty", "rep_pen"),
     )
@@ -292,6 +296,7 @@ class Declared:
         forbids=True,
         http=True,
         metavar="N",
+        speech=True,
         page=InPage("No repeated n-grams"),
         others=("no_repeat_ngram", "block_ngram_repeat"),
     )
@@ -347,6 +352,7 @@ class Declared:
         needs={"sampling"},
         http=True,
         metavar="N",
+        speech=True,
         page=InPage("Seed", in_chat=True),
         others=("random_seed", "rng_seed", "sampler_seed"),
     )
@@ -361,6 +367,7 @@ class Declared:
         of_checkpoint="left",
         http=True,
         metavar="B",
+        speech=True,
         page=InPage("Beams", start=4, more=False),
         others=("beam", "beams", "beam_size", "beam_width", "best_of", "use_beam_search"),
     )
@@ -374,6 +381,7 @@ class Declared:
         of_checkpoint="left",
         http="n",
         metavar="N",
+        speech=True,
         page=InPage("Texts"),
         others=("n", "num_return", "num_samples", "num_hypotheses"),
     )
@@ -398,6 +406,7 @@ class Declared:
         of_checkpoint="fills",
         http=True,
         metavar="X",
+        speech=True,
         page=InPage("Length penalty", step=0.1),
     )
     early_stopping: bool | str | None = option(
@@ -523,6 +532,7 @@ class Declared:
         default=(),
         http="stop",
         metavar="TEXT",
+        page=InPage("Stop text"),
         others=("stop", "stops", "stopping_strings", "stop_words", "stop_sequences"),
     )
     top_logprobs: int | None = option(
@@ -532,6 +542,7 @@ class Declared:
         "(:class:`specbeam.Sequence`). None for none.",
         range=Range(0, LARGEST - 1, "0 or more, or None"),
         changes_text=False,
+        speech=True,
         others=("logprobs", "log_probs", "output_scores", "output_logits", "return_log_prob"),
     )
     share_prefix: bool = option(

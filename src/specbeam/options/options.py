@@ -73,8 +73,8 @@ class Options(Declared):
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if (stored := checked(option, value)) is not value:
-                object.__setattr__(self, name, stored)
+            if value is not None or option.default is not None:
+                object.__setattr__(self, name, checked(option, value))
         self._check("min_new_tokens", (self.min_new_tokens or 0) <= self.max_new_tokens, "0 to max_new_tokens")
         self._check_sampling()
         self._check_beams()

@@ -1,4 +1,4 @@
-"""Checks of what people give as the values of options, by the kind of the option."""
+"""Checks of the values that people give, by the kind of the option."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checked(option: Option, value: Any) -> Any:
     Raises:
         SpecbeamError: the value is of another type, or out of the option's range.
     """
-    return value if value is None and option.default is None else CHECKS[option.kind](option, value)
+    return CHECKS[option.kind](option, value)
 
 
 def check(name: str, holds: bool, value: Any, allowed: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from specbeam.options.surfaces import page_script
 from specbeam.recording.replay import PAGE, replay_page
 
 PREFIX = "/page/"
@@ -40,6 +41,7 @@ def add_page_to(app: FastAPI) -> None:
     """Add a route for each file of the page, and for the page of a replay, which gets its recording in the browser."""
     found = [file for file in PAGE.rglob("*") if file.suffix in TYPES]
     contents = {file.relative_to(PAGE).as_posix(): file.read_bytes() for file in found}
+    contents["declared.js"] = page_script().encode()
     contents["replay.html"] = replay_page([], "A run of specbeam").encode()
     for name, content in contents.items():
         path = "/" if name == "index.html" else PREFIX + name
