@@ -63,7 +63,6 @@ POSITIVE = Range(1, LARGEST - 1, "at least 1")
 FACTOR = Range(1e-5, 1e5, "0.00001 to 100000")
 PROBABILITY = Range(0, 1, "over 0 and at most 1", exclusive=True)
 ALL_OR_TOP = Range(0, LARGEST - 1, "0 (all tokens) or more")
-OF_OPENAI = Range(-2, 2, "-2 to 2")
 
 
 def up_to(largest: int) -> Range:
@@ -97,15 +96,15 @@ class Option(NamedTuple):
     """A declared option.
 
     Attributes:
-        help: what it does, in one sentence.
-        details: what the documentation says.
+        help: what it does, in one sentence without capital and full stop.
+        details: what the documentation says beside it. Brackets have what holds if it is not given.
         annotation: the type of the values that :class:`specbeam.Options` stores.
         accepts: the type of the values that callers may give, where it is another one.
         default: what it is stored as if it is not given. None: the checkpoint decides.
         otherwise: the value in force if the checkpoint does not decide, either.
         needs: what it has an effect with.
-        shapes: it shapes the distribution of draws. Its value in ``otherwise`` leaves the distribution as it is, and
-            another one asks for sampling.
+        warper: transformers' class that shapes the distribution of draws so, and the attribute that has the value.
+            The value in ``otherwise`` leaves the distribution as it is, and another one asks for sampling.
         of_checkpoint: the value of a checkpoint fills it in, is read in another place, or is left to the caller. None:
             checkpoints have no such setting.
         changes_text: a token or a score can depend on it.
@@ -127,7 +126,7 @@ class Option(NamedTuple):
     accepts: str | None = None
     otherwise: Any = None
     needs: frozenset[Need] = frozenset()
-    shapes: bool = False
+    warper: tuple[str, str] | None = None
     of_checkpoint: Literal["fills", "read", "left"] | None = None
     changes_text: bool = True
     forbids: bool = False
@@ -148,6 +147,16 @@ class Option(NamedTuple):
         return self.name if self.http is True else self.http or None
 
     @property
+    def sentence(self) -> str:
+        return f"{self.help[0].upper()}{self.help[1:]}."
+
+    @property
+    def description(self) -> str:
+        """All that the documentation says."""
+        unset = "" if self.otherwise is None else f"[{self.otherwise}]"
+        return " ".join(filter(None, (self.sentence, self.details, unset)))
+
+    @property
     def flag(self) -> str:
         """Its name on the command line."""
         return f"--{self.name.replace('_', '-')}"
@@ -157,10 +166,16 @@ class NotGiven(int):
     """The default of an option. The same number is another type where a caller gives it."""
 
 
-def option(kind: Kind, help: str, details: str, *, default: Any = None, needs: Any = (), **rest: Any) -> Any:
+def option(kind: Kind, help: str, details: str = "", *, default: Any = None, needs: Any = (), **rest: Any) -> Any:
     """Declare an option, with the attributes of :class:`Option`."""
     declared = {"kind": kind, "help": help, "details": details, "needs": frozenset(needs), **rest}
     return field(default=default, metadata=declared)
+
+
+SHAPES: Any = {"needs": {"sampling"}, "of_checkpoint": "fills", "http": True}
+OF_DRAFT: Any = {"needs": {"draft"}, "changes_text": False, "http": True, "default": "auto"}
+OF_DRAFT_MODEL: Any = {"needs": {"draft", "sampling"}, "changes_text": False, "http": True}
+OF_OPENAI: Any = {"range": Range(-2, 2, "-2 to 2"), "default": 0.0, "http": True, "metavar": "X"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +185,7 @@ class Declared:
     max_new_tokens: int = option(
         Kind.INTEGER,
         "end after this many new tokens",
-        "the largest number of tokens to generate. The model's context may end a sequence earlier.",
+        "The model's context may end a sequence earlier.",
         range=POSITIVE,
         default=256,
         of_checkpoint="left",
@@ -186,8 +201,8 @@ class Declared:
     min_new_tokens: int | None = option(
         Kind.INTEGER,
         "do not end before this many new tokens",
-        "the number of tokens before which no end-of-sequence token can be chosen, and no stop string ends the text "
-        "[the checkpoint's, or what its min_length leaves after the prompt; else 0].",
+        "No end-of-sequence token can be chosen before, and no stop string ends the text [the checkpoint's, or what "
+        "its min_length leaves after the prompt; else 0].",
         range=Range(0, LARGEST - 1, "0 to max_new_tokens"),
         of_checkpoint="read",
         forbids=True,
@@ -198,8 +213,8 @@ class Declared:
     do_sample: bool | None = option(
         Kind.FLAG,
         "draw tokens instead of taking the likeliest",
-        "draw tokens instead of taking the likeliest. If not given: sample when a temperature other than 0 is given, "
-        "or one of top_k, top_p, min_p and typical_p that is not off.",
+        "If not given: sample when a temperature other than 0 is given, or one of top_k, top_p, min_p and typical_p "
+        "that is not off.",
         of_checkpoint="left",
         metavar="",
         others=("sample", "sampling", "greedy", "use_sampling"),
@@ -207,76 +222,62 @@ class Declared:
     temperature: float | None = option(
         Kind.NUMBER,
         "0 takes the likeliest token, higher ones draw more freely",
-        "logits are divided by it [1.0]; 0 is greedy.",
+        "Logits are divided by it.",
         range=Range(1e-5, 1e5, "0, or 0.00001 to 100000", or_zero=True),
         otherwise=1.0,
-        needs={"sampling"},
-        shapes=True,
-        of_checkpoint="fills",
-        http=True,
+        warper=("TemperatureLogitsWarper", "temperature"),
         metavar="T",
         page=InPage("Temperature", start=0, step=0.1, in_chat=True, more_in_chat=False, of_server=True),
         others=("temp", "sampling_temperature"),
+        **SHAPES,
     )
     top_k: int | None = option(
         Kind.INTEGER,
         "draw among this many of the likeliest tokens; 0 allows all",
-        "draw among the k likeliest tokens [0: all of them; transformers' own default is 50].",
+        "transformers' own default is 50.",
         range=ALL_OR_TOP,
         otherwise=0,
-        needs={"sampling"},
-        shapes=True,
-        of_checkpoint="fills",
-        http=True,
+        warper=("TopKLogitsWarper", "top_k"),
         metavar="K",
         page=InPage("Top k", in_chat=True, of_server=True),
         others=("sampling_topk", "topk"),
+        **SHAPES,
     )
     top_p: float | None = option(
         Kind.NUMBER,
-        "draw among the likeliest tokens that have this probability together",
-        "draw among the likeliest tokens whose probabilities first sum to this [1.0: off].",
+        "draw among the likeliest tokens whose probabilities first sum to this",
         range=PROBABILITY,
         otherwise=1.0,
-        needs={"sampling"},
-        shapes=True,
-        of_checkpoint="fills",
-        http=True,
+        warper=("TopPLogitsWarper", "top_p"),
         metavar="P",
         page=InPage("Top p", step=0.01, in_chat=True, more_in_chat=False, of_server=True),
         others=("sampling_topp", "topp", "nucleus"),
+        **SHAPES,
     )
     min_p: float | None = option(
         Kind.NUMBER,
-        "draw among tokens at least this fraction as likely as the likeliest",
-        "draw among tokens at least this fraction as likely as the likeliest one [0.0: off].",
+        "draw among tokens at least this fraction as likely as the likeliest one",
         range=Range(0, 1, "0 to 1"),
         otherwise=0.0,
-        needs={"sampling"},
-        shapes=True,
-        of_checkpoint="fills",
-        http=True,
+        warper=("MinPLogitsWarper", "min_p"),
         metavar="P",
+        **SHAPES,
     )
     typical_p: float | None = option(
         Kind.NUMBER,
-        "draw among tokens of expected surprise that have this probability together",
-        "draw among the tokens whose surprise is nearest to the expected one. There are as many of them as first sum "
-        'to this probability [1.0: off] (Meister et al. 2023, "Locally Typical Sampling", 4).',
+        "draw among the tokens of most expected surprise whose probabilities first sum to this",
+        'Their surprise is nearest to the expected one (Meister et al. 2023, "Locally Typical Sampling", 4).',
         range=PROBABILITY,
         otherwise=1.0,
-        needs={"sampling"},
-        shapes=True,
-        of_checkpoint="fills",
-        http=True,
+        warper=("TypicalLogitsWarper", "mass"),
         metavar="P",
         others=("typical", "typ_p"),
+        **SHAPES,
     )
     repetition_penalty: float | None = option(
         Kind.NUMBER,
         "over 1 makes repetition less likely",
-        "0.00001 to 100000. A value over 1 makes tokens of the sequence, prompt included, less likely to come again "
-        "[1.0].",
+        "That is of tokens of the sequence, prompt included.",
         range=FACTOR,
         otherwise=1.0,
         of_checkpoint="fills",
@@ -289,7 +290,7 @@ class Declared:
     no_repeat_ngram_size: int | None = option(
         Kind.INTEGER,
         "no run of this many tokens comes twice; 0 allows all",
-        "no n-gram of this size comes twice in the sequence, prompt included [0: off].",
+        "The prompt counts, too.",
         range=Range(0, LARGEST - 1, "0 (off) or more"),
         otherwise=0,
         of_checkpoint="fills",
@@ -302,30 +303,22 @@ class Declared:
     )
     frequency_penalty: float = option(
         Kind.NUMBER,
-        "subtracted from a token's score for each time it came",
-        "OpenAI's, -2 to 2. The score of a token that was generated count > 0 times loses count * frequency_penalty + "
-        "presence_penalty.",
-        range=OF_OPENAI,
-        default=0.0,
-        http=True,
-        metavar="X",
+        "subtracted from a token's score for each time it was generated",
+        "It is OpenAI's.",
         others=("frequence_penalty",),
+        **OF_OPENAI,
     )
     presence_penalty: float = option(
         Kind.NUMBER,
-        "subtracted from a token's score once it came",
-        "see frequency_penalty.",
-        range=OF_OPENAI,
-        default=0.0,
-        http=True,
-        metavar="X",
+        "subtracted from a token's score once it was generated",
+        "It is OpenAI's.",
         others=("presence_penality",),
+        **OF_OPENAI,
     )
     logit_bias: Any = option(
         Kind.BIASES,
         "added to a token's score; -inf forbids it",
-        "OpenAI's: numbers that are added to the scores of tokens, by token id. They are -10000 to 10000, or -inf, "
-        "which forbids a token.",
+        "It is OpenAI's: numbers from -10000 to 10000, or -inf, by token id.",
         accepts="Mapping[int, float] | None",
         forbids=True,
         http=True,
@@ -335,8 +328,7 @@ class Declared:
     bad_words_ids: Any = option(
         Kind.WORDS,
         "token ids that the text must not have in this order; specbeam tokens shows a word's ids",
-        "token id lists. The output contains none of them, but the prompt may. A list of one end token alone has no "
-        "effect, as in transformers [the checkpoint's].",
+        "The prompt may have them. A list of one end token alone has no effect, as in transformers [the checkpoint's].",
         accepts="Iterable[Iterable[int]] | None",
         of_checkpoint="read",
         forbids=True,
@@ -346,8 +338,7 @@ class Declared:
     seed: int | None = option(
         Kind.INTEGER,
         "the same seed draws the same text",
-        "the seed of this request's random draws. It gives the same sequence whatever else runs in the batch. Without "
-        "sampling it is refused.",
+        "What else runs in the batch makes no difference. Without sampling a seed is refused.",
         range=Range(0, LARGEST - 1, "0 to 2**63 - 1"),
         needs={"sampling"},
         http=True,
@@ -359,8 +350,7 @@ class Declared:
     num_beams: int = option(
         Kind.INTEGER,
         "beam search with this many beams; 1 is greedy search or sampling",
-        "the number of beams of beam search. 1 is greedy search or sampling. More than 1 with sampling is beam "
-        "sampling.",
+        "More than 1 with sampling is beam sampling.",
         range=POSITIVE,
         default=NotGiven(1),  # nbest has other defaults
         needs={"beams"},
@@ -374,7 +364,7 @@ class Declared:
     num_return_sequences: int = option(
         Kind.INTEGER,
         "return this many of the best beams, or samples",
-        "the number of sequences to return: the best finished hypotheses of beam search, else independent samples.",
+        "They are the best finished hypotheses of beam search, else independent samples.",
         range=POSITIVE,
         default=NotGiven(1),
         needs={"several"},
@@ -388,10 +378,9 @@ class Declared:
     distinct: bool | None = option(
         Kind.FLAG,
         "return beams whose texts differ, not only their tokens",
-        "the hypotheses that beam search returns differ as decoded texts, with special tokens written out and without "
-        "the end token. Of hypotheses that decode alike the best is kept, and others are returned instead of the rest "
-        "(docs/exactness.md). Without a tokenizer, they differ by their tokens without the end token [True under a "
-        "constraint, else False, as in transformers].",
+        "Decoded texts count, with special tokens written out and without the end token. Of hypotheses that decode "
+        "alike the best is kept, and others are returned instead of the rest (docs/exactness.md). Without a tokenizer, "
+        "they differ by their tokens without the end token [True under a constraint, else False, as in transformers].",
         needs={"beams"},
         http=True,
         metavar="",
@@ -399,7 +388,7 @@ class Declared:
     length_penalty: float | None = option(
         Kind.NUMBER,
         "over 0 favours long beams",
-        "hypotheses compete by log-probability / length ** length_penalty. A value over 0 favours long ones [1.0].",
+        "Hypotheses compete by log-probability / length ** length_penalty.",
         range=Range(-10, 10, "-10 to 10"),
         otherwise=1.0,
         needs={"beams"},
@@ -413,8 +402,7 @@ class Declared:
         Kind.STOPPING,
         "whether beam search ends once there are enough finished beams: true, false or never",
         "True stops beam search when num_beams hypotheses are finished. False stops it when the best beam, if it ended "
-        'now, would not beat the worst of them. "never" stops it when the best beam would not beat it at any length '
-        "[False].",
+        'now, would not beat the worst of them. "never" stops it when the best beam would not beat it at any length.',
         otherwise=False,
         needs={"beams"},
         of_checkpoint="fills",
@@ -425,7 +413,7 @@ class Declared:
     num_beam_groups: int = option(
         Kind.INTEGER,
         "diverse beam search with this many groups of beams",
-        "the number of groups in diverse beam search. Each group is kept off the tokens of the groups before it.",
+        "Each group is kept off the tokens of the groups before it.",
         range=POSITIVE,
         default=1,
         needs={"beams"},
@@ -436,8 +424,8 @@ class Declared:
     diversity_penalty: float = option(
         Kind.NUMBER,
         "subtracted from the score of a token that another group chose",
-        "the score a token loses for each beam of an earlier group that chose it in the same step. It is over 0 if "
-        "there are groups, and at most 10000.",
+        "It counts for each beam of an earlier group that chose the token in the same step. It is over 0 if there are "
+        "groups.",
         range=Range(0, MAX_LOGIT_BIAS, f"0 to {MAX_LOGIT_BIAS}"),
         default=0.0,
         needs={"beams"},
@@ -448,67 +436,53 @@ class Declared:
     num_draft_tokens: int | str = option(
         Kind.SIZE,
         "how far the draft looks ahead, in tokens",
-        'the draft length, in tokens. "auto" adapts to acceptance and to the cost of forward passes.',
+        '"auto" adapts to acceptance and to the cost of forward passes.',
         range=up_to(64),
-        default="auto",
-        needs={"draft"},
-        changes_text=False,
-        http=True,
         metavar="K",
         page=InPage("Draft length", more=False),
         others=(
             *("num_assistant_tokens", "num_speculative_tokens", "prompt_lookup_num_tokens", "n_draft", "draft_max"),
             "gamma",
         ),
+        **OF_DRAFT,
     )
     draft_width: int | str = option(
         Kind.SIZE,
         "draft tokens per level of the draft tree",
-        "for a draft model, draft tokens per level below the sequence, or below all beams. For lookups, draft tokens "
-        'per level below each sequence or beam. "auto" adapts for a draft model, and is 1 for lookups.',
+        "The levels of a draft model are below the sequence, or below all beams, and those of lookups below each "
+        'sequence or beam. "auto" adapts for a draft model, and is 1 for lookups.',
         range=up_to(1024),
-        default="auto",
-        needs={"draft"},
-        changes_text=False,
-        http=True,
         metavar="W",
         page=InPage("Draft width", more=False),
+        **OF_DRAFT,
     )
     draft_budget: int | str = option(
         Kind.SIZE,
         "the most draft tokens per forward pass",
-        'the largest number of draft tokens per pass of the target; "auto" adapts.',
+        'It is of the target. "auto" adapts.',
         range=up_to(4096),
-        default="auto",
-        needs={"draft"},
-        changes_text=False,
-        http=True,
         metavar="N",
+        **OF_DRAFT,
     )
     draft_temperature: float | None = option(
         Kind.NUMBER,
         "the temperature of a draft model",
-        "with sampling, shapes the distribution that a draft model draws from [temperature]. It changes how many draft "
-        "tokens are accepted, but no probability of a sequence.",
+        "It changes how many draft tokens are accepted, but no probability of a sequence [temperature].",
         range=FACTOR,
-        needs={"draft", "sampling"},
-        changes_text=False,
-        http=True,
+        **OF_DRAFT_MODEL,
     )
     draft_top_k: int | None = option(
         Kind.INTEGER,
         "the top_k of a draft model",
-        "as draft_temperature [top_k].",
+        "It changes how many draft tokens are accepted, but no probability of a sequence [top_k].",
         range=ALL_OR_TOP,
-        needs={"draft", "sampling"},
-        changes_text=False,
-        http=True,
+        **OF_DRAFT_MODEL,
     )
     bound_rule: bool = option(
         Kind.FLAG,
         "leave out beams that provably cannot matter",
-        "a step of beam search may do without beams that provably cannot matter (docs/exactness.md). False waits for "
-        "all of them, with the same result. Without beams False is refused.",
+        "False waits for all of them in each step, with the same result (docs/exactness.md). Without beams it is "
+        "refused.",
         default=True,
         needs={"beams"},
         changes_text=False,
@@ -516,7 +490,7 @@ class Declared:
     eos_token_id: Any = option(
         Kind.TOKENS,
         "a token that ends the text",
-        "one id or several (kept as a tuple) that end the sequence [the checkpoint's].",
+        "One id or several (kept as a tuple) [the checkpoint's].",
         accepts="int | Iterable[int] | None",
         of_checkpoint="read",
         http="stop_token_ids",
@@ -526,8 +500,8 @@ class Declared:
     stop_strings: Any = option(
         Kind.TEXTS,
         "end before this text",
-        "one string or several (kept as a tuple). The text ends before the first that appears in the new text. Special "
-        'tokens count there as they are written, such as "<|im_end|>".',
+        "One string or several (kept as a tuple). The first that appears in the new text counts. Special tokens count "
+        'there as they are written, such as "<|im_end|>".',
         accepts="str | Iterable[str] | None",
         default=(),
         http="stop",
@@ -537,9 +511,8 @@ class Declared:
     )
     top_logprobs: int | None = option(
         Kind.INTEGER,
-        "list this many of the likeliest tokens at the place of each token",
-        "also return the log-probabilities of this many of the likeliest tokens at the position of each new token "
-        "(:class:`specbeam.Sequence`). None for none.",
+        "also return the log-probabilities of this many of the likeliest tokens at the position of each new token",
+        "They are in :class:`specbeam.Sequence`. None for none.",
         range=Range(0, LARGEST - 1, "0 or more, or None"),
         changes_text=False,
         speech=True,
@@ -547,45 +520,40 @@ class Declared:
     )
     share_prefix: bool = option(
         Kind.FLAG,
-        "share the KV cache of the prompt's first tokens with other requests",
-        "share the KV cache of the prompt's first tokens with other requests of the engine. No result changes, only "
-        "the time of the prefill.",
+        "share the KV cache of the prompt's first tokens with other requests of the engine",
+        "No result changes, only the time of the prefill.",
         default=True,
         changes_text=False,
     )
     trace: bool = option(
         Kind.FLAG,
-        "record each round",
-        "record in the result the drafted, accepted and chosen tokens of each round.",
+        "record in the result the drafted, accepted and chosen tokens of each round",
         default=False,
         changes_text=False,
     )
     constraint: Any = option(
         Kind.CONSTRAINT,
         "the sequences that may be generated",
-        "the sequences that may be generated: a :class:`specbeam.JsonSchema`, :class:`specbeam.Regex`, "
-        ":class:`specbeam.Grammar` or :class:`specbeam.Choice`, a :class:`specbeam.TokenTrie`, or another "
-        ":class:`specbeam.constraints.Constraint`.",
+        "A :class:`specbeam.JsonSchema`, :class:`specbeam.Regex`, :class:`specbeam.Grammar` or "
+        ":class:`specbeam.Choice`, a :class:`specbeam.TokenTrie`, or another :class:`specbeam.constraints.Constraint`.",
         accepts="Constraint | Description | None",
         forbids=True,
         others=("constraints", "grammar", "choices", "guided_choice", "allowed_tokens", "force_words_ids"),
     )
     prefix_allowed_tokens_fn: Any = option(
         Kind.FUNCTION,
-        "a function that returns the tokens that may follow",
-        "as in transformers, called with 0 and the token ids so far, prompt included (int64 array [length]). It "
-        "returns the ids of the tokens that may follow.",
+        "a function that returns the ids of the tokens that may follow",
+        "As in transformers, it is called with 0 and the token ids so far, prompt included (int64 array [length]).",
         accepts="AllowedTokens | None",
         forbids=True,
     )
     logits_processor: Any = option(
         Kind.FUNCTIONS,
-        "functions that change scores",
-        "one function or several (kept as a tuple) as in transformers. Each is called with token ids (int64 [n, "
-        "length], prompts included) and scores (float32 [n, vocab]), and returns scores. The scores are "
-        "log-probabilities in beam search, else logits, after all other processors. Both are NumPy arrays. Functions "
-        "that are marked by :func:`specbeam.tensors`, and processors of transformers, get tensors on the model's "
-        "device.",
+        "one function or several (kept as a tuple) that change scores",
+        "As in transformers, each is called with token ids (int64 [n, length], prompts included) and scores (float32 "
+        "[n, vocab]), and returns scores. The scores are log-probabilities in beam search, else logits, after all "
+        "other processors. Both are NumPy arrays. Functions that are marked by :func:`specbeam.tensors`, and "
+        "processors of transformers, get tensors on the model's device.",
         accepts="LogitsProcessor | list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None",
         default=(),
         forbids=True,
@@ -603,8 +571,8 @@ def names_where(holds: Any) -> tuple[str, ...]:
     return tuple(name for name, one in OPTIONS.items() if holds(one))
 
 
-SHAPING = {name: one.otherwise for name, one in OPTIONS.items() if one.shapes}
-"""The options that shape the distribution of draws, and the values that leave it as it is."""
+SHAPING = {name: one.otherwise for name, one in OPTIONS.items() if one.warper is not None}
+"""The options that shape the distribution of draws, in the order of their effects, and the values without effect."""
 MAX_SIZES: Mapping[str, int] = {
     name: int(one.range.high) for name, one in OPTIONS.items() if one.kind is Kind.SIZE and one.range is not None
 }

@@ -53,7 +53,7 @@ def refuse_unknown_keywords(function: Callable[P, R], elsewhere: Sequence[str] =
 
 def attributes() -> str:
     """What each option does, for the docstring."""
-    texts = (f"{name}: {option.details}" for name, option in OPTIONS.items())
+    texts = (f"{name}: {option.description}" for name, option in OPTIONS.items())
     return "\n".join(textwrap.fill(text, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for text in texts)
 
 

@@ -29,7 +29,7 @@ def _field(option: Option) -> dict[str, Any]:
         "label": page.label,
         "kind": FIELD_KINDS[option.kind],
         "step": page.step,
-        "help": sentence(option),
+        "help": option.sentence,
         "more": page.more,
         "needs": sorted(option.needs),
     }
@@ -45,10 +45,6 @@ def _field(option: Option) -> dict[str, Any]:
     return field
 
 
-def sentence(option: Option) -> str:
-    return f"{option.help[0].upper()}{option.help[1:]}."
-
-
 def with_keywords(module: str) -> str:
     """A module, whose class ``OptionKeywords`` gets the types of the options that callers may give."""
     fields = "\n".join(f"    {name}: {option.accepts or option.annotation}" for name, option in OPTIONS.items())
@@ -58,7 +54,7 @@ def with_keywords(module: str) -> str:
 def table() -> str:
     """The options in a table of Markdown, and then what each does."""
     rows = "\n".join(_row(option) for option in OPTIONS.values())
-    details = "\n".join(f"- **`{name}`**: {option.details}" for name, option in OPTIONS.items())
+    details = "\n".join(f"- **`{name}`**: {option.description}" for name, option in OPTIONS.items())
     return f"{HEAD}\n{rows}\n\n{details}"
 
 

@@ -15,7 +15,6 @@ from specbeam.errors import SpecbeamError
 from specbeam.options.declared import MAX_LOGIT_BIAS, OPTIONS, SHAPING, Kind, Option
 from specbeam.options.names import OTHER_NAMES
 from specbeam.options.options import Options
-from specbeam.options.surfaces import sentence
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
 from specbeam.server.limits import Limits
@@ -105,7 +104,7 @@ def with_options(model: type[Decoding]) -> type[Decoding]:
     made: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         if option.http_name is not None and option.http_name not in model.model_fields and name not in MADE:
-            says = sentence(option)
+            says = option.sentence
             says += " The model's default if it is left out." if option.of_checkpoint in ("fills", "read") else ""
             made[option.http_name] = (type_of(option) | None, Field(None, description=says))
     return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **made)

@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, SelectionRequestStruct, address
 from specbeam.core.callers import returned_scores
 from specbeam.core.selection import MASKED, Edit, Selection, SelectionRequest
+from specbeam.options.declared import SHAPING
 
 EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2, "set": 3, "raise": 4}
 """As ``EditKind`` in native/select.h."""
 REQUEST_DTYPE, EDIT_DTYPE = np.dtype(SelectionRequestStruct), np.dtype(EditStruct)
 CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
 """All of them are as long as an int64."""
+NO_WARPERS = SHAPING | {"typical_p": 0.0}  # where 1 would not be exact
+WARPER_FIELDS = [name for name, *_ in SelectionRequestStruct._fields_ if name in SHAPING]
 JOINED = {
     "edit_rows": np.int32,
     "edit_tokens": np.int32,
@@ -149,6 +152,7 @@ class Choice:
         if request.noise is not None:
             seed, noise_place = request.noise.seed, joined["streams"].add(request.noise.streams, (n,))
             joined["positions"].add(request.noise.positions, (n,))
+        warpers = NO_WARPERS | dict(request.warpers)
         return (
             rows.start,
             n,
@@ -168,11 +172,7 @@ class Choice:
             request.normalize,
             request.renormalize,
             request.total,
-            request.top_k or 0,
-            1.0 if request.temperature is None else request.temperature,
-            1.0 if request.top_p is None else request.top_p,
-            request.min_p or 0.0,
-            request.typical_p or 0.0,
+            *(warpers[name] for name in WARPER_FIELDS),
             seed,
         )
 

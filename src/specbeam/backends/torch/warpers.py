@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,3 +67,9 @@ def typical_p(scores: Tensor, p: float) -> Tensor:
     number = (scores.gather(-1, order).softmax(-1).cumsum(-1) < p).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
     far = ascending > ascending.gather(-1, number)
     return scores.masked_fill(torch.zeros_like(far).scatter(-1, order, far), MASKED)
+
+
+WARPERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    warp.__name__: warp for warp in (temperature, top_k, top_p, min_p, typical_p)
+}
+"""By the options that ask for them."""
