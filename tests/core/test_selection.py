@@ -212,7 +212,7 @@ def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
     rows, tokens, tenths = ids.astype(np.int32), np.array([5, 6, vocab], np.int32), np.full(n, 1.1, np.float32)
     everything = {
         **{"top": 4, "normalize": True, "total": True, "one_of": (0, 1), "noise": Noise(2**64 - 1, ids, ids)},
-        **{"temperature": 1.5, "top_k": 2000, "top_p": 0.95, "min_p": 1e-4, "typical_p": 0.95},
+        "warpers": warpers(temperature=1.5, top_k=2000, top_p=0.95, min_p=1e-4, typical_p=0.95),
         "given": rng.integers(0, vocab, (n, 2)),
         "edits": (Edit("repeat", rows, tokens, tenths), Edit("add", rows, tokens, tenths), Edit("ban", rows, tokens)),
         "allowed": np.packbits(rng.random((n, vocab)) < 0.9, axis=-1, bitorder="little"),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from specbeam import plugins
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError, shown
-from specbeam.models.sampling_defaults import PENALTY
 from specbeam.options.declared import OPTIONS, SHAPING, Kind, Option
 from specbeam.options.names import BACKENDS, LOOKUPS
 from specbeam.options.options import Options
@@ -26,7 +25,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("auto", "keep", "int8", "int4", "float32")
 OFFERED = [option for option in OPTIONS.values() if option.metavar is not None]
 """The options that commands have as they are declared."""
-SAMPLING = (*SHAPING, PENALTY)
+SAMPLING = (*SHAPING, "repetition_penalty")
 
 
 def completer(*names: str) -> Callable[..., list[str]]:

@@ -560,6 +560,9 @@ class Declared:
         others=("logits_processors", "processors"),
     )
 
+    def __post_init__(self) -> None:
+        raise NotImplementedError  # Options checks the values
+
 
 OPTIONS: Mapping[str, Option] = {
     one.name: Option(one.name, str(one.type), one.default, **one.metadata) for one in fields(Declared)

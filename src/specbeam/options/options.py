@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -51,13 +50,6 @@ def refuse_unknown_keywords(function: Callable[P, R], elsewhere: Sequence[str] =
     return checked
 
 
-def attributes() -> str:
-    """What each option does, for the docstring."""
-    texts = (f"{name}: {option.description}" for name, option in OPTIONS.items())
-    return "\n".join(textwrap.fill(text, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for text in texts)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Options(Declared):
     """Generation options of one request, named as in transformers' ``GenerationConfig``.
 
@@ -217,7 +209,8 @@ def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
 
 
 Options.__init__ = refuse_unknown_keywords(Options.__init__, ARGUMENTS)  # type: ignore[method-assign]
-Options.__doc__ = str(Options.__doc__).replace("    Raises:", f"    Attributes:\n{attributes()}\n\n    Raises:")
+DESCRIPTIONS = "".join(f"        {name}: {option.description}\n" for name, option in OPTIONS.items())
+Options.__doc__ = str(Options.__doc__).replace("    Raises:", f"    Attributes:\n{DESCRIPTIONS}\n    Raises:")
 
 
 def given_options(options: Options | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class OpenAIDecoding(Fields):
 
 def type_of(option: Option) -> Any:
     """The values of a field that sets an option."""
-    limits: dict[str, float] = {}
+    limits: dict[str, Any] = {}
     if option.range is not None:
         low, high = option.range.low, option.range.high
         limits["gt" if option.range.exclusive else "ge"] = 0 if option.range.or_zero else low
