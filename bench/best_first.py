@@ -28,12 +28,13 @@ from machine import describe
 import specbeam
 from specbeam import Engine, LanguageModel, Result
 from specbeam.core.strategy import Strategy
+from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.lazy_beam import LazyBeamSearch
+from specbeam.decoding.setup import MakeStrategy, Setup
 from specbeam.drafting.drafter import Drafter
 from specbeam.drafting.policy.deferring import Deferred, LikelyNeeded
-from specbeam.engine.setup import MakeStrategy, Setup, make_search
 
 MAX_TOKENS = 48
 """Of a translation."""
@@ -73,18 +74,18 @@ class BestFirst(LikelyNeeded):
     def __init__(self) -> None:
         """It needs no costs."""
 
-    def pays(self, scores: Scores, length: int) -> bool:
+    def should_defer(self, scores: Scores, length: int) -> bool:
         return True
 
     def choose(self, deferred: Deferred) -> Mask:
         return np.arange(len(deferred.nodes)) == deferred.best
 
-    def drafts_pay(self, deferred: Deferred, count: int) -> bool:
+    def should_draft(self, deferred: Deferred, count: int) -> bool:
         return False
 
 
 def plain_beams(setup: Setup, drafter: Drafter | None) -> Strategy:
-    return beam_search(make_search(setup), setup.record)
+    return beam_search(BeamSearch.of(setup), setup.record)
 
 
 def best_first(setup: Setup, drafter: Drafter | None) -> Strategy:
@@ -97,8 +98,7 @@ def by_costs(setup: Setup, drafter: Drafter | None) -> Strategy:
 
 
 def lazily(setup: Setup, policy: LikelyNeeded) -> Strategy:
-    search = make_search(setup, LazyBeamSearch)
-    assert isinstance(search, LazyBeamSearch)
+    search = LazyBeamSearch.of(setup)
     return beam_search(search, setup.record, policy=policy)
 
 

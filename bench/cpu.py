@@ -266,9 +266,9 @@ def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
     tree = Tree([*range(10, 138)])
     slots = Slots(tree, lm.backend)
     prompt = slots.missing([tree.tip])
-    lm.backend.forward([slots.segment(prompt, np.array([len(prompt) - 1]))])
+    lm.backend.forward([slots.tree_batch(prompt, np.array([len(prompt) - 1]))])
     nodes = tree.add([tree.tip] * max(passes), [*range(max(passes))])
-    segments = [slots.segment(slots.missing(nodes[:n]), np.arange(n)) for n in passes]
+    segments = [slots.tree_batch(slots.missing(nodes[:n]), np.arange(n)) for n in passes]
     taken: list[list[float]] = [[] for _ in passes]
     for _ in range(5 * repeats):
         for segment, times in zip(segments, taken, strict=True):

@@ -171,9 +171,9 @@ def pass_seconds(lm: LanguageModel, nodes: int, passes: int = 10) -> float:
     """Seconds of a pass over the children of a prompt's last token, logits included."""
     tree = Tree(PROMPT * 4)
     slots = Slots(tree, lm.backend)
-    lm.backend.forward([slots.segment(slots.missing([tree.tip]), np.array([0]))])
+    lm.backend.forward([slots.tree_batch(slots.missing([tree.tip]), np.array([0]))])
     children = np.array(tree.add([tree.tip] * nodes, [*range(1, nodes + 1)]))
-    segment = slots.segment(children, np.arange(nodes))
+    segment = slots.tree_batch(children, np.arange(nodes))
     lm.backend.forward([segment])
     seconds = seconds_of(lambda: [lm.backend.forward([segment]) for _ in range(passes)])
     return seconds / passes

@@ -50,12 +50,14 @@ import specbeam
 from specbeam import Engine, TokenTrie
 from specbeam.core.strategy import Strategy
 from specbeam.core.tree import Tree
+from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.lazy_beam import LazyBeamSearch
+from specbeam.decoding.setup import Setup
+from specbeam.decoding.strategies import make_copies
 from specbeam.drafting.drafter import Drafter
 from specbeam.drafting.policy.deferring import LikelyNeeded
-from specbeam.engine.setup import Setup, make_copies, make_search
 from specbeam.recording.record import Record
 
 REPEATED = "Repeat this text three times. The early bird catches the worm, but the second mouse gets the cheese.\n" * 4
@@ -77,7 +79,7 @@ class PlainBeams:
 
     def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         self.levels: list[list[float]] = []
-        return beam_search(make_search(setup), self.Scores(setup.tree, self.levels))
+        return beam_search(BeamSearch.of(setup), self.Scores(setup.tree, self.levels))
 
     class Scores(Record):
         """Keeps the scores of the beams."""
@@ -106,8 +108,7 @@ class Oracle:
     log_prob = 0.0
 
     def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
-        search = make_search(setup, LazyBeamSearch)
-        assert isinstance(search, LazyBeamSearch)
+        search = LazyBeamSearch.of(setup)
         drafts = None if drafter is None else drafter.controller
         copies = make_copies(setup, drafter)
         later = None if copies is None else copies.rounds
@@ -121,10 +122,10 @@ class KnownScore(LikelyNeeded):
 
     log_prob: float
 
-    def _chances(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
-        chances = (scores > self.log_prob).astype(np.float64)
-        chances[best] = 1.0
-        return chances
+    def _probabilities(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
+        probabilities = (scores > self.log_prob).astype(np.float64)
+        probabilities[best] = 1.0
+        return probabilities
 
 
 class Case:

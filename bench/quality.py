@@ -78,7 +78,9 @@ def perplexity(lm: Any, ids: list[int]) -> tuple[float, Tensor]:
         nodes = slots.missing([tree.tip])
         for first in range(0, len(nodes), PASS_TOKENS):
             some = nodes[first : first + PASS_TOKENS]
-            logits = torch.from_numpy(lm.backend.array(lm.backend.forward([slots.segment(some, np.arange(len(some)))])))
+            logits = torch.from_numpy(
+                lm.backend.array(lm.backend.forward([slots.tree_batch(some, np.arange(len(some)))]))
+            )
             targets = torch.tensor(ids[start + first + 1 : start + min(first + PASS_TOKENS + 1, len(nodes))])
             log_probs = logits[: len(targets)].log_softmax(-1)
             losses.append(-log_probs.gather(1, targets[:, None])[:, 0].double())

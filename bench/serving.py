@@ -34,7 +34,7 @@ from prompts import NewPrompts
 from table import Table
 
 import specbeam
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.core.selection import Selection
 from specbeam.server.limits import Limits
 
@@ -44,7 +44,7 @@ PROMPT_TOKENS = 38
 RUNS_OF_ONE_REQUEST = 4
 """In each repeat. One request takes half a second."""
 Options = Mapping[str, Any]
-Pass = list[Segment]
+Pass = list[TreeBatch]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class RecordedPasses:
         return time.perf_counter() - start
 
 
-def _later(segment: Segment, selection: Selection, number: int) -> Segment:
+def _later(segment: TreeBatch, selection: Selection, number: int) -> TreeBatch:
     """The part of one of the passes that the backend has run by itself.
 
     Here each beam goes on from itself. The true parents would need no other time.

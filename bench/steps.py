@@ -11,7 +11,6 @@ requests with one more that looks at each token: its time counts, too.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from machine import describe
 from toy import load_toy
 
 import specbeam
-from specbeam.backends.cpu.library import FUNCTIONS, choose_isa, library
+from specbeam.backends.cpu.library import Library, choose_isa, library
 
 LONG_PROMPT_TOKENS = 1500
 PENALIZED = {"repetition_penalty": 1.1}
@@ -74,9 +73,9 @@ def main() -> None:
 class Clock:
     """The seconds that this thread has worked outside of a library's functions."""
 
-    def __init__(self, loaded: ctypes.CDLL) -> None:
+    def __init__(self, loaded: Library) -> None:
         self._inside = 0.0
-        for name in FUNCTIONS:
+        for name in loaded.functions:
             setattr(loaded, f"specbeam_{name}", self._timed(getattr(loaded, f"specbeam_{name}")))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ from machine import describe
 
 import specbeam
 from specbeam import Engine, JsonSchema, SpecbeamError
-from specbeam.engine import setup
+from specbeam.decoding import strategies
 from specbeam.structured.grammar import GrammarConstraint
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -197,12 +197,12 @@ class Clock:
 
 @contextmanager
 def without_forced_tokens() -> Iterator[None]:
-    own = setup.with_forced_tokens
-    setup.with_forced_tokens = lambda setup, drafter: drafter
+    own = strategies.with_forced_tokens
+    strategies.with_forced_tokens = lambda setup, drafter: drafter
     try:
         yield
     finally:
-        setup.with_forced_tokens = own
+        strategies.with_forced_tokens = own
 
 
 def timed(

@@ -128,4 +128,4 @@ def test_the_lowest_layers_stay_low():
     assert graph["options"] == {"errors", "structured"}
     assert graph["logits"] == {"core", "errors", "options", "structured", "text"}
     assert graph["cache"] == {"backends", "core", "errors"}
-    assert graph["decoding"] <= {"core", "drafting", "errors", "logits", "recording"}
+    assert graph["decoding"] <= {"core", "drafting", "errors", "logits", "options", "recording"}

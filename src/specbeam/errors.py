@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses: something failed, the input was wrong, or Ctrl-C."""
@@ -43,6 +45,21 @@ class ConstraintError(SpecbeamError):
     """A constraint cannot be enforced, or has reached a limit of its parser, perhaps in the middle of a text."""
 
 
+class PromptTooLong(SpecbeamError):
+    """A prompt has more tokens than it may have.
+
+    Attributes:
+        tokens: how many, such as "300" or "at least 8,200".
+    """
+
+    def __init__(self, message: str, tokens: str) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.tokens)  # else only the message would come to another process
+
+
 class QueueFull(SpecbeamError):
     """An engine has as many unfinished requests as it takes. Submit the request again later."""
 
@@ -70,3 +87,17 @@ def shown_counts(counts: Counter[str]) -> str:
     shown = [f"{count:,} {value}" for value, count in counts.most_common(MAX_SHOWN_COUNTS)]
     more = len(counts) - len(shown)
     return f"{', '.join(shown)}{f', and {more} others' if more else ''}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was no memory, on a GPU or on the CPU."""
+    on_gpu = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())  # nobody raises it without PyTorch
+    return isinstance(error, (MemoryError, on_gpu)) or "DefaultCPUAllocator" in str(error)
+
+
+def forget_frames(error: Exception) -> Exception:
+    """The error with its traceback as text: frames would keep alive the tensors that they worked on."""
+    if error.__traceback__ is not None:
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)

@@ -33,19 +33,17 @@ import torch
 from torch import Tensor
 
 from specbeam.api.generation import generate
-from specbeam.backends.contract import Backend, Segment
+from specbeam.backends.contract import Backend, TreeBatch
 from specbeam.backends.devices import kind, peak_memory, reset_peak_memory
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.backends.torch.transformer import TreeSegment
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import Tree
-from specbeam.engine.failures import forget_frames, is_out_of_memory
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, forget_frames, is_out_of_memory
 from specbeam.models.model import LanguageModel
 from specbeam.options.generation_defaults import GenerationDefaults
-from specbeam.text.detokenizing import shared_length
-from specbeam.text.streaming import NewText
+from specbeam.text.detokenizer import NewText, shared_length
 
 RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, compiled", 5: "engine"}
 COMPILED = (2, 4)
@@ -145,9 +143,9 @@ def through(backend: Backend) -> Forward:
         nodes, places, last = (t.cpu().numpy() for t in (tokens, positions, wanted))
         if isinstance(cache, NoCache):
             cache = static_cache(backend, len(nodes))  # the backend needs one. It is thrown away after the pass
-        whole = cache.segment(np.arange(len(cache.tree)), last)
+        whole = cache.tree_batch(np.arange(len(cache.tree)), last)
         suffixes = np.empty((len(nodes), 0), dtype=np.int64)
-        return backend.forward([Segment(nodes, places, whole.prefix[places], whole.prefix, suffixes, last)])
+        return backend.forward([TreeBatch(nodes, places, whole.prefix[places], whole.prefix, suffixes, last)])
 
     return forward
 

@@ -64,16 +64,16 @@ def main(gpu, folder, *counts):
     tree = Tree([*range(70)])
     slots = Slots(tree, backend)
     nodes = slots.missing([tree.tip])
-    backend.forward([slots.segment(nodes, np.array([len(nodes) - 1]))])
+    backend.forward([slots.tree_batch(nodes, np.array([len(nodes) - 1]))])
     for count in map(int, counts):
         nodes = np.array(tree.add([tree.tip] * count, [*range(count)]))
-        logits = backend.forward([slots.segment(nodes, np.arange(count))])
+        logits = backend.forward([slots.tree_batch(nodes, np.arange(count))])
         kernels.summarize(logits)
     with mock.patch("specbeam.backends.torch.gpu.MAX_SHARED_TILES", 0):
-        backend.forward([slots.segment(nodes, np.arange(count))])
+        backend.forward([slots.tree_batch(nodes, np.arange(count))])
     kernels.highest(torch.zeros(3, 9000), 8)
     kernels.gumbel(np.zeros(3, np.uint64), *np.zeros((2, 3), np.uint32), 9000, "cpu")
-    more = slots.segment(nodes[:1], np.arange(1), None, None, 1)
+    more = slots.tree_batch(nodes[:1], np.arange(1), None, None, 1)
     backend.forward_ahead([more], [SelectionRequest()], [None], 2, [1], np.zeros(1, np.int32))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.core.selection import Edit, NextBeams, Noise, SelectionRequest
 from tests.backends.test_cpu import of_one_sequence
 from tests.calls import warpers
@@ -75,7 +75,7 @@ class Search:
         suffixes = own[:n, None] if self.given["beams"] > 1 else np.empty((n, 0), np.int64)
         tokens = np.array([sequence[-1] for sequence in self.sequences])
         at = np.full(n, PROMPT_TOKENS)
-        return Segment(tokens, at, own[:n], self.prefix, suffixes, np.arange(n), ahead=own[n:])
+        return TreeBatch(tokens, at, own[:n], self.prefix, suffixes, np.arange(n), ahead=own[n:])
 
     def go_on(self, selection, ends):
         """Take a selection. Returns whether the next pass may follow without a look at it."""
@@ -170,7 +170,9 @@ def root(slot, tokens, ahead):
     n, slots = len(tokens), slot + np.arange(len(tokens) + ahead)
     suffixes = np.empty((1, 0), np.int64) if n == 1 else slots[:n, None]
     prefix = slots[:1] if n == 1 else slots[:0]
-    return Segment(np.array(tokens), np.zeros(n, np.int64), slots[:n], prefix, suffixes, np.arange(n), ahead=slots[n:])
+    return TreeBatch(
+        np.array(tokens), np.zeros(n, np.int64), slots[:n], prefix, suffixes, np.arange(n), ahead=slots[n:]
+    )
 
 
 def test_passes_ahead_check_their_arguments(backends):

@@ -83,7 +83,7 @@ def pair(request, tiny):
 def evaluate(slots, nodes):
     """Logits at nodes, the way the engine asks for them."""
     pending = slots.missing(nodes)
-    return torch.as_tensor(slots.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, nodes)))]))
+    return torch.as_tensor(slots.backend.forward([slots.tree_batch(pending, np.flatnonzero(np.isin(pending, nodes)))]))
 
 
 def alone(lm, tokens):
@@ -168,7 +168,7 @@ def test_trees_share_a_pass_without_seeing_each_other_and_a_pass_can_be_repeated
         segments = []
         for slots, sequence in zip(places, sequences, strict=True):
             nodes = slots.missing([len(sequence) - 1])
-            segments.append(slots.segment(nodes, np.array([len(nodes) - 1])))
+            segments.append(slots.tree_batch(nodes, np.array([len(nodes) - 1])))
         for row, sequence in zip(torch.as_tensor(lm.backend.forward(segments)), sequences, strict=True):
             torch.testing.assert_close(row, alone(lm, sequence), atol=2e-4, rtol=0)
         assert (places[0].used, places[2].used) == (3, 1)
@@ -183,12 +183,12 @@ def test_logits_of_the_first_tokens_are_those_of_all_and_nothing_wanted_gives_no
     slots, *others = [Slots(Tree([5, 6, 7, 8]), lm.backend) for _ in range(3)]
     whole = evaluate(slots, nodes)
     for vocab in (1, 17, 100, 259, 1000):
-        some = torch.as_tensor(lm.backend.forward([slots.segment(nodes, nodes, vocab)]))
+        some = torch.as_tensor(lm.backend.forward([slots.tree_batch(nodes, nodes, vocab)]))
         assert some.shape[1] in (min(vocab, 259), 259)
         torch.testing.assert_close(some, whole[:, : some.shape[1]], atol=2e-4, rtol=0)
-        both = [one.segment(nodes, nodes, v) for one, v in zip(others, (vocab, None), strict=True)]
+        both = [one.tree_batch(nodes, nodes, v) for one, v in zip(others, (vocab, None), strict=True)]
         assert lm.backend.forward(both).shape == (8, 259)
-    assert lm.backend.forward([slots.segment(nodes[:2], nodes[:0])]).shape == (0, 259)
+    assert lm.backend.forward([slots.tree_batch(nodes[:2], nodes[:0])]).shape == (0, 259)
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])

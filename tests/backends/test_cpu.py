@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.backends.cpu import CpuBackend, weights
-from specbeam.backends.cpu.library import FUNCTIONS, ModelConfigStruct, SegmentStruct, choose_isa, find, library
+from specbeam.backends.cpu.library import choose_isa, find, library
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.tree import Tree
@@ -260,13 +260,15 @@ def test_logits_are_the_same_bits_whichever_nodes_want_them(folder, wanted):
     def logits(*wanted):
         places = [Slots(tree, lm.backend) for tree in trees]
         first = [
-            slots.segment(slots.prepare(slots.tree.prefix), np.array(those, np.int64))
+            slots.tree_batch(slots.prepare(slots.tree.prefix), np.array(those, np.int64))
             for slots, those in zip(places, wanted, strict=True)
         ]
         found = lm.backend.forward(first)
         for slots in places:
             slots.evaluated(slots.tree.prefix)
-        below = lm.backend.forward([one.segment(two, np.arange(2)) for one, two in zip(places, children, strict=True)])
+        below = lm.backend.forward(
+            [one.tree_batch(two, np.arange(2)) for one, two in zip(places, children, strict=True)]
+        )
         for slots in places:
             slots.close()
         return found, below
@@ -324,7 +326,7 @@ def log_probs_of_all(folder, tokens, quantize, isa=""):
 def of_one_sequence(tokens, slots, wanted=None):
     """The part of a pass over the tokens of one sequence from its beginning."""
     at = np.arange(len(tokens))
-    return Segment(tokens, at, slots, slots, np.empty((len(at), 0), np.int64), at if wanted is None else at[wanted])
+    return TreeBatch(tokens, at, slots, slots, np.empty((len(at), 0), np.int64), at if wanted is None else at[wanted])
 
 
 def test_int8_is_near_float32(folder):
@@ -392,7 +394,7 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
     def segment(**changes):
         fields = {"tokens": [1, 2], "positions": [0, 1], "slots": [0, 1], "prefix": [0], "wanted": [1]}
         arrays = {name: np.array(value) for name, value in (fields | {"suffixes": [[0], [1]]}).items()}
-        return Segment(**(arrays | changes))
+        return TreeBatch(**(arrays | changes))
 
     backend.reserve(8)
     assert backend.forward([segment()]).shape == (1, 259)
@@ -408,7 +410,7 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
         backend.forward([once, once])
     one, at, prefix = np.arange(1), np.array([2]), np.arange(3)
     with pytest.raises(RuntimeError, match="empty"):  # a refused pass leaves nothing behind that another could read
-        backend.forward([Segment(one + 1, at, at, prefix, np.empty((1, 0), np.int64), one)])
+        backend.forward([TreeBatch(one + 1, at, at, prefix, np.empty((1, 0), np.int64), one)])
 
 
 @pytest.mark.parametrize("quantize", ["int8", "float32"])
@@ -431,7 +433,7 @@ def test_slots_change_no_bit(folder, quantize):
         for name, slots in places.items():
             backend.forward([of_one_sequence(at[:-3], slots[:-3], [0])])
             suffixes = np.tile(slots[-3:], (3, 1))
-            logits[name] = backend.forward([Segment(at[-3:], at[-3:], slots[-3:], slots[:-3], suffixes, at[:3])])
+            logits[name] = backend.forward([TreeBatch(at[-3:], at[-3:], slots[-3:], slots[:-3], suffixes, at[:3])])
             np.testing.assert_array_equal(logits[name], logits["one run"], err_msg=name)
 
 
@@ -449,7 +451,7 @@ def test_a_prefix_may_lack_slots_that_no_layer_sees(save, quantize):
             """Logits of the nodes from ``first`` on: of nodes on the shared prefix, and of one with a suffix."""
             nodes = at[first:]
             suffixes = np.array([[length - 1]] * len(nodes))
-            return backend.forward([Segment(nodes % 250, nodes, nodes, prefix[:-1], suffixes, nodes - first)])
+            return backend.forward([TreeBatch(nodes % 250, nodes, nodes, prefix[:-1], suffixes, nodes - first)])
 
         backend.forward([of_one_sequence(at % 250, at, [-1])])
         expected = last(at)
@@ -465,27 +467,30 @@ def test_a_prefix_may_lack_slots_that_no_layer_sees(save, quantize):
     at = np.arange(9)
     full.forward([of_one_sequence(at, at)])
     with pytest.raises(RuntimeError, match="a node sees a slot that is empty"):  # one layer has no window
-        full.forward([Segment(at[8:], at[8:], at[8:], np.where(at < 1, -1, at), np.empty((1, 0), np.int64), at[:1])])
+        full.forward([TreeBatch(at[8:], at[8:], at[8:], np.where(at < 1, -1, at), np.empty((1, 0), np.int64), at[:1])])
 
 
 def new_model(size, **changes):
     """A native model with all sizes the same, and why it was refused."""
-    names = ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context")
-    config, made = ModelConfigStruct(**(dict.fromkeys(names, size) | changes)), ctypes.c_void_p()
-    return made, library().specbeam_model_new(ctypes.byref(config), None, 1, ctypes.byref(made))
+    structure, made = library().structures["ModelConfig"], ctypes.c_void_p()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    fields = dict.fromkeys(structure.types, 0) | dict.fromkeys((*names, "context_length"), size) | changes
+    return made, library().specbeam_model_new(structure.pack([fields]), None, 1, ctypes.byref(made))
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"vocab": 0}, "a size is not between"),
-        ({"heads": 3, "kv_heads": 2}, "not a multiple"),
-        ({"layers": 2**31 - 1}, "too many layers"),
-        ({"heads": 2**20, "head_dim": 2**20}, "too wide"),
-        ({"gated": 2}, "a flag"),
+        ({"vocab_size": 0}, "a size is not between"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "not a multiple"),
+        ({"num_layers": 2**31 - 1}, "too many layers"),
+        ({"num_heads": 2**20, "head_dim": 2**20}, "too wide"),
+        ({"gated_mlp": 2}, "not one of those of Flag"),
+        ({"activation": 3}, "not one of those of Activation"),
         ({"bands": -1}, "the frames of sound"),
         ({"bands": 2**62}, "the frames of sound"),
         ({"norm_eps": float("nan")}, "not finite"),
+        ({"attention_softcap": -1.0}, "negative"),
     ],
 )
 def test_kernels_refuse_a_configuration(changes, says):
@@ -503,19 +508,6 @@ def test_kernels_survive_numbers_that_are_not_finite():
         out = multiply(Q8, packed, 16, 64, x, isa)
         np.testing.assert_allclose(out[[0, 1, 4]], [[64] * 16, [32] * 16, [64] * 16], rtol=1e-2)
         assert not np.isfinite(out[2]).any()
-
-
-def test_a_library_of_another_version_or_with_a_field_elsewhere_is_refused(module, monkeypatch):
-    first, second, *others = SegmentStruct._fields_
-    moved = type("SegmentStruct", (ctypes.Structure,), {"_fields_": [second, first, *others]})
-    assert ctypes.sizeof(moved) == ctypes.sizeof(SegmentStruct)
-    with monkeypatch.context() as other:
-        other.setattr(module, "STRUCTURES", (*module.STRUCTURES, moved))
-        with pytest.raises(SpecbeamError, match=r"have Segment.nodes at 0 and this specbeam has it at 8: reinstall"):
-            module.library()
-    monkeypatch.setattr(module, "ABI_VERSION", 99)
-    with pytest.raises(SpecbeamError, match=r"of another version .* than this specbeam \(ABI 99\): reinstall specbeam"):
-        module.library()
 
 
 def test_kernels_refuse_parameters_that_are_not_in_the_model():
@@ -557,12 +549,43 @@ def run(*command):
     return result.stdout
 
 
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        (b"double top_p;double min_p;", b"double min_p;double top_p;"),
+        (b"SILU, GELU, GELU_TANH", b"SILU, GELU_TANH, GELU"),
+        (b"matrix_bytes(int32_t, int64_t, int64_t)", b"matrix_bytes(int64_t, int64_t, int32_t)"),
+    ],
+)
+def test_a_library_with_another_interface_is_refused(own, other, module, monkeypatch, tmp_path):
+    """Such as one that was built before a field moved."""
+    path = find()
+    built = path.read_bytes()
+    assert built.count(own) == 1
+    (tmp_path / path.name).write_bytes(built.replace(own, other))
+    monkeypatch.setenv("SPECBEAM_CPU_LIBRARY", str(tmp_path))
+    with pytest.raises(SpecbeamError, match=rf"{tmp_path}.* are of another version \(ABI \d+\) .*: reinstall specbeam"):
+        module.library()
+
+
+@needs("c++")
+def test_a_library_of_a_release_before_interfaces_were_hashed_is_refused(module, monkeypatch, tmp_path):
+    source, built = tmp_path / "old.cpp", tmp_path / find().name
+    source.write_text('extern "C" int specbeam_abi_version() { return 15; }')
+    run("c++", "-shared", "-fPIC", str(source), "-o", str(built))
+    monkeypatch.setenv("SPECBEAM_CPU_LIBRARY", str(tmp_path))
+    with pytest.raises(SpecbeamError, match=r"of another version \(ABI 15\) than this specbeam"):
+        module.library()
+
+
 @needs("nm")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the symbols of ELF")
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_library_exports_the_functions_of_its_interface_alone(isa):
     lines = run("nm", "-D", "--defined-only", str(find(isa))).splitlines()
-    assert {line.split()[2] for line in lines} == {f"specbeam_{name}" for name in FUNCTIONS}
+    assert {line.split()[2] for line in lines} == {
+        f"specbeam_{name}" for name in ("abi_version", "interface", *library().functions)
+    }
     assert {line.split()[1] for line in lines} == {"T"}  # neither weak nor unique in the process
 
 
@@ -593,7 +616,7 @@ def test_a_library_has_no_instructions_of_wider_sets(isa, others):
 def build_native(name, *settings):
     """The folder of the library built with these settings. It is kept until the sources or the settings change."""
     source = Path(weights.__file__).parent / "native"
-    files = sorted(path for path in source.iterdir() if path.suffix in (".cpp", ".h", ".map", ".txt"))
+    files = sorted(path for path in source.iterdir() if path.suffix in (".cpp", ".def", ".h", ".map", ".txt"))
     sources = repr([settings, *((path.name, path.read_bytes()) for path in files)])
     key = hashlib.sha256(sources.encode()).hexdigest()[:16]
     builds = platformdirs.user_cache_path("specbeam-test-builds")

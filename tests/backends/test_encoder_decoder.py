@@ -154,7 +154,9 @@ def test_a_tree_at_once_is_each_sequence_alone(kind, data):
         nodes += tree.add(parents, data.draw(st.lists(token, min_size=len(parents), max_size=len(parents)))).tolist()
         wanted = np.array(sorted(data.draw(st.sets(st.sampled_from(nodes), min_size=1))))
         pending = slots.missing(wanted)
-        logits = lm.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, wanted)), source=source)])
+        logits = lm.backend.forward(
+            [slots.tree_batch(pending, np.flatnonzero(np.isin(pending, wanted)), source=source)]
+        )
         for node, row in zip(wanted.tolist(), logits, strict=True):
             sequence = torch.tensor([tree.tokens(tree.path(node)).tolist()])
             earlier = torch.ones(1, 1, sequence.shape[1], sequence.shape[1]).tril().bool()  # UMT5 of 5.17 has no mask

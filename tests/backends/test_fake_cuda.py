@@ -167,8 +167,8 @@ def test_a_pass_lies_on_the_device_in_its_dtype(gpu, save, family):
     store = twin(backend._store._keys[0])[:, :7].clone()
     backend.reserve(1000)
     assert torch.equal(twin(backend._store._keys[0])[:, :7], store)
-    nothing = backend.forward([slots.segment(np.array([1, 2]), np.array([], dtype=np.int64))])
-    few = backend.forward([slots.segment(np.array([1, 2]), np.array([1]), vocab=17)])
+    nothing = backend.forward([slots.tree_batch(np.array([1, 2]), np.array([], dtype=np.int64))])
+    few = backend.forward([slots.tree_batch(np.array([1, 2]), np.array([1]), vocab=17)])
     assert gpu.waits == []
     assert backend.precision == "bfloat16"
     rows = first, second, nothing, few

@@ -76,7 +76,7 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(pairs, family, dtype):
         slots, rows = Slots(Tree(tokens), lm.backend), []
         for start in range(0, len(tokens), size):
             nodes = np.arange(start, min(start + size, len(tokens)))
-            rows.append(lm.backend.forward([slots.segment(nodes, np.arange(len(nodes)))]))
+            rows.append(lm.backend.forward([slots.tree_batch(nodes, np.arange(len(nodes)))]))
         assert torch.equal(torch.cat(rows), whole), size
 
 

@@ -19,7 +19,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.parameters import parameter_shapes
-from specbeam.core.selection import Watch
+from specbeam.core.selection import AttentionProbe
 from specbeam.core.tree import NO_NODES, Tree
 from specbeam.engine.features import Sound
 from specbeam.options.generation_defaults import GenerationDefaults
@@ -120,7 +120,7 @@ def placed(backend, features):
     """The source of a segment, and the slots that hold it."""
     positions = backend.source_slots(features)
     slots = Slots(Tree([0] * positions), backend)
-    own = slots.segment(slots.prepare(slots.tree.prefix), NO_NODES).slots
+    own = slots.tree_batch(slots.prepare(slots.tree.prefix), NO_NODES).slots
     return backend.place(backend.states(features), own), slots
 
 
@@ -128,7 +128,7 @@ def logits(backend, tree, nodes, features):
     source, kept = placed(backend, features)
     slots = Slots(tree, backend)
     pending = slots.missing(nodes)
-    found = backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, nodes)), source=source)])
+    found = backend.forward([slots.tree_batch(pending, np.flatnonzero(np.isin(pending, nodes)), source=source)])
     kept.close()
     return found
 
@@ -386,12 +386,12 @@ def test_scores_of_attention_are_those_of_transformers(pair, shape, backend):
     watched = [(layer, head) for layer in reversed(range(layers)) for head in range(heads)]
     source, kept = placed(lm, features)
     for shown in (positions, positions - 7):
-        watch = Watch(watched, np.full((len(watched), len(tokens) + 2, shown), np.nan, np.float32))
+        watch = AttentionProbe(watched, np.full((len(watched), len(tokens) + 2, shown), np.nan, np.float32))
         slots = Slots(Tree(tokens), lm)
         for part in (slice(0, 5), slice(5, 6), slice(6, 13)):
             nodes = np.arange(13)[part]
-            segment = slots.segment(slots.prepare(nodes), np.arange(len(nodes)), source=source)
-            segment.watch = watch
+            segment = slots.tree_batch(slots.prepare(nodes), np.arange(len(nodes)), source=source)
+            segment.probe = watch
             lm.forward([segment])
         assert np.isnan(watch.scores[:, 13:]).all()
         for (layer, head), scores in zip(watched, watch.scores[:, :13], strict=True):
@@ -408,13 +408,13 @@ def test_scores_of_attention_change_no_bit_and_have_none_of_the_batch(pair):
 
     def run(watched, parts, together):
         trees = [Slots(Tree([START, *range(first, first + 9)]), backend) for first in (0, 20)][: 1 + together]
-        watches = [Watch(((1, 2), (2, 3)), np.zeros((2, 10, POSITIONS), np.float32)) for _ in trees]
+        watches = [AttentionProbe(((1, 2), (2, 3)), np.zeros((2, 10, POSITIONS), np.float32)) for _ in trees]
         found = []
         for part in parts:
             nodes = np.arange(10)[part]
-            segments = [slots.segment(slots.prepare(nodes), np.arange(len(nodes)), source=source) for slots in trees]
+            segments = [slots.tree_batch(slots.prepare(nodes), np.arange(len(nodes)), source=source) for slots in trees]
             for segment, watch in zip(segments, watches, strict=True):
-                segment.watch = watch if watched else None
+                segment.probe = watch if watched else None
             found.append(backend.forward(segments)[: len(nodes)])
         for slots in trees:
             slots.close()
@@ -435,7 +435,7 @@ def test_kernels_refuse_heads_that_are_not_there(pair):
     backend = pair()[1].backend
     source, kept = placed(backend, sound())
     slots = Slots(Tree([START, 1]), backend)
-    segment = slots.segment(slots.prepare(np.arange(2)), np.arange(2), source=source)
+    segment = slots.tree_batch(slots.prepare(np.arange(2)), np.arange(2), source=source)
     scores = np.zeros((1, 2, POSITIONS), np.float32)
     for heads, room, says in (
         ([(3, 0)], scores, "head is not in the model"),
@@ -448,7 +448,7 @@ def test_kernels_refuse_heads_that_are_not_there(pair):
         ([(0, 0)], scores.astype(np.float64), "no array of float32 for each head"),
         ([(0, 0)], scores[:, :, ::2], "no array of float32 for each head"),
     ):
-        segment.watch = Watch(heads, room)
+        segment.probe = AttentionProbe(heads, room)
         with pytest.raises(RuntimeError, match=says):
             backend.forward([segment])
     kept.close()
@@ -491,7 +491,7 @@ def test_kernels_refuse_sources_that_are_not_there(pair):
     pending = slots.prepare(np.arange(2))
     for wrong in (None, source[::-1], np.r_[source[:-1], 10**6], np.r_[source, source[-1:] + 99]):
         with pytest.raises(RuntimeError, match="source"):
-            backend.forward([slots.segment(pending, np.arange(2), source=wrong)])
+            backend.forward([slots.tree_batch(pending, np.arange(2), source=wrong)])
     for wrong in (source * 0, source + 10**6):
         with pytest.raises(RuntimeError, match=r"same slot|not in the cache"):
             backend.place(backend.states(sound()), wrong)

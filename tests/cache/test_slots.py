@@ -41,7 +41,7 @@ class FakeBackend:
 
     def forward(self, slots, nodes, parents):
         """Evaluate nodes as a backend does, and check all that a segment promises."""
-        segment = slots.segment(nodes, np.arange(len(nodes)))
+        segment = slots.tree_batch(nodes, np.arange(len(nodes)))
         assert max(segment.slots) < self.capacity
         assert segment.tokens.tolist() == [token if token < 200 else 0 for token in slots.tree.tokens(nodes)]
         assert len(set(segment.slots.tolist())) == len(nodes)
@@ -201,7 +201,7 @@ def test_an_error_in_the_middle_of_a_change_harms_no_other_engine(method):
 def prefilled(tree, backend, *how, **shares):
     """The slots of a tree whose prompt is prefilled."""
     slots = Slots(tree, backend, *how, **shares)
-    slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
+    slots.tree_batch(slots.prepare(np.array([tree.tip])), np.array([0]))
     slots.evaluated(NO_NODES)
     return slots
 
@@ -275,7 +275,7 @@ def test_sequences_that_grow_side_by_side_lie_in_runs():
         for slots in several:
             tip = slots.tree.add(slots.tree.tip, 5)
             slots.tree.keep(tip)
-            slots.segment(slots.prepare(tip), np.array([0]))
+            slots.tree_batch(slots.prepare(tip), np.array([0]))
     for slots in several:
         assert np.count_nonzero(np.diff(slots.held) != 1) <= 240 // 64
 
@@ -292,7 +292,7 @@ def test_to_see_a_long_suffix_costs_no_more_than_to_see_a_short_one():
         parents.update(zip(tips.tolist(), above.tolist(), strict=True))
         tree.keep(tips)
         pending = slots.prepare(tips)
-        work.append(calls_made(lambda pending=pending: slots.segment(pending, np.arange(2))))
+        work.append(calls_made(lambda pending=pending: slots.tree_batch(pending, np.arange(2))))
     assert slots.used == 401
     assert np.median(work[-20:]) <= np.median(work[10:30])
 
@@ -316,7 +316,7 @@ def test_a_kv_cache_that_cannot_grow_leaves_the_tree_as_it_was(failures):
     backend.forward(slots, pending[:50], parents)
     for _ in range(failures):
         with pytest.raises(MemoryError):
-            slots.segment(pending[50:], np.array([0]))
+            slots.tree_batch(pending[50:], np.array([0]))
         assert slots.used == 50
     backend.forward(slots, pending[50:], parents)
     assert slots.used == 100

@@ -243,7 +243,7 @@ from pathlib import Path
 from specbeam.text import chat_templates
 from specbeam.checkpoints import open_checkpoint
 from specbeam.text.control_tokens import ControlTokens
-from specbeam.text.detokenizing import Detokenizer
+from specbeam.text.detokenizer import Detokenizer
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 tokenizer = checkpoint.tokenizer
 checkpoint.check_tokenizer(len(tokenizer))

@@ -15,7 +15,7 @@ from specbeam.checkpoints.formats.folder import FolderCheckpoint
 from specbeam.cli import main
 from specbeam.cli.tokens import tokens_of
 from specbeam.models.prompts import encode
-from specbeam.text.token_texts import BYTES
+from specbeam.text.tokenizer import BYTES
 from tests.checkpoints.test_gguf import tokenizer_of_file, write_gguf
 from tests.conftest import byte_tokenizer, fast_tokenizer, random_model
 

@@ -22,18 +22,16 @@ from specbeam.core.tree import Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.lazy_beam import LazyBeamSearch
-from specbeam.drafting.chains import Chains
 from specbeam.drafting.copies import Copies
+from specbeam.drafting.drafter import Chains
 from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.policy.acceptance import Rounds
 from specbeam.drafting.policy.deferring import Deferred, LikelyNeeded
 from specbeam.engine import CostTable
-from specbeam.engine.setup import make_search
 from specbeam.logits.processors import Processors
 from specbeam.logits.selector import Selector
 from specbeam.logits.stopping import Stopping
-from specbeam.recording.record import Record
-from specbeam.recording.trace import Trace
+from specbeam.recording.record import Record, Trace
 from tests.conftest import examples, head_of, random_model
 from tests.engine.conftest import ended
 from tests.recording.test_record import Replayed
@@ -106,7 +104,7 @@ class Searched:
             self.record.trace.end_round(certain, ended, "", {}, 0.0)
 
     def copies(self, cost):
-        return Copies(self.tree, Chains(self.tree, self.process, self.stop, most=64), cost)
+        return Copies(self.tree, Chains(self.tree, self.process, self.stop, max_draft_tokens=64), cost)
 
     def described(self, hypothesis):
         return hypothesis.node, self.tree.new_tokens(hypothesis.node), hypothesis.score, hypothesis.finish_reason
@@ -131,7 +129,7 @@ class SomeBeams:
         self.random = np.random.default_rng(seed)
         self.eagerness, self.plain = eagerness, plain
 
-    def pays(self, scores, length):
+    def should_defer(self, scores, length):
         return self.random.random() >= self.plain
 
     def choose(self, deferred):
@@ -139,14 +137,14 @@ class SomeBeams:
         chosen[self.random.integers(len(chosen))] = True
         return chosen
 
-    def drafts_pay(self, deferred, count):
+    def should_draft(self, deferred, count):
         return self.random.random() < 0.8
 
 
 class BestFirst:
     """Go on with the best beam; else evaluate the best of the beams that decide whether that may be done."""
 
-    def pays(self, scores, length):
+    def should_defer(self, scores, length):
         return True
 
     def choose(self, deferred):
@@ -155,7 +153,7 @@ class BestFirst:
         chosen[scores.argmax()] = True
         return chosen
 
-    def drafts_pay(self, deferred, count):
+    def should_draft(self, deferred, count):
         return True
 
 
@@ -431,7 +429,11 @@ def test_wrong_expectations_cost_few_steps(falls, cost):
 
 
 def best_first(setup, drafter):
-    return beam_search(make_search(setup, LazyBeamSearch), setup.record, drafter, BestFirst())
+    return beam_search(LazyBeamSearch.of(setup), setup.record, drafter, BestFirst())
+
+
+def plain_beams(setup, drafter):
+    return beam_search(BeamSearch.of(setup), setup.record)
 
 
 def test_deferred_beams_take_no_memory(save):
@@ -472,29 +474,29 @@ def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beam
     prompt, how = [2, 3] * 20, {"strategy": strategy, "draft": draft}
     options = {"num_beams": num_beams, "max_new_tokens": 40, "share_prefix": False}
     options["num_return_sequences"] = num_beams // 4
-    plain = ended(Engine(lm), prompt, options, strategy=lambda setup, _: beam_search(make_search(setup), setup.record))
+    plain = ended(Engine(lm), prompt, options, strategy=plain_beams)
     room = plain.stats.peak_slots + num_beams
     assert room < (40 + num_beams * 40) * 2 / 3  # beams share their prefixes
     assert ended(Engine(lm), prompt, options | sizes, **how).stats.peak_slots > room
     assert ended(Engine(lm, max_cache_tokens=room), prompt, options | sizes, **how).sequences == plain.sequences
 
 
-@pytest.mark.parametrize(("length", "reading", "pays"), [(7, 0.0, True), (7, 0.1, False), (8, 0.1, True)])
-def test_a_draft_model_reads_the_prompt_after_eight_tokens_at_the_earliest(length, reading, pays):
+@pytest.mark.parametrize(("length", "reading", "should_defer"), [(7, 0.0, True), (7, 0.1, False), (8, 0.1, True)])
+def test_a_draft_model_reads_the_prompt_after_eight_tokens_at_the_earliest(length, reading, should_defer):
     policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, drafts_of(reading_seconds=reading))
-    assert policy.pays(np.array([-0.01, -9, -9, -9], np.float32), length) == pays
+    assert policy.should_defer(np.array([-0.01, -9, -9, -9], np.float32), length) == should_defer
 
 
-@pytest.mark.parametrize(("later", "pays"), [(1.0, False), (0.1, True)])
-def test_beams_that_may_be_needed_are_deferred_if_copies_make_later_steps_cheap(later, pays):
+@pytest.mark.parametrize(("later", "should_defer"), [(1.0, False), (0.1, True)])
+def test_beams_that_may_be_needed_are_deferred_if_copies_make_later_steps_cheap(later, should_defer):
     policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, drafts_of(), later=Rounds(1e9 * later, 1e9))
-    assert policy.pays(np.array([-4.0, -4.1, -4.1, -4.1], np.float32), 16) == pays
+    assert policy.should_defer(np.array([-4.0, -4.1, -4.1, -4.1], np.float32), 16) == should_defer
 
 
 def test_chances_of_impossible_beams_are_numbers():
     policy = LikelyNeeded(8, 4, *[COSTS[0]] * 2)
     impossible = np.full(4, -np.inf, np.float32)
     with np.errstate(all="raise"):
-        policy.pays(impossible, 2)
+        policy.should_defer(impossible, 2)
         chosen = policy.choose(Deferred(np.arange(4), impossible, np.full(4, 2), np.ones(4, bool)))
     assert chosen.any()

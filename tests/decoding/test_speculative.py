@@ -14,8 +14,7 @@ import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.core.tree import Tree
 from specbeam.drafting.model import ModelDrafter
-from specbeam.drafting.policy.controller import Controller
-from specbeam.drafting.policy.sizes import Sizes
+from specbeam.drafting.policy.controller import Controller, Sizes
 from specbeam.logits.processors import Processors
 from specbeam.logits.selector import Selector
 from specbeam.logits.stopping import Stopping

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from specbeam.core.tree import Tree
 from specbeam.drafting.policy import SKIPPED, DraftTokens
 from specbeam.drafting.policy.acceptance import PRIOR_WEIGHT, Acceptance
-from specbeam.drafting.policy.controller import Controller, fewest_seconds
-from specbeam.drafting.policy.sizes import Sizes
+from specbeam.drafting.policy.controller import Controller, Sizes, fewest_seconds
 
 AUTO = (None, None, None)
 KINDS = ["lookup", "chains", "tree", "levels"]
@@ -46,14 +45,14 @@ def play(controller, kind, is_right, steps, target=memory_bound, draft=quarter, 
     num_tips, at, cost, lengths = NUM_TIPS[kind], 0, 0.0, []
     while at < steps:
         width, depth = controller.shape(num_tips, matched=matched if kind == "lookup" else None)  # reading is free
-        chances, spent = np.empty(0), 0.0
+        probabilities, spent = np.empty(0), 0.0
         if kind == "tree" and depth:  # a draft that gives each token the same probability
             for depth in range(13):
-                if not controller.expanded(np.array([0.8**depth]), depth, chances, spent):
+                if not controller.expanded(np.array([0.8**depth]), depth, probabilities, spent):
                     break
                 spent += draft(1)
-                chances = np.append(chances, 0.8 ** (depth + 1))
-            depth = controller.worthwhile(chances, spent)
+                probabilities = np.append(probabilities, 0.8 ** (depth + 1))
+            depth = controller.worthwhile(probabilities, spent)
         elif depth and kind != "lookup":
             spent = draft(num_tips) + (depth - 1) * draft(width)
         lengths.append(depth)
@@ -67,7 +66,7 @@ def play(controller, kind, is_right, steps, target=memory_bound, draft=quarter, 
         accepted = next((i for i in range(depth) if not is_right(at + i)), depth)
         tips = [level[:num_tips] for level in levels[1 : accepted + 1]] + [tree.add(levels[accepted][0], 99)]
         nodes = np.concatenate([np.empty(0, np.int64), *levels[1:]])
-        controller.learn(DraftTokens(nodes, chances[:depth], width=width, seconds=spent), tree, tips)
+        controller.learn(DraftTokens(nodes, probabilities[:depth], width=width, seconds=spent), tree, tips)
         cost, at = cost + spent + target(num_tips + len(nodes)), at + accepted + 1
     return cost / (at * target(num_tips)), lengths
 
@@ -105,21 +104,21 @@ def test_no_sequence_costs_much_more_than_without_drafts(kind, rate, seed, targe
 def test_acceptance_rates_are_chances_and_decay_to_the_prior(rounds):
     acceptance = Acceptance([0.2, 0.5, 1.0])
     for bucket, accepted, rejected in rounds:
-        before = acceptance.chances
+        before = acceptance.rates
         acceptance.learn(bucket, accepted, accepted + rejected)
-        assert ((acceptance.chances >= 0) & (acceptance.chances <= 1)).all()
+        assert ((acceptance.rates >= 0) & (acceptance.rates <= 1)).all()
         others = np.arange(3) != bucket
-        assert (acceptance.chances[others] == before[others]).all()
+        assert (acceptance.rates[others] == before[others]).all()
     for _ in range(3000):
         acceptance.skip()
-    assert acceptance.chances == pytest.approx([0.2, 0.5, 1.0], abs=1e-3)
+    assert acceptance.rates == pytest.approx([0.2, 0.5, 1.0], abs=1e-3)
     acceptance.learn(0, 1, 1)
-    assert acceptance.chances[0] == pytest.approx((0.9 * PRIOR_WEIGHT * 0.2 + 1) / (0.9 * PRIOR_WEIGHT + 1), abs=1e-3)
+    assert acceptance.rates[0] == pytest.approx((0.9 * PRIOR_WEIGHT * 0.2 + 1) / (0.9 * PRIOR_WEIGHT + 1), abs=1e-3)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.lists(st.floats(0.01, 1), min_size=8, max_size=8))
-def test_the_depth_with_the_fewest_seconds_per_step_is_found(chances, more):
-    steps, seconds = (1 + np.cumsum(np.cumprod(chances))).tolist(), np.cumsum(more)
+def test_the_depth_with_the_fewest_seconds_per_step_is_found(probabilities, more):
+    steps, seconds = (1 + np.cumsum(np.cumprod(probabilities))).tolist(), np.cumsum(more)
     costs = [seconds[depth] / steps[depth - 1] for depth in range(1, len(steps))]
     found, depth = fewest_seconds(range(1, len(steps)), steps, lambda depth: seconds[depth], seconds[0])
     assert found == min([seconds[0], *costs])
@@ -177,15 +176,15 @@ def test_levels_are_as_wide_as_the_steps_needed():
 
 
 def test_a_tree_takes_the_draft_tokens_that_pay():
-    chances = np.array([0.9, 0.8, 0.5, 0.1, 0.01])
+    probabilities = np.array([0.9, 0.8, 0.5, 0.1, 0.01])
     controller = controller_of("tree", lambda n: 1 + 0.2 * n, lambda n: 0.1)
     # One token for 1.3; 1.9 for 1.5; 2.7 for 1.7; 3.2 for 1.9; 3.3 for 2.1: the fourth brings less than it costs.
-    assert controller.worthwhile(chances, 0.1) == 3
+    assert controller.worthwhile(probabilities, 0.1) == 3
     tree = Tree([1])
     rejected, chosen = tree.draft(0, 1), tree.add(0, 2)
     for _ in range(20):
-        controller.learn(DraftTokens(rejected, chances[:1]), tree, [chosen])
-    assert controller.worthwhile(chances, 0.1) == 0
+        controller.learn(DraftTokens(rejected, probabilities[:1]), tree, [chosen])
+    assert controller.worthwhile(probabilities, 0.1) == 0
 
 
 def test_a_tree_grows_while_that_pays():

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from specbeam import Options
 from specbeam.core.tree import Tree
-from specbeam.drafting.chains import Chains
 from specbeam.drafting.copies import Copies
-from specbeam.drafting.policy.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.drafting.drafter import Chains
+from specbeam.drafting.policy.controller import MAX_ADAPTIVE_DEPTH
 from specbeam.logits.processors import Processors
 from specbeam.logits.stopping import Stopping
 
@@ -27,7 +27,7 @@ def grown(tree, tokens):
 
 def copies_below(tree, cost=lambda nodes: 1.0):
     stop = Stopping(frozenset({EOS}), 60, (), None)
-    return Copies(tree, Chains(tree, Processors(Options(), frozenset({EOS}), VOCAB), stop, most=64), cost)
+    return Copies(tree, Chains(tree, Processors(Options(), frozenset({EOS}), VOCAB), stop, max_draft_tokens=64), cost)
 
 
 def copied(best, own, cost=lambda nodes: 1.0):

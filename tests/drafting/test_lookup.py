@@ -13,14 +13,15 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.core.tree import Tree
 from specbeam.drafting.lookup import (
+    MAX_MATCH_TOKENS,
     Lookup,
     SuffixAutomaton,
     below,
     continuations,
     latest_first,
     likeliest,
+    occurrences,
 )
-from specbeam.drafting.matches import MAX_MATCH_TOKENS, occurrences
 from tests.conftest import byte_tokenizer, random_model
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -8,10 +8,10 @@ import pytest
 
 import specbeam
 from specbeam import Options, SpecbeamError
-from specbeam.drafting.policy.controller import Controller
-from specbeam.drafting.policy.sizes import Sizes
+from specbeam.drafting.policy import SharedCost
+from specbeam.drafting.policy.controller import Controller, Sizes
 from specbeam.engine import costs
-from specbeam.engine.costs import CostTable, PassTimes, SharedCost
+from specbeam.engine.costs import CostTable, PassTimes
 from specbeam.engine.setup import make_setup
 from tests.conftest import run_alone, table_of_costs
 
@@ -93,7 +93,7 @@ def test_passes_of_about_the_same_size_are_one_point_between_them():
 
 
 def test_a_request_bears_its_part_of_a_shared_pass_and_all_that_its_draft_tokens_add():
-    cost = SharedCost(linear_times(8.0, 1.0))
+    cost = SharedCost(linear_times(8.0, 1.0).expected)
     assert [cost(1), cost(5)] == pytest.approx([9.0, 13.0])  # alone
     cost.join(other_nodes=15, requests=16)
     assert [cost(1), cost(5)] == pytest.approx([1.5, 5.5])
@@ -103,7 +103,7 @@ def test_a_request_bears_its_part_of_a_shared_pass_and_all_that_its_draft_tokens
 @pytest.mark.parametrize(("live", "drafts"), [(1, True), (2, True), (16, False)])
 def test_a_draft_token_that_pays_alone_does_not_pay_in_a_crowd(live, drafts):
     """Two of three draft tokens are expected to be accepted. With 16 live, one costs two thirds of a request's part."""
-    cost = SharedCost(linear_times(8.0, 1.0))
+    cost = SharedCost(linear_times(8.0, 1.0).expected)
     cost.join(other_nodes=live - 1, requests=live)
     controller = Controller([Sizes(None, None, None, num_tips=1, chains=True)], cost, cost)
     assert (controller.shape(1)[1] > 0) == drafts
@@ -157,7 +157,7 @@ def test_a_clock_that_measures_0_gives_costs_over_0():
     for nodes in (1, 1, 1, 8, 8, 64, 64, 64):
         times.add(nodes, 0.0)
     assert min(times.expected(nodes) for nodes in range(1, 200)) > 0
-    assert SharedCost(times)(4) > 0
+    assert SharedCost(times.expected)(4) > 0
     assert times.nodes_within(1.0) >= 8
 
 

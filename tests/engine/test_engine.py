@@ -101,7 +101,7 @@ def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
     strategy = strategy_that(asked, [1], returns=[Hypothesis(3, 0.0, "length")])
     ended(Engine(lm, max_batch_tokens=chunk), [5, 6, 7, 8], strategy=strategy)
     slots = Slots(Tree([5, 6, 7, 8]), lm.backend)
-    expected = lm.backend.forward([slots.segment(slots.missing([3]), np.arange(4))])
+    expected = lm.backend.forward([slots.tree_batch(slots.missing([3]), np.arange(4))])
     torch.testing.assert_close(torch.from_numpy(strategy.seen[0]), expected[asked], atol=2e-4, rtol=0)
     torch.testing.assert_close(torch.from_numpy(strategy.seen[1]), expected[[1]], atol=2e-4, rtol=0)
 

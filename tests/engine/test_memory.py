@@ -46,7 +46,7 @@ def test_a_request_that_cannot_advance_fails_and_holds_up_nobody(lm):
     """Slots that no request holds: a fault of the engine's own, and none of the request's."""
     engine = Engine(lm, max_cache_tokens=200)
     lost = Slots(Tree([7] * 100), lm.backend, engine._budget.target)
-    lost.segment(lost.prepare(np.array([99])), np.array([0]))
+    lost.tree_batch(lost.prepare(np.array([99])), np.array([0]))
     large, small = (engine.submit([1] * n, {"max_new_tokens": 5}) for n in (190, 20))
     for _ in range(100):
         if not engine.step():

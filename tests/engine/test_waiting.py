@@ -11,7 +11,7 @@ import pytest
 
 import specbeam
 from specbeam import Engine, SpecbeamError
-from specbeam.engine import companions
+from specbeam.engine import engine_thread
 from specbeam.engine.passes import run_pass
 from specbeam.engine.scheduler import Scheduler
 from tests.conftest import in_thorough_mode
@@ -412,7 +412,7 @@ def test_requests_that_come_together_share_their_first_pass(lm, monkeypatch):
         return run_pass(batch, *how, **options)
 
     monkeypatch.setattr(Scheduler, "waiting", property(look))
-    monkeypatch.setattr(companions, "MAX_SECONDS", LONG_WAIT)
+    monkeypatch.setattr(engine_thread, "MAX_WINDOW_SECONDS", LONG_WAIT)
     monkeypatch.setattr("specbeam.engine.engine.run_pass", watched)
     requests = [engine.submit([1, 2, 3], OPTIONS)]
     with engine:

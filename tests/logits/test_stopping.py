@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import hf
-from specbeam.text.streaming import NewText, TextStream
+from specbeam.text.detokenizer import NewText, TextStream
 from tests.conftest import UNUSED, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -12,8 +12,7 @@ import specbeam
 from specbeam import Options, TokenTrie
 from specbeam.recording import events
 from specbeam.server.tokens import CompletionLogProbs, Part, TokenTexts
-from specbeam.text.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, shared_length
-from specbeam.text.streaming import NewText, TextStream
+from specbeam.text.detokenizer import MIN_WINDOW_TOKENS, Detokenizer, NewText, TextStream, shared_length
 from tests.conftest import byte_tokenizer, random_model
 from tests.drafting.test_retokenizing import byte_level, metaspace
 from tests.prefix_spaces import KINDS, prefix_space_tokenizer

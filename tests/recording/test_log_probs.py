@@ -13,8 +13,8 @@ from specbeam.backends.torch.selecting import select
 from specbeam.core.selection import SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.core.tree import Tree
-from specbeam.recording import node_notes
-from specbeam.recording.node_notes import Alternatives
+from specbeam.recording import log_probs
+from specbeam.recording.log_probs import Alternatives
 from tests.engine.conftest import ended
 
 METHODS = {
@@ -83,7 +83,7 @@ def test_alternatives_of_dropped_nodes_take_no_memory():
         nodes = tree.add(np.full(16, tree.tip), np.arange(16))
         remembered.add(nodes, selection)
         tree.keep(nodes[:1])
-    held = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, node_notes.__file__)])
+    held = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, log_probs.__file__)])
     tracemalloc.stop()
     rows = sum(trace.size for trace in held.statistics("filename")) / (50 * 24)  # a float of 24 bytes per token
     assert rows < 40 * 8  # 40 live nodes, of 640

@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from specbeam.engine import companions
-from specbeam.server import app, arrivals, connection, tokenizing
-from specbeam.server.bodies import Bodies, Body
-from specbeam.server.guard import Guard
+from specbeam.engine import engine_thread
+from specbeam.server import app, serving, tokenizing
+from specbeam.server.call import BatchingWindow
 from specbeam.server.limits import Limits
+from specbeam.server.middleware import Bodies, Body, Middleware
 from tests.server.conftest import serving_alone
 
 KINDS = ("leaves",) * 10 + ("nonsense", "huge") + ("slow reader", "slow writer") * 2 + ("good",) * 4
@@ -150,13 +150,13 @@ def test_a_thousand_clients_leave_nothing_behind(chat_lm):
 
 async def arrived(size):
     """The acts of the requests of a crowd. Each request comes a turn of the event loop after the one before."""
-    together, done = arrivals.Arrivals(), []
+    window, done = BatchingWindow(), []
 
     async def request(number):
         for _ in range(number):
             await asyncio.sleep(0)
         done.append("comes")
-        await together.pause()
+        await window.wait()
         done.append("goes on")
 
     await asyncio.gather(*map(request, range(size)))
@@ -164,18 +164,18 @@ async def arrived(size):
 
 
 def test_requests_that_come_one_after_the_other_go_on_together(monkeypatch):
-    monkeypatch.setattr(companions, "MAX_SECONDS", 60)
+    monkeypatch.setattr(engine_thread, "MAX_WINDOW_SECONDS", 60)
     assert asyncio.run(arrived(8)) == ["comes"] * 8 + ["goes on"] * 8
 
 
 def test_requests_that_never_end_to_come_hold_up_nobody(monkeypatch):
-    monkeypatch.setattr(companions, "MAX_SECONDS", 0)
+    monkeypatch.setattr(engine_thread, "MAX_WINDOW_SECONDS", 0)
     assert asyncio.run(arrived(100)).index("goes on") < 100
 
 
 @pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc", request_of(b"{", 9)])
 def test_a_request_that_does_not_come_loses_its_connection(served, monkeypatch, head):
-    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "CONNECTION_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
         client.sendall(head)
         with contextlib.suppress(ConnectionResetError):
@@ -183,7 +183,7 @@ def test_a_request_that_does_not_come_loses_its_connection(served, monkeypatch, 
 
 
 def test_an_answer_that_is_not_taken_loses_its_connection(served, monkeypatch):
-    monkeypatch.setattr(connection, "CONNECTION_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "CONNECTION_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
         requests = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1_000_000
         with pytest.raises(ConnectionError):  # before, neither side takes any more
@@ -227,7 +227,7 @@ def chunked(*parts):
 
 
 def test_a_head_above_the_limit_is_refused_however_it_comes(served, monkeypatch):
-    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 1000)
+    monkeypatch.setattr(serving, "MAX_HEAD_BYTES", 1000)
     for size in (999, 1000, 1001, 5000):
         head = head_of("Host: localhost", "X: " + "a" * size)
         head = head.replace(b"a" * (len(head) - size), b"", 1)
@@ -241,7 +241,7 @@ def test_a_head_above_the_limit_is_refused_however_it_comes(served, monkeypatch)
 
 
 def test_what_is_beside_the_data_of_chunks_is_limited(served, monkeypatch):
-    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 1000)
+    monkeypatch.setattr(serving, "MAX_HEAD_BYTES", 1000)
     body = b'{"prompt": "' + b"a" * 3000 + b'"}'
     ones = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     assert answer_to(served, *chunked(ones + b"0\r\n\r\n"))[0] == 200
@@ -257,7 +257,7 @@ def test_what_is_beside_the_data_of_chunks_is_limited(served, monkeypatch):
 
 
 def test_a_body_before_the_next_head_is_no_part_of_it(served, monkeypatch):
-    monkeypatch.setattr(connection, "MAX_HEAD_BYTES", 1000)
+    monkeypatch.setattr(serving, "MAX_HEAD_BYTES", 1000)
     body = json.dumps({"prompt": "a" * 5000}).encode()
     headers = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}")
     first = head_of(*headers, target="/tokenize", method="POST") + body
@@ -364,7 +364,7 @@ def test_bodies_that_stop_keep_no_others_out(start, chat_lm):
     body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 800_000}).encode()
     with start({"tiny": chat_lm}, limits=limits) as server, contextlib.ExitStack() as stack:
         layer = server.server._app.middleware_stack
-        while not isinstance(layer, Guard):
+        while not isinstance(layer, Middleware):
             layer = layer.app
         bodies = layer._bodies
         clients = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(6)]
@@ -407,7 +407,7 @@ def test_large_bodies_are_on_the_disk():
                 return {"type": "http.request", "body": bytes(piece), "more_body": True}
 
             with body:
-                await body.whole(receive, lambda _: None)
+                await body.complete(receive, lambda _: None)
 
         tasks = [asyncio.ensure_future(wait_for(Body(bodies))) for _ in range(number)]
         while len(has_stopped) < number:

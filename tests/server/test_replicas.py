@@ -123,14 +123,14 @@ def test_a_busy_replica_does_not_get_more_of_its_conversation(monkeypatch):
     """Up to 4 requests more than the other replica has stay with the prefix. The next one goes to the other replica."""
     from ray.serve.request_router import RequestRouter
 
-    from specbeam.server.replicas import Asked, PrefixRouter, blocks_of
+    from specbeam.server.replicas import ForwardedRequest, PrefixRouter, blocks_of
 
     monkeypatch.setattr(RequestRouter, "on_send_request", lambda *_: None)  # counts on its own, for Ray
     router = PrefixRouter.__new__(PrefixRouter)
     router.initialize_state()
     replicas = [SimpleNamespace(replica_id=name) for name in "ab"]
     body = json.dumps({"prompt": "busy " * 60}).encode()
-    request = SimpleNamespace(args=[Asked({}, body, blocks_of(body))])
+    request = SimpleNamespace(args=[ForwardedRequest({}, body, blocks_of(body))])
 
     def send():
         first = asyncio.run(router.choose_replicas(replicas, request))[0][0].replica_id

@@ -482,7 +482,7 @@ def test_where_an_answer_begins_in_thoughts(save):
     marks = {"<think>": False, "</think>": False, "<turn>": True}
     tokenizer.add_tokens([AddedToken(text, special=special) for text, special in marks.items()])
     lm = specbeam.load(save(random_model("llama", vocab_size=262), tokenizer), backend="cpu")
-    use = ToolUse(None, [], [], is_required=False, has_form=False, most=1)
+    use = ToolUse(None, [], [], is_required=False, has_form=False, max_calls=1)
     for prompt, expected in {
         "<think>a</think>b<turn>assistant": None,  # the thoughts of another turn
         "<think>a<turn>assistant": None,

@@ -12,7 +12,7 @@ import pytest
 
 import specbeam
 from specbeam import SpecbeamError, transcribe
-from specbeam.core.selection import SelectionRequest, Watch
+from specbeam.core.selection import AttentionProbe, SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.speech import Settings
@@ -53,8 +53,8 @@ def test_words_are_those_of_openai_whisper(number):
         assert asked.prompt == [*BEGIN, 300, *text, END_OF_BYTES]
         assert (asked.sound, asked.writes, asked.drafts) == ("sound", False, False)
         listen = asked.strategy
-        listen.watch.scores[:] = scores_of(one)[:, :, : listen.watch.scores.shape[2]]
-        assert listen.watch.scores.shape == (3, len(asked.prompt), frames // 2)
+        listen.probe.scores[:] = scores_of(one)[:, :, : listen.probe.scores.shape[2]]
+        assert listen.probe.scores.shape == (3, len(asked.prompt), frames // 2)
         logits = logits_of(one, len(asked.prompt))[len(BEGIN) :, :END_OF_BYTES].astype(np.float64)
         odds = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         listen.probabilities = [float(row[token]) for row, token in zip(odds, text, strict=False)]
@@ -78,8 +78,8 @@ def test_no_word_lies_in_two_segments(marks):
     segments = [Spoken(100 * i, 100 * (i + 1), [400, *bytes_of(text), 401]) for i, text in enumerate(texts)]
 
     def attend(asked):
-        size = asked.strategy.watch.scores.shape[1:]
-        asked.strategy.watch.scores[0] = np.random.default_rng(1).normal(size=size)
+        size = asked.strategy.probe.scores.shape[1:]
+        asked.strategy.probe.scores[0] = np.random.default_rng(1).normal(size=size)
         asked.strategy.probabilities = [0.5] * len(b"".join(text.encode() for text in texts))
 
     found = answered(finder.find("sound", segments, Clip([(0, 3000)]), 0, 3000), attend)
@@ -153,11 +153,11 @@ def test_words_are_the_same_alone_among_others_and_with_little_memory(whisper, o
 
 
 def test_scores_count_as_memory_beside_other_requests(whisper):
-    watch, held = Watch(((1, 0),), np.zeros((1, 64, 50), np.float32)), []
+    probe, held = AttentionProbe(((1, 0),), np.zeros((1, 64, 50), np.float32)), []
 
     def strategy(setup, drafter):
         for nodes in ([0, 1], [2, 3]):
-            yield Evaluate(nodes, SelectionRequest(), watch=watch)
+            yield Evaluate(nodes, SelectionRequest(), probe=probe)
             held.append(engine._budget.source_bytes)
         return [Hypothesis(setup.tree.tip, 0.0, "stop")]
 
@@ -171,10 +171,10 @@ def test_scores_count_as_memory_beside_other_requests(whisper):
         ]
         engine.run()
         assert all(request.result() for request in requests)
-        assert max(held) == (number * watch.scores.nbytes if number > 1 else 0)
+        assert max(held) == (number * probe.scores.nbytes if number > 1 else 0)
         assert engine._budget.source_bytes == 0
-    assert watch.scores[0, :4].any(axis=1).all()
-    assert not watch.scores[0, 4:].any()
+    assert probe.scores[0, :4].any(axis=1).all()
+    assert not probe.scores[0, 4:].any()
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,9 @@ def test_heads_are_those_of_the_checkpoint(whisper, monkeypatch):
 
 def evenly(listen, positions_per_token=2.0):
     """The attention of a text whose tokens take two positions each, from the start of the window on."""
-    _, rows, positions = listen.watch.scores.shape
+    _, rows, positions = listen.probe.scores.shape
     listen.probabilities = [0.5] * rows
-    listen.watch.scores[:] = -3 * np.abs(np.arange(positions) - positions_per_token * (np.arange(rows) - 3)[:, None])
+    listen.probe.scores[:] = -3 * np.abs(np.arange(positions) - positions_per_token * (np.arange(rows) - 3)[:, None])
 
 
 @pytest.mark.parametrize(("rest", "second"), [([], 1.0), ([TIMES + 40, *text_tokens(" left")], 0.42)])

@@ -24,7 +24,7 @@ LEAVES = [
 
 
 def bomb(draw: random.Random) -> dict:
-    """A description as :func:`specbeam.structured.grammar.description_of` reads it."""
+    """A description as :func:`specbeam.structured.grammar.output_spec_of` reads it."""
     kind = draw.choice(["json_schema"] * 6 + ["regex", "grammar", "grammar"])
     if kind == "json_schema":
         return {kind: {"schema": draw.choice([_fan, _fan, _fan, _numbers, _patterns, _nested])(draw)}}
@@ -157,7 +157,7 @@ def main() -> None:
     from llguidance import LLMatcher, LLTokenizer
 
     from specbeam.errors import SpecbeamError
-    from specbeam.structured.grammar import description_of
+    from specbeam.structured.grammar import output_spec_of
     from specbeam.structured.trials import limits
     from specbeam.system import child_processes
 
@@ -168,7 +168,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 2)
         said = None
         try:
-            made = description_of(json.loads(line))
+            made = output_spec_of(json.loads(line))
             LLMatcher(
                 tokenizer, made.text, log_level=0, limits=limits(made.lexer_fuel, made.max_symbols)
             ).compute_bitmask()

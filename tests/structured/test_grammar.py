@@ -99,7 +99,7 @@ def test_forced_tokens_are_drafts_and_change_no_bit(tiny, monkeypatch, method, d
     options = {"max_new_tokens": 60, "constraint": JsonSchema(schema), **method}
     costs = CostTable(lambda nodes: 1e-3 + 1e-5 * nodes)  # then the numbers of passes are the same in every run
     found = run_alone(lm, "a b c", options, draft, costs=lambda backend, ahead=False: costs)
-    monkeypatch.setattr("specbeam.engine.setup.with_forced_tokens", lambda _, drafter: drafter)
+    monkeypatch.setattr("specbeam.decoding.strategies.with_forced_tokens", lambda _, drafter: drafter)
     plain = run_alone(lm, "a b c", options, draft, costs=lambda backend, ahead=False: costs)
     assert found.sequences == plain.sequences
     assert found.stats.target_passes <= plain.stats.target_passes
@@ -189,7 +189,7 @@ def test_a_state_is_that_of_a_parser_of_its_own(tiny, schema):
         token = draw.choice(np.flatnonzero(bits).tolist())
         states.append(constraint.advance(states[at], token))
         paths.append([*paths[at], token])
-    text, tokenizer = constraint.description.text, grammar._tokenizer_of(lm)
+    text, tokenizer = constraint.spec.text, grammar._tokenizer_of(lm)
     for state, path in zip(states, paths, strict=True):
         matcher = grammar._llguidance().LLMatcher(tokenizer, text)
         for token in path:

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specbeam.core.tree import Tree
 from specbeam.logits.stopping import Stopping
-from specbeam.text.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, TextEnd
-from specbeam.text.streaming import NewText, TextStream
+from specbeam.text.detokenizer import MIN_WINDOW_TOKENS, Detokenizer, NewText, TextEnd, TextStream
 from tests.conftest import EOS, examples, needs_torch
 
 BYTES = [f"<0x{value:02X}>" for value in (10, 0xE4, 0xBD, 0xA0, 0xFF, 0xF0, 0x9F)]

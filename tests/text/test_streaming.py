@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam.errors import SpecbeamError
-from specbeam.text.streaming import NewText, TextStream
+from specbeam.text.detokenizer import NewText, TextStream
 from tests.conftest import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

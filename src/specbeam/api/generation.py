@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack, overload
 
+from specbeam.decoding.setup import MakeStrategy
 from specbeam.engine import Engine, Request
 from specbeam.engine.drafts import Draft
-from specbeam.engine.setup import MakeStrategy
 from specbeam.errors import SpecbeamError, located
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import Prompt, as_list, encode, is_batch, room

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends import devices
-from specbeam.core.selection import Logits, NextBeams, Selection, SelectionRequest, Watch
+from specbeam.core.selection import AttentionProbe, Logits, NextBeams, Selection, SelectionRequest
 
 
 @dataclass(slots=True)
-class Segment:
+class TreeBatch:
     """The nodes of one token tree that one pass evaluates.
 
     Keys and values lie in slots of the backend's KV cache. A node's ancestors are given by their slots, first the
@@ -33,7 +33,7 @@ class Segment:
         source: the result of :meth:`EncodingBackend.encode` or :meth:`HearingBackend.place` for the tree, or what was
             given to the engine instead. None for models without an encoder otherwise. Every node sees all of it.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
-        watch: heads of cross-attention that the pass shows (``Backend.cross_heads``). None for none.
+        probe: heads of cross-attention whose scores the pass returns (``Backend.cross_heads``). None for none.
     """
 
     tokens: NDArray[np.int64]
@@ -45,10 +45,10 @@ class Segment:
     vocab: int | None = None
     source: Any = None
     ahead: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    watch: Watch | None = None
+    probe: AttentionProbe | None = None
 
 
-def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
+def logits_wanted(segments: list[TreeBatch], vocab_size: int) -> int:
     """The number of first tokens whose logits a pass has to compute."""
     return max(vocab_size if s.vocab is None else min(s.vocab, vocab_size) for s in segments)
 
@@ -81,7 +81,7 @@ class Backend(Protocol):
     features_shape: tuple[int, int] | None = None
     """The bands and frames of the sound that its encoder reads. None for a model that reads no sound."""
     cross_heads: tuple[int, int] | None = None
-    """The layers and heads of its cross-attention that a ``Segment.watch`` may ask for. None if it shows none."""
+    """The layers and heads of its cross-attention that a ``TreeBatch.probe`` may ask for. None if it shows none."""
 
     def reserve(self, slots: int) -> None:
         """Make room in the KV cache for at least this many slots, numbered from 0, and keep what is stored.
@@ -89,7 +89,7 @@ class Backend(Protocol):
         It waits for a pass in another thread. After a failure it may be tried again.
         """
 
-    def forward(self, segments: list[Segment]) -> Logits:
+    def forward(self, segments: list[TreeBatch]) -> Logits:
         """One forward pass over all nodes of all segments. It stores the nodes' keys and values.
 
         Repeating a pass changes nothing.
@@ -131,7 +131,7 @@ class AheadBackend(Backend, Protocol):
 
     def forward_ahead(
         self,
-        segments: list[Segment],
+        segments: list[TreeBatch],
         requests: Sequence[SelectionRequest],
         beams: Sequence[NextBeams | None],
         passes: int,

@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam.backends.compat import DecoderPositions
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.torch.digest import digest_of
 from specbeam.backends.torch.transfer import to_device
@@ -160,7 +160,7 @@ class EncoderDecoderBackend(TransformersBackend):
             for row in range(len(prompts))
         ]
 
-    def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
+    def _run(self, segments: list[TreeBatch], views: list[Seen], keep: Tensor) -> Tensor:
         if self.features_shape is not None and len(segments) > 1:  # its cross-attention takes no mask
             return self._one_by_one(segments, views, keep)
         sources: list[Source] = [s.source for s in segments]
@@ -182,7 +182,7 @@ class EncoderDecoderBackend(TransformersBackend):
             )
         return out.logits[0][keep]
 
-    def _one_by_one(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
+    def _one_by_one(self, segments: list[TreeBatch], views: list[Seen], keep: Tensor) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)]).tolist()
         logits = []
         for segment, seen, start, end in zip(segments, views, starts, starts[1:], strict=False):
@@ -190,7 +190,7 @@ class EncoderDecoderBackend(TransformersBackend):
             logits.append(self._run([segment], [seen], own))
         return torch.cat(logits)
 
-    def _source_mask(self, segments: list[Segment]) -> Tensor | None:
+    def _source_mask(self, segments: list[TreeBatch]) -> Tensor | None:
         """Each node sees the source of its own tree. None if there is only one tree."""
         if len(segments) == 1:
             return None

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 from specbeam.backends.compat import cache_argument
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.backends.torch.finite import are_finite
@@ -136,7 +136,7 @@ class TransformersBackend(TensorBackend):
         """
 
     @abstractmethod
-    def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
+    def _run(self, segments: list[TreeBatch], views: list[Seen], keep: Tensor) -> Tensor:
         """Logits [w, vocab] at the nodes to keep, int64 [w].
 
         Args:
@@ -154,7 +154,7 @@ class TransformersBackend(TensorBackend):
             raise SpecbeamError("the model is in training mode, where dropout makes it random: call model.eval() first")
 
     @torch.no_grad()  # inference_mode would leave tensors in the user's model that cannot be trained with
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[TreeBatch]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         views = [seen_by(s) for s in segments]
@@ -173,7 +173,7 @@ class TransformersBackend(TensorBackend):
     def _row(self, parts: list[NDArray[np.int64]]) -> Tensor:
         return to_device(np.concatenate(parts)[None], self.device)
 
-    def _masks(self, segments: list[Segment], views: list[Seen]) -> Tensor | dict[str, Tensor]:
+    def _masks(self, segments: list[TreeBatch], views: list[Seen]) -> Tensor | dict[str, Tensor]:
         """The slots that the nodes see: one mask, or one per kind of layer if there are several kinds."""
         shape = sum(len(s.tokens) for s in segments), sum(len(seen.slots) for seen in views)
         full, near = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
@@ -201,7 +201,7 @@ class TransformersBackend(TensorBackend):
             self.reserve(1)
             try:
                 nothing = np.empty((1, 0), dtype=np.int64)
-                self.forward([Segment(zero, zero, zero, zero, nothing, zero, source=self._source_to_measure())])
+                self.forward([TreeBatch(zero, zero, zero, zero, nothing, zero, source=self._source_to_measure())])
             except Exception as error:  # the values of a configuration are first used here
                 name, reason = type(self.model).__name__, " ".join(str(error).split())
                 raise SpecbeamError(f"{name} cannot run with its configuration: {reason[:200]}") from error
@@ -230,7 +230,7 @@ class CausalBackend(TransformersBackend):
             return "its attention does not follow the mask and the positions it is given"
         return None
 
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[TreeBatch]) -> Tensor:
         if not isinstance(segments[0].source, ReadPrompt):
             return super().forward(segments)
         rest = []
@@ -252,7 +252,7 @@ class CausalBackend(TransformersBackend):
             at = end
         return torch.cat(logits)
 
-    def _copy_read(self, segment: Segment) -> None:
+    def _copy_read(self, segment: TreeBatch) -> None:
         """Store the keys and values of the nodes that were prefilled before."""
         is_read = segment.positions < segment.source.length
         if is_read.any():
@@ -262,7 +262,7 @@ class CausalBackend(TransformersBackend):
                 own, others = keys[:, at].transpose(0, 1), values[:, at].transpose(0, 1)
                 self._store.store(layer, there, own, others, there)
 
-    def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
+    def _run(self, segments: list[TreeBatch], views: list[Seen], keep: Tensor) -> Tensor:
         inputs: dict[str, Any] = {
             "input_ids": self._row([s.tokens for s in segments]),
             "position_ids": self._row([s.positions for s in segments]),
@@ -282,7 +282,7 @@ class CausalBackend(TransformersBackend):
 class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """The slots that the trees of a pass see, tree after tree, as a cache of transformers."""
 
-    def __init__(self, store: KeyValues, segments: Sequence[Segment], views: Sequence[Seen]) -> None:
+    def __init__(self, store: KeyValues, segments: Sequence[TreeBatch], views: Sequence[Seen]) -> None:
         super().__init__(layers=[])
         self._store = store
         self._new = np.concatenate([s.slots for s in segments])

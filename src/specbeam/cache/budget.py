@@ -56,9 +56,9 @@ class Budget:
         return self.cache_bytes // self.target.slot_bytes
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Bytes that the caches of this engine may hold beside the caches of other engines' requests."""
-        return self.cache_bytes - sum(one.held for one in self._others())
+        return self.cache_bytes - sum(other.held for other in self._others())
 
     @property
     def held(self) -> int:
@@ -72,7 +72,7 @@ class Budget:
 
     def _others(self) -> list[Budget]:
         with _sharing_lock:
-            return [one for one in self._sharing if one is not self]
+            return [other for other in self._sharing if other is not self]
 
     def cache_of(self, backend: Backend) -> EngineCache:
         """The part of a backend's pool that this engine owns."""
@@ -85,14 +85,14 @@ class Budget:
         for cache in self._caches.values():
             cache.clear()
 
-    def evict(self, room: int = 0) -> bool:
+    def evict(self, max_bytes: int = 0) -> bool:
         """Evict prefixes that no request holds, of this engine first, until the others fit into this many bytes.
 
         Returns:
             Whether any was evicted.
         """
-        caches = [cache for one in (self, *self._others()) for cache in list(one._caches.values())]
-        too_much = sum(cache.kept * cache.slot_bytes for cache in caches) - max(room, 0)
+        caches = [cache for other in (self, *self._others()) for cache in list(other._caches.values())]
+        too_much = sum(cache.kept * cache.slot_bytes for cache in caches) - max(max_bytes, 0)
         evicted = False
         for cache in caches:
             if too_much <= 0:

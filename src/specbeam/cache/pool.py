@@ -167,10 +167,10 @@ class Pool:
         """Take free slots. The first of them follows another slot, if that is easy."""
         lent = self.free.take(count, after)
         if self.free.end > (size := len(self.owners)):
-            room = 2 * self.free.end
+            capacity = 2 * self.free.end
             self.owners, self.references, self.cached = (
-                np.concatenate([one, np.zeros(room - size, one.dtype)])
-                for one in (self.owners, self.references, self.cached)
+                np.concatenate([array, np.zeros(capacity - size, array.dtype)])
+                for array in (self.owners, self.references, self.cached)
             )
         self.owners[lent] = owner
         return lent
@@ -183,8 +183,8 @@ class Pool:
 
     def free_all(self, owner: int) -> None:
         """Free all slots of an engine, and make the free list anew."""
-        is_its = self.owners == owner
-        self.references[is_its], self.cached[is_its], self.owners[is_its] = 0, False, NOBODY
+        is_owned = self.owners == owner
+        self.references[is_owned], self.cached[is_owned], self.owners[is_owned] = 0, False, NOBODY
         free = FreeList()
         free.end = int(np.flatnonzero(self.owners).max(initial=-1)) + 1
         if len(slots := np.flatnonzero(self.owners[: free.end] == NOBODY)):
@@ -251,12 +251,12 @@ class EngineCache:
             return int(np.count_nonzero(self.pool.references[self.prefixes.find(tokens)]))
 
     @locked
-    def evict(self, least: int) -> int:
+    def evict(self, count: int) -> int:
         """Evict the least recently used prefixes, until this many slots are free. Return how many there are."""
         before = self.kept
-        for gone in self.prefixes.evict(min(least, before), self.pool.references):
-            self.pool.cached[gone] = False
-            free = gone[self.pool.references[gone] == 0]
+        for evicted in self.prefixes.evict(min(count, before), self.pool.references):
+            self.pool.cached[evicted] = False
+            free = evicted[self.pool.references[evicted] == 0]
             self.kept -= len(free)
             self.pool.give_back(free)
         return before - self.kept

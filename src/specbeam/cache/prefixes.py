@@ -73,26 +73,26 @@ class PrefixCache:
         self._touch(node)
         return rest
 
-    def evict(self, least: int, references: NDArray[np.int32]) -> Iterator[Ints]:
+    def evict(self, count: int, references: NDArray[np.int32]) -> Iterator[Ints]:
         """Evict the least recently used sequences, from their ends on, until enough slots are free.
 
         Args:
-            least: how many slots to free. At least as many are cached that no tree holds.
+            count: how many slots to free. At least as many are cached that no tree holds.
             references: by slot, how many trees hold it. A sequence whose end a tree holds stays as it is. It is evicted
                 only if the tree has freed its beginning, and nothing else is left to free.
 
         Yields: slots that are not cached any more, int64 [n]. A tree may still hold them.
         """
         held = set[RadixNode]()
-        while least > 0 and self._by_use:
+        while count > 0 and self._by_use:
             leaf = next(iter(self._by_use))
             if leaf in held:  # so are all others
                 held.remove(leaf)
                 yield self._cut(leaf, int(np.flatnonzero(references[leaf.slots] == 0).max(initial=-1)) + 1)
                 continue
-            end = leaf.slots[-max(least, MIN_TOKENS_EVICTED) :]
+            end = leaf.slots[-max(count, MIN_TOKENS_EVICTED) :]
             if free := len(end) - 1 - int(np.flatnonzero(references[end]).max(initial=-1)):
-                least -= free
+                count -= free
                 yield self._cut(leaf, len(leaf.slots) - free)
             else:
                 self._touch(leaf)  # else each call would come to it first

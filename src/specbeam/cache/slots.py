@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from specbeam.backends.contract import Backend, Segment
+from specbeam.backends.contract import Backend, TreeBatch
 from specbeam.cache.pool import BLOCK_SLOTS, EngineCache, locked
 from specbeam.cache.prefixes import NO_SLOTS, Ints, common_length
 from specbeam.core.tree import NO_NODES, Nodes, Tree
@@ -79,24 +79,24 @@ class Slots:
         tree = self.tree
         if climbing[0] and NOWHERE not in self._slot[tree.parents(climbing)].tolist():
             return climbing  # a parent was evaluated after its ancestors
-        found = [climbing]
+        missing = [climbing]
         prefix = tree.prefix
         while True:
             climbing = np.unique(tree.parents(climbing[tree.depths(climbing) >= len(prefix)]))
             climbing = climbing[self._slot[climbing] == NOWHERE]
             if not len(climbing):
                 break
-            found.append(climbing)
-        deepest = tree.depths(np.concatenate(found)).max()
-        rest = prefix[self._placed : deepest + 1]
-        found.append(rest[self._slot[rest] == NOWHERE])
-        return np.unique(np.concatenate(found))
+            missing.append(climbing)
+        deepest = tree.depths(np.concatenate(missing)).max()
+        on_prefix = prefix[self._placed : deepest + 1]
+        missing.append(on_prefix[self._slot[on_prefix] == NOWHERE])
+        return np.unique(np.concatenate(missing))
 
     def growth(self, nodes: Nodes) -> int:
         """How many new slots these nodes need."""
         return int(np.count_nonzero(self.at(nodes) == NOWHERE))
 
-    def found(self) -> int:
+    def shareable(self) -> int:
         """How many slots of other trees it would share if it began now."""
         return self.cache.held(self.tree.tokens(self.tree.prefix[:-1])) if self.shares else 0
 
@@ -151,16 +151,16 @@ class Slots:
     def _farthest(self, others: Iterable[Slots]) -> tuple[Slots, Ints, int] | None:
         """The tree that will prefill the longest common prefix, its begin, and the length of that prefix."""
         assert self.begin is not None
-        own, farthest, most = self.begin[:-1], None, self._placed + MIN_TOKENS_AWAITED - 1
+        tokens, farthest, longest = self.begin[:-1], None, self._placed + MIN_TOKENS_AWAITED - 1
         for other in others:
             begin = other.begin if other.shares else None
-            if begin is not None and most < min(len(begin), len(own)) and begin[most] == own[most]:
-                common = common_length(begin, own)
-                if common > max(most, other.cached):
-                    farthest, most = (other, begin, common), common
+            if begin is not None and longest < min(len(begin), len(tokens)) and begin[longest] == tokens[longest]:
+                common = common_length(begin, tokens)
+                if common > max(longest, other.cached):
+                    farthest, longest = (other, begin, common), common
         return farthest
 
-    def segment(
+    def tree_batch(
         self,
         nodes: Nodes,
         wanted: Ints,
@@ -168,7 +168,7 @@ class Slots:
         source: Any = None,
         ahead: int = 0,
         token: Ints | None = None,
-    ) -> Segment:
+    ) -> TreeBatch:
         """Give nodes slots, and return the part of a pass that evaluates them. Their ancestors have slots or are here.
 
         Args:
@@ -199,7 +199,7 @@ class Slots:
         else:
             suffixes = self._slot[tree.paths_beyond_prefix(nodes)]
         slots = self._slot[nodes]
-        return Segment(tokens, positions, slots, self._prefix[: self._placed], suffixes, wanted, vocab, source, later)
+        return TreeBatch(tokens, positions, slots, self._prefix[: self._placed], suffixes, wanted, vocab, source, later)
 
     def evaluated(self, pending: Nodes, ahead: int = 0) -> None:
         """A pass went well. Cache what it has prefilled of the prompt, and free the slots behind windows.
@@ -251,8 +251,8 @@ class Slots:
     def close(self) -> None:
         """Free all slots. The tree may begin again."""
         if self._owner == self.cache.number:
-            gone = self.cache.let_go(self.held)
-            self.pool.give_back(np.concatenate([gone, np.array(self.reserved, dtype=np.int64)]))
+            unused = self.cache.let_go(self.held)
+            self.pool.give_back(np.concatenate([unused, np.array(self.reserved, dtype=np.int64)]))
         self._was_closed = True
         self._reset()
 
@@ -287,17 +287,17 @@ class Slots:
         So whoever holds the end of a cached prefix holds all of it, and what nobody holds can be evicted from its end.
         """
         path, slots = path[self._unseen : len(slots)], slots[self._unseen :]
-        own = self._slot[path]
-        is_other = own != slots
+        slots_before = self._slot[path]
+        is_other = slots_before != slots
         if is_other.any():
             self.cache.hold(slots[is_other])
             self._slot[path] = slots
             self._prefix = self._prefix.copy()  # a segment may be run again
             placed = self.tree.prefix[: self._placed]
             self._prefix[: len(placed)] = self._slot[placed]
-            own = own[is_other & (own != NOWHERE)]
-            self._count(int(np.count_nonzero(is_other)) - len(own))
-            self.pool.give_back(self.cache.let_go(own))
+            slots_before = slots_before[is_other & (slots_before != NOWHERE)]
+            self._count(int(np.count_nonzero(is_other)) - len(slots_before))
+            self.pool.give_back(self.cache.let_go(slots_before))
 
     @locked
     def _place_next(self, nodes: Nodes) -> Nodes:
@@ -317,11 +317,11 @@ class Slots:
 
     def _place(self, nodes: Nodes) -> Nodes:
         """Give slots to nodes without one, and return these."""
-        homeless = nodes[self._slot[nodes] == NOWHERE]
-        if len(homeless):
-            self._assign(homeless)
+        unplaced = nodes[self._slot[nodes] == NOWHERE]
+        if len(unplaced):
+            self._assign(unplaced)
         self._follow_prefix()
-        return homeless
+        return unplaced
 
     @locked
     def _assign(self, nodes: Nodes) -> None:
@@ -362,8 +362,8 @@ class Slots:
     def _follow_tree(self, nodes: Nodes = NO_NODES) -> None:
         """Make room for the nodes added to the tree since the last call, and for nodes that it gets next."""
         if len(self._slot) < (size := max(len(self.tree), int(nodes[-1]) + 1 if len(nodes) else 0)):
-            room = max(2 * len(self._slot), size)
-            self._slot = np.concatenate([self._slot, np.full(room - len(self._slot), NOWHERE, dtype=np.int64)])
+            capacity = max(2 * len(self._slot), size)
+            self._slot = np.concatenate([self._slot, np.full(capacity - len(self._slot), NOWHERE, dtype=np.int64)])
 
 
 _by_tree: WeakValueDictionary[tuple[int, int], Slots] = WeakValueDictionary()

@@ -196,8 +196,8 @@ class Config:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "context_length"):
             size(name, getattr(self, name), MAX_HEAD_DIM if name == "head_dim" else MAX_SIZE)
-        caps = (c for c in (self.attention_softcap, self.logits_softcap) if c is not None)
-        for number in (self.norm_eps, self.attention_scale, self.embedding_scale, *caps):
+        numbers = (getattr(self, field.name) for field in fields(self) if "float" in str(field.type))
+        for number in (n for n in numbers if n is not None):
             if not (math.isfinite(number) and number > 0):
                 raise SpecbeamError(
                     f"the model's configuration has the number {number} for its norms, scales or caps: all must be "

@@ -277,7 +277,7 @@ class Chat:
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
-        from specbeam.models.prompt_length import PromptTooLong
+        from specbeam.errors import PromptTooLong
         from specbeam.models.prompts import encode, room
 
         most = room(self.lm)

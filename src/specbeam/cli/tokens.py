@@ -11,7 +11,7 @@ from specbeam.cli.arguments import add_revision_to, add_source_to, check_source,
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
-from specbeam.text.token_texts import text_of
+from specbeam.text.tokenizer import text_of
 
 
 def add_to(commands: Any) -> None:

@@ -41,13 +41,13 @@ def wants_tensors(function: Any) -> bool:
     )
 
 
-def call(option: str, function: Callable[..., Any], device: str, *given: Any) -> Any:
+def call(option: str, function: Callable[..., Any], device: str, *args: Any) -> Any:
     """Call a function of the caller.
 
     Args:
         option: names the function in errors.
         device: where tensors go.
-        given: its arguments. Arrays become tensors where the function wants them.
+        args: its arguments. Arrays become tensors where the function wants them.
 
     Raises:
         SpecbeamError: it used an array as a tensor, or wants tensors where PyTorch is missing.
@@ -60,9 +60,9 @@ def call(option: str, function: Callable[..., Any], device: str, *given: Any) ->
             return torch.from_numpy(array).to(device, non_blocking=device.startswith("cuda"))
 
         with torch.inference_mode(False):  # the caller may keep the tensors, and train with them
-            return function(*(tensor(x) if isinstance(x, np.ndarray) else x for x in given))
+            return function(*(tensor(x) if isinstance(x, np.ndarray) else x for x in args))
     try:
-        return function(*given)
+        return function(*args)
     except (AttributeError, TypeError) as error:
         if _took_an_array_for_a_tensor(error):
             raise SpecbeamError(
@@ -75,8 +75,8 @@ def call(option: str, function: Callable[..., Any], device: str, *given: Any) ->
 def _took_an_array_for_a_tensor(error: AttributeError | TypeError) -> bool:
     if isinstance(error, AttributeError):
         return isinstance(error.obj, np.ndarray | np.generic)
-    says = str(error)
-    return "numpy.ndarray" in says or "unexpected keyword argument 'dim'" in says
+    message = str(error)
+    return "numpy.ndarray" in message or "unexpected keyword argument 'dim'" in message
 
 
 def as_scores(option: str, returned: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -101,7 +101,7 @@ class SelectionRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Watch:
+class AttentionProbe:
     """Heads of cross-attention whose scores are wanted. The passes over a tree fill them in.
 
     Attributes:
@@ -191,7 +191,7 @@ class Selection:
         for first in range(0, len(self.tokens), n):
             rows = slice(first, first + n)
             sources = self.sources if rows.stop == len(self.tokens) else ()
-            arrays: list[Any] = [None if one is None else one[rows] for one in self.arrays]
+            arrays: list[Any] = [None if array is None else array[rows] for array in self.arrays]
             yield Selection(*[*arrays, sources, self.join])
 
     def take(self, rows: NDArray[np.int64]) -> Selection:
@@ -200,9 +200,9 @@ class Selection:
 
     def copy(self, row: int) -> Selection:
         """The selection at one of the nodes, with a copy of its row of logits."""
-        own = gather([(self, row)])
-        own.sources = ((self.join([own.logits]), slice(0, 1)),)
-        return own
+        copied = gather([(self, row)])
+        copied.sources = ((self.join([copied.logits]), slice(0, 1)),)
+        return copied
 
     def source(self, row: int) -> tuple[Logits, slice]:
         """Where one of the rows of logits is."""
@@ -215,19 +215,19 @@ class Selection:
 
 def gather(rows: Sequence[tuple[Selection, int]]) -> Selection:
     """One selection of rows of several, whose requests must be of one kind."""
-    first, numbers = rows[0][0], [row for _, row in rows]
+    first, indices = rows[0][0], [row for _, row in rows]
     if all(selection is first for selection, _ in rows):
-        arrays: list[Any] = [None if one is None else one[numbers] for one in first.arrays]
+        arrays: list[Any] = [None if array is None else array[indices] for array in first.arrays]
     else:
         each = zip(*(selection.arrays for selection, _ in rows), strict=True)
-        arrays = [None if of[0] is None else np.stack([*map(getitem, of, numbers)]) for of in each]
-    all_there = all(selection.sources for selection, _ in rows)
-    sources = tuple(selection.source(row) for selection, row in rows) if all_there else ()
+        arrays = [None if parts[0] is None else np.stack([*map(getitem, parts, indices)]) for parts in each]
+    have_logits = all(selection.sources for selection, _ in rows)
+    sources = tuple(selection.source(row) for selection, row in rows) if have_logits else ()
     return Selection(*[*arrays, sources, first.join])
 
 
 def one_after_another(selections: Sequence[Selection]) -> Selection:
     """The selections of several passes at the same nodes as one, with the logits of the last."""
     each = zip(*(selection.arrays for selection in selections), strict=True)
-    arrays: list[Any] = [None if of[0] is None else np.concatenate(of) for of in each]
+    arrays: list[Any] = [None if parts[0] is None else np.concatenate(parts) for parts in each]
     return Selection(*[*arrays, selections[-1].sources, selections[-1].join])

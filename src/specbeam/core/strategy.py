@@ -13,7 +13,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam.core.selection import NextBeams, SelectionRequest, Watch
+from specbeam.core.selection import AttentionProbe, NextBeams, SelectionRequest
 
 
 class DeadEnd(Exception):
@@ -38,7 +38,7 @@ class Evaluate:
             with fewer nodes. Otherwise the engine evaluates the nodes in parts, and recomputes their ancestors. The
             draft model's nodes are always such.
         any_logits: take the selection also if the logits are not finite. Else the engine raises :class:`NotFinite`.
-        watch: heads of cross-attention whose scores at the nodes are written there.
+        probe: heads of cross-attention whose scores at the nodes are written there.
     """
 
     nodes: Any
@@ -49,7 +49,7 @@ class Evaluate:
     beams: NextBeams | None = None
     or_fewer: bool = False
     any_logits: bool = False
-    watch: Watch | None = None
+    probe: AttentionProbe | None = None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 Nodes = NDArray[np.int64]
 
 NO_NODES: Nodes = np.empty(0, dtype=np.int64)
+S = TypeVar("S")
+
+MIN_STATES_TO_FORGET = 64
+"""Small states are kept up to this number before the first is dropped."""
 
 
 class Holders:
@@ -317,9 +321,9 @@ class Tree:
         """The last tokens of the sequences down to nodes, int64 [n, count]; -1 where a sequence has fewer."""
         tokens = np.full((len(nodes), count), -1)
         for column in range(count - 1, -1, -1):
-            there = nodes >= 0
-            tokens[there, column] = self._tokens[nodes[there]]
-            nodes = np.where(there, self._parents[nodes], -1)
+            exists = nodes >= 0
+            tokens[exists, column] = self._tokens[nodes[exists]]
+            nodes = np.where(exists, self._parents[nodes], -1)
         return tokens
 
     def new_tokens(self, node: int) -> list[int]:
@@ -341,9 +345,53 @@ class Tree:
         return np.array([is_below.get(node, False) for node in nodes.tolist()], dtype=bool)
 
     def _grow(self, size: int) -> None:
-        room = max(2 * len(self._tokens), size, 64)
+        capacity = max(2 * len(self._tokens), size, 64)
         for name in ("_tokens", "_parents", "_depths", "_log_probs", "_scores"):
             old = getattr(self, name)
-            new = np.empty(room, dtype=old.dtype)
+            new = np.empty(capacity, dtype=old.dtype)
             new[: self._size] = old[: self._size]
             setattr(self, name, new)
+
+
+class NodeStates(Generic[S]):
+    """A state of the sequence down to each node, made of the parent's state and the node's token.
+
+    Args:
+        start: makes the state of the prompt of its token ids, int64 [n].
+        push: makes the state after one more token. It changes no state, since sequences may branch.
+        min_states: keep at least this many states before the first is dropped.
+    """
+
+    def __init__(
+        self, start: Callable[[Nodes], S], push: Callable[[S, int], S], min_states: int = MIN_STATES_TO_FORGET
+    ) -> None:
+        self._start = start
+        self._push = push
+        self._states: dict[int, S] = {}
+        self._min_states = self._max_states = min_states
+
+    def at(self, tree: Tree, node: int) -> S:
+        """The state of the sequence down to a live node. Calls must be about one tree."""
+        states, unread = self._states, []
+        while node not in states and node >= tree.prompt_length:
+            unread.append(node)
+            node = int(tree.parents(node))
+        if node not in states:
+            states[node] = self._start(tree.tokens(tree.prefix[: node + 1]))
+        state = states[node]
+        for node in reversed(unread):
+            state = states[node] = self._push(state, int(tree.tokens(node)))
+        if len(states) > self._max_states:
+            self._forget(tree)
+        return state
+
+    def _forget(self, tree: Tree) -> None:
+        """Keep only the states that further ones are made of, or that may be asked for again."""
+        needed = {}
+        for node in tree.kept.tolist():
+            while node not in self._states and node >= tree.prompt_length:
+                node = int(tree.parents(node))
+            if node in self._states:
+                needed[node] = self._states[node]
+        self._states = needed
+        self._max_states = max(self._min_states, 2 * len(needed))

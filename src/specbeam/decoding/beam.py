@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from specbeam.decoding.candidates import (
     possible,
 )
 from specbeam.decoding.search import Search
+from specbeam.decoding.setup import Setup
 from specbeam.logits.selector import Selector
 from specbeam.logits.stopping import Stopping
 
@@ -99,6 +100,24 @@ class BeamSearch(Search):
         self.num_reported = 0
         self.needs_rows = False
         self.done = False
+
+    @classmethod
+    def of(cls, setup: Setup, **others: Any) -> Self:
+        """The search that a request's options ask for.
+
+        Args:
+            others: arguments in place of the options' or beside them.
+        """
+        options = setup.options
+        arguments: dict[str, Any] = {
+            "num_beams": options.num_beams,
+            "num_return_sequences": options.num_return_sequences,
+            "length_penalty": options["length_penalty"],
+            "early_stopping": options["early_stopping"],
+            "bounded": options.bound_rule and not options.samples and not setup.selector.process.raises,
+            "distinct": options.is_distinct,
+        }
+        return cls(setup.tree, setup.selector, setup.stop, **arguments | others)
 
     def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
         streams = self.selector.streams(self.tree, nodes)

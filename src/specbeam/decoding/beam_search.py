@@ -49,7 +49,7 @@ def beam_search(
         yield from search.certain()
         try:
             if isinstance(search, LazyBeamSearch) and policy is not None:
-                if not search.levels and policy.pays(search.scores, search.length):
+                if not search.levels and policy.should_defer(search.scores, search.length):
                     search.defer()
                     known = Known()
                 if search.levels:
@@ -120,7 +120,7 @@ def lazy_round(
     if isinstance(drafter, ForcedTokens):
         drafted = drafter.below(wanted)
     if not drafted.certain:
-        if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
+        if drafter is not None and not (np.isin(tip, wanted).any() and policy.should_draft(deferred, len(wanted))):
             drafter = None  # draft tokens go where the search may go on
         if drafter is not None:
             drafted = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from specbeam.core.tree import NO_NODES, Nodes
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Mask
 from specbeam.decoding.search import Search
+from specbeam.decoding.setup import Setup
 
 
 class DiverseBeamSearch(Search):
@@ -35,6 +36,13 @@ class DiverseBeamSearch(Search):
         self.reported = False
         self._live = groups
         self._follow_groups()
+
+    @classmethod
+    def of(cls, setup: Setup) -> Self:
+        """The search that a request's options ask for."""
+        groups, size = setup.options.num_beam_groups, setup.options.num_beams // setup.options.num_beam_groups
+        searches = [BeamSearch.of(setup, num_beams=size, bounded=False) for _ in range(groups)]
+        return cls(searches, setup.options.diversity_penalty)
 
     def _follow_groups(self) -> None:
         """Have the beams of the groups that go on. When all are done: of the groups that took the last step."""

@@ -18,6 +18,7 @@ from specbeam.core.tree import NO_NODES, Nodes
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Candidates, Continuations, Finished, Mask, normalized, possible
 from specbeam.decoding.search import Known, Step
+from specbeam.decoding.setup import Setup
 from specbeam.drafting.policy.deferring import Deferred
 
 NOTHING = float("-inf")
@@ -70,6 +71,24 @@ class LazyBeamSearch(BeamSearch):
         self.levels: list[Level] = []
         self.stops: bool | None = None
 
+    @staticmethod
+    def fits(setup: Setup) -> bool:
+        """Whether beams may be left out: no score rises, nothing is drawn, and nothing counts all beams.
+
+        Draft sizes that were asked for are sizes below all beams.
+        """
+        options, process = setup.options, setup.selector.process
+        sizes = options.draft_sizes.values()
+        return (
+            options.bound_rule
+            and options.num_beams > 1
+            and options.num_beam_groups == 1
+            and options.early_stopping is not True  # which counts finished hypotheses
+            and options.prefix_allowed_tokens_fn is None
+            and all(size is None for size in sizes)
+            and not (options.samples or process.raises or process.functions)
+        )
+
     def defer(self) -> None:
         """Begin to defer beams."""
         none, expanded = self.candidates_at(self.beams[:0], self.scores[:0]), np.zeros(self.num_beams, bool)
@@ -89,13 +108,13 @@ class LazyBeamSearch(BeamSearch):
         if not self.levels:
             return super().advance(known, new)
         first, lengths = self.levels[0].length, self.tree.depths(new) + 1 - self.tree.prompt_length
-        evaluated, place, changed = {*(lengths - first).tolist()}, int(lengths.min()) - first, False
-        while place < len(self.levels) and self._stops(level := self.levels[place]) is False:
-            changed |= place in evaluated
-            place += 1
+        evaluated, index, changed = {*(lengths - first).tolist()}, int(lengths.min()) - first, False
+        while index < len(self.levels) and self._stops(level := self.levels[index]) is False:
+            changed |= index in evaluated
+            index += 1
             if not changed:
                 continue
-            before = self.levels[place] if place < len(self.levels) else None
+            before = self.levels[index] if index < len(self.levels) else None
             self._expand(level, known)
             if before is not None and before.closed:
                 after = replace(before)
@@ -106,14 +125,14 @@ class LazyBeamSearch(BeamSearch):
             self._compete(level, after)
             changed = before is None or not after.equals(before)
             if changed:
-                self.levels[place : place + 1] = [after]
-        del self.levels[place + 1 :]  # with more known, the search may be found to stop earlier
+                self.levels[index : index + 1] = [after]
+        del self.levels[index + 1 :]  # with more known, the search may be found to stop earlier
         self._decide()
         return self._close()
 
     def _close(self) -> list[Level]:
         """Drop the levels before the last one that is known completely. Return the levels that became certain."""
-        open_levels = [] if self.done else [place for place, level in enumerate(self.levels) if not level.closed]
+        open_levels = [] if self.done else [index for index, level in enumerate(self.levels) if not level.closed]
         last = open_levels[0] - 1 if open_levels else len(self.levels) - 1
         self.left_out += sum(self.num_beams - int(level.expanded.sum()) for level in self.levels[:last])
         closed = self.levels[1 : last + 1]
@@ -149,8 +168,8 @@ class LazyBeamSearch(BeamSearch):
         if complete:
             survivors, scores = self._survivors(candidates)
         else:
-            going = candidates.first if length == self.max_new_tokens else ~candidates.ended  # as _survivors has it
-            survivors = np.flatnonzero(going & candidates.possible)[: self.num_beams]  # ended ones may precede others
+            unended = candidates.first if length == self.max_new_tokens else ~candidates.ended  # as in _survivors
+            survivors = np.flatnonzero(unended & candidates.possible)[: self.num_beams]  # ended ones may precede others
             scores = candidates.scores[survivors]
         beams = candidates.nodes[survivors]
         closed = complete or len(beams) >= self.num_beams

@@ -10,15 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.core.tree import Nodes, Tree
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.matches import occurrences
+from specbeam.drafting.drafter import Chains
+from specbeam.drafting.lookup import occurrences
 from specbeam.drafting.policy import Cost, DraftTokens
 from specbeam.drafting.policy.acceptance import Acceptance, Rounds, match_bucket
-from specbeam.drafting.policy.controller import MIN_GAIN, fewest_seconds
-from specbeam.drafting.policy.sizes import MAX_ADAPTIVE_DEPTH
+from specbeam.drafting.policy.controller import MAX_ADAPTIVE_DEPTH, MIN_GAIN, fewest_seconds
 
 MATCH_PRIOR = (0.3, 0.5, 0.8, 0.9, 0.95)
-"""By the length of a match, the chance to assume that the next token is the same."""
+"""By the length of a match, the probability to assume that the next token is the same."""
 
 
 class Copies:
@@ -48,13 +47,14 @@ class Copies:
         Args:
             best: its end.
         """
-        tree, text = self._tree, self._tree.tokens(self._tree.path(best))
+        tree, best_tokens = self._tree, self._tree.tokens(self._tree.path(best))
         self._matched, self._parents, self._evaluated, chains = {}, {}, len(tips), []
         for tip in tips[tree.depths(tips) < tree.depths(best)].tolist():
-            own = tree.tokens(tree.path(tip))
-            places, matched = occurrences(text[:-1], own)
+            tokens = tree.tokens(tree.path(tip))
+            positions, matched = occurrences(best_tokens[:-1], tokens)
             self._matched[tip] = matched
-            chains.append(text[places[np.abs(places - len(own)).argmin()] :] if matched else text[:0])
+            nearest = positions[np.abs(positions - len(tokens)).argmin()] if matched else len(best_tokens)
+            chains.append(best_tokens[nearest:])
         if not chains:
             return DraftTokens()
         depth = self._depth(np.array([*self._matched.values()]), len(tips))

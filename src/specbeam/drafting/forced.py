@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.core.tree import Nodes
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.drafter import Drafter, Proposal
+from specbeam.drafting.drafter import Chains, Drafter, Proposal
 from specbeam.drafting.policy import SKIPPED, DraftTokens
 from specbeam.drafting.policy.controller import Controller
 from specbeam.structured.constraint_mask import ConstraintMask
@@ -42,13 +41,13 @@ class ForcedTokens:
     def below(self, tips: Nodes) -> DraftTokens:
         """Forced tokens below each of the tips, int64 [n], equally many. None if some tip has none."""
         different = np.unique(tips)
-        depth, found = self._chains.most // len(different), []
+        depth, forced = self._chains.max_draft_tokens // len(different), []
         for tip in different.tolist():
-            found.append(self._constraint.forced(self._chains.tree, tip, depth))
-            depth = len(found[-1])
+            forced.append(self._constraint.forced(self._chains.tree, tip, depth))
+            depth = len(forced[-1])
             if not depth:
                 return DraftTokens()  # a step of beam search needs all its beams
-        chains = [[tokens[:depth]] for tokens in found]
+        chains = [[tokens[:depth]] for tokens in forced]
         drafted = self._chains.draft(different, chains, 1)
         return replace(drafted, certain=len(drafted.nodes) > 0)
 

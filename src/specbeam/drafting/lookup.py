@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.core.tree import Nodes, Tree
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.drafter import Proposal
-from specbeam.drafting.matches import MAX_MATCH_TOKENS, occurrences
+from specbeam.drafting.drafter import Chains, Proposal
 from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel, TokenIds
@@ -30,15 +28,17 @@ SEPARATOR = -1
 """Stands between texts. It is no token, so nothing is drafted across it."""
 MAX_COUNTED_SUFFIXES = 64
 """Count a new token for this many of the suffixes before it, the longest first: repetitive sequences have very many."""
-MIN_CHANCE = 0.01
+MIN_PROBABILITY = 0.01
 """Draft nothing less likely than this."""
 
 State = tuple[int, int]
 """A state of an automaton, and the length of the sequence's suffix that it matches, in tokens."""
 Context = TypeVar("Context")
-"""Where a chain stands: the places after it in a text, the latest first, or the state of an automaton."""
+"""Where a chain stands: the positions after it in a text, the latest first, or the state of an automaton."""
 Continue = Callable[[int, int], list[list[int]]]
 """Gives what may follow a sequence, for a width and a depth: chains of token ids, the likeliest first."""
+MAX_MATCH_TOKENS = 8
+"""Compare at most this many of the last tokens: a longer match hardly makes the draft better."""
 
 
 class Lookup:
@@ -77,8 +77,8 @@ class Lookup:
         width, depth = self.controller.shape(len(tips), matched=matched)
         if not depth:
             return self.controller.no_draft()
-        found = [following(width, depth), *(self._look_up(tip)[1](width, depth) for tip in others)]
-        return self.chains.draft(np.array([best, *others]), found, width)
+        chains = [following(width, depth), *(self._look_up(tip)[1](width, depth) for tip in others)]
+        return self.chains.draft(np.array([best, *others]), chains, width)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _read_prefix(self) -> None:
@@ -101,35 +101,35 @@ class Lookup:
         """The length of the match of a tip's sequence, and a function that gives its continuations."""
         branch = self.tree.tokens(self.tree.paths_beyond_prefix(np.array([tip]))[0])
         text = self._put(branch)
-        places, matched = occurrences(text[:-1], text)
+        positions, matched = occurrences(text[:-1], text)
         if self._earlier is not None:
             state, length = self._earlier.follow(self._earlier_state, branch.tolist())
             if min(length, MAX_MATCH_TOKENS) > matched:
                 return length, partial(likeliest, self._earlier.below, state, length)
         if self._latest:
-            return matched, partial(continuations, text, places)
-        return matched, partial(likeliest, partial(below, text), latest_first(places), matched)
+            return matched, partial(continuations, text, positions)
+        return matched, partial(likeliest, partial(below, text), latest_first(positions), matched)
 
 
-def latest_first(places: NDArray[np.int64]) -> list[int]:
-    found: list[int] = places[: -MAX_MATCHES - 1 : -1].tolist()
-    return found
+def latest_first(positions: NDArray[np.int64]) -> list[int]:
+    latest: list[int] = positions[: -MAX_MATCHES - 1 : -1].tolist()
+    return latest
 
 
-def continuations(text: NDArray[np.integer], places: NDArray[np.int64], width: int, depth: int) -> list[list[int]]:
-    """Up to ``width`` different chains, each of up to ``depth`` tokens: the tokens at the places, the latest first."""
-    latest = latest_first(places[-1:] if width == 1 else places)
-    found = dict.fromkeys(tuple(text[place : place + depth].tolist()) for place in latest)
-    return [list(chain) for chain in found][:width]
+def continuations(text: NDArray[np.integer], positions: NDArray[np.int64], width: int, depth: int) -> list[list[int]]:
+    """Up to ``width`` different chains of up to ``depth`` tokens: the tokens at the positions, the latest first."""
+    latest = latest_first(positions[-1:] if width == 1 else positions)
+    chains = dict.fromkeys(tuple(text[position : position + depth].tolist()) for position in latest)
+    return [list(chain) for chain in chains][:width]
 
 
-def below(text: NDArray[np.integer], places: list[int]) -> list[tuple[int, int, list[int]]]:
-    """The tokens at places of a text, how often each is there, and the places after it."""
-    found: dict[int, list[int]] = {}
-    for place in places:
-        if place < len(text):
-            found.setdefault(text.item(place), []).append(place + 1)
-    return [(token, len(after), after) for token, after in found.items()]
+def below(text: NDArray[np.integer], positions: list[int]) -> list[tuple[int, int, list[int]]]:
+    """The tokens at positions of a text, how often each is there, and the positions after it."""
+    following: dict[int, list[int]] = {}
+    for position in positions:
+        if position < len(text):
+            following.setdefault(text.item(position), []).append(position + 1)
+    return [(token, len(after), after) for token, after in following.items()]
 
 
 def likeliest(
@@ -142,23 +142,23 @@ def likeliest(
         start: the context of the tip.
         matched: the length of its match, in tokens. Without a match, nothing follows.
     """
-    # A heap, the likeliest first: minus the chance, the order of entry, the chain, the context.
+    # A heap, the likeliest first: minus the probability, the order of entry, the chain, the context.
     waiting: list[tuple[float, int, list[int], Context]] = [(-1.0, 0, [], start)] if matched else []
-    found: list[list[int]] = []
+    chains: list[list[int]] = []
     entered = 0
-    while waiting and len(found) <= width * depth:  # the tip itself is the first
-        chance, _, chain, context = heapq.heappop(waiting)
-        found.append(chain)
+    while waiting and len(chains) <= width * depth:  # the tip itself is the first
+        probability, _, chain, context = heapq.heappop(waiting)
+        chains.append(chain)
         if len(chain) == depth:
             continue
         followed = below(context)
         # A shorter context is weaker evidence. Smooth its counts, as if another token had followed it too.
         total = sum(count for _, count, _ in followed) + 1 / (matched + len(chain))
         for token, count, after in followed:
-            if (less := chance * count / total) <= -MIN_CHANCE:
+            if (less_likely := probability * count / total) <= -MIN_PROBABILITY:
                 entered += 1
-                heapq.heappush(waiting, (less, entered, [*chain, token], after))
-    return found[1:]
+                heapq.heappush(waiting, (less_likely, entered, [*chain, token], after))
+    return chains[1:]
 
 
 class SuffixAutomaton:
@@ -272,3 +272,15 @@ def suffix_automaton(lm: LanguageModel, texts: Iterable[str | Sequence[int]]) ->
     if len(automaton.next) == 1:
         raise SpecbeamError("there are no texts to draft from: give at least one")
     return automaton
+
+
+def occurrences(text: NDArray[np.integer], tokens: NDArray[np.integer]) -> tuple[NDArray[np.int64], int]:
+    """The positions after the longest suffix of a sequence that a text has, ascending, and the length of the suffix."""
+    matched, longer = 0, text == tokens[-1]
+    begins = longer[:0]  # by token of the text, whether the match begins there
+    while longer.any():
+        begins, matched = longer, matched + 1
+        if matched == min(MAX_MATCH_TOKENS, len(tokens)):
+            break
+        longer = begins[1:] & (text[:-matched] == tokens[-1 - matched])
+    return np.flatnonzero(begins) + matched, matched

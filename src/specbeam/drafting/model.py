@@ -22,7 +22,7 @@ MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
 MIN_RECENT_TOKENS = 32
 """Draft among all token ids as long as the sequence has fewer tokens than this."""
 MIN_COMPARED_TOKENS = 4
-"""A drawn token's chance is judged by the distance to this many tokens of the highest ranks."""
+"""A drawn token's probability is judged by the distance to this many tokens of the highest ranks."""
 VOCAB_STEP = 4096
 """The number of token ids to draft among is a multiple of this."""
 
@@ -71,21 +71,21 @@ class ModelDrafter:
 
     def _likeliest(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         nodes, totals, level, at = NO_NODES, np.empty(0), tips, scores
-        chances, depth, spent = np.empty(0), 0, 0.0
+        probabilities, depth, spent = np.empty(0), 0, 0.0
         controller, vocab = self.controller, self._vocab()
         while self._has_room(level):
-            expanded = controller.expanded(np.exp(at - scores[0]), depth, chances, spent)
+            expanded = controller.expanded(np.exp(at - scores[0]), depth, probabilities, spent)
             if not expanded:
                 break
             spent += controller.draft_cost(expanded)
             level, at = level[:expanded], at[:expanded]
             level, at = yield from self._next_level(level, at, controller.tree_width, vocab, normalized=True)
             nodes, totals = np.concatenate([nodes, level]), np.concatenate([totals, at])
-            chances = np.exp(totals - scores[0])
+            probabilities = np.exp(totals - scores[0])
             depth += 1
-        likeliest = np.argsort(-totals, kind="stable")[: controller.worthwhile(chances, spent)]
+        likeliest = np.argsort(-totals, kind="stable")[: controller.worthwhile(probabilities, spent)]
         likeliest.sort()  # parents first again: no parent is missing, because a child is never likelier than it
-        return DraftTokens(nodes[likeliest], chances[likeliest], seconds=spent)
+        return DraftTokens(nodes[likeliest], probabilities[likeliest], seconds=spent)
 
     def _beams(self, tips: Nodes, scores: NDArray[np.float64], width: int, depth: int) -> Proposal:
         level, first = np.unique(tips, return_index=True)
@@ -104,8 +104,8 @@ class ModelDrafter:
         """The likeliest continuations of a level, and their scores, the likeliest first.
 
         Args:
-            normalized: no score may be above 0, because it is a chance. Beam search adds up the raised scores as they
-                are, so draft tokens below beams need these.
+            normalized: no score may be above 0, because it is a log-probability. Beam search adds up raised scores as
+                they are, so draft tokens below beams need these.
         """
         draws = self.selector.seed is not None
         request = self.selector(
@@ -122,7 +122,7 @@ class ModelDrafter:
         scores = selection.scores.astype(np.float64)
         ranks = scores if selection.noise is None else scores + selection.noise
         if draws and normalized:
-            scores = ranks = log_chances(ranks)
+            scores = ranks = estimated_log_probs(ranks)
         elif selection.totals is not None:
             # without a finite total no score is finite, and nothing is to be subtracted
             scores = ranks = scores - np.nan_to_num(selection.totals, neginf=0.0)[:, None]
@@ -157,17 +157,17 @@ class ModelDrafter:
         return length + 1 < self.stop.max_length and length <= self.context
 
 
-def log_chances(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
+def estimated_log_probs(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
     """Estimated log-probabilities that the target draws these tokens, from the draft's ranks with the same noise.
 
-    The target's scores differ from the draft's. If the differences are logistic, the chance of the first of two tokens
-    is a logistic function of the distance between their ranks. With more tokens that is a softmax of the ranks. Its
-    sharpness depends on the models: 1.05 fits best to Qwen2.5-Coder 1.5B and 0.5B, and 1 is taken.
+    The target's scores differ from the draft's. If the differences are logistic, the probability of the first of two
+    tokens is a logistic function of the distance between their ranks. With more tokens that is a softmax of the ranks.
+    Its sharpness depends on the models: 1.05 fits best to Qwen2.5-Coder 1.5B and 0.5B, and 1 is taken.
 
     Args:
         ranks: scores with noise, float64 [n, k], the highest first.
     """
     with np.errstate(invalid="ignore"):
         relative = np.where(np.isfinite(ranks), ranks - ranks[:, :1], -np.inf)
-    chances = np.exp(relative)
-    return relative - np.log(np.maximum(chances.sum(-1, keepdims=True), 1.0))
+    probabilities = np.exp(relative)
+    return relative - np.log(np.maximum(probabilities.sum(-1, keepdims=True), 1.0))

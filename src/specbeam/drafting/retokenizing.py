@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from specbeam.core.selection import SelectionRequest
 from specbeam.core.strategy import Evaluate
 from specbeam.core.tree import Nodes, Tree
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.drafter import Proposal
-from specbeam.drafting.encoding import EncodedEnd, extend, shorten
+from specbeam.drafting.drafter import Chains, Proposal
 from specbeam.drafting.policy import SKIPPED, DraftTokens
 from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
-from specbeam.text.detokenizing import INCOMPLETE, Detokenizer, TextEnd
+from specbeam.text.detokenizer import INCOMPLETE, Detokenizer, TextEnd, shared_length
+
+MIN_WINDOW_CHARACTERS = 64
+"""Encode at least this much text again."""
 
 
 @dataclass(frozen=True)
@@ -93,24 +94,25 @@ class RetokenizingDrafter:
         if not self._places:
             self._places = {self.text_tree.prompt_length - 1: self._place_of_prompt()}
         self._places = {tip: self._read(tip, depth) for tip in tips.tolist()}
-        able = {tip: place for tip, place in self._places.items() if self._can_continue(place, depth)}
-        if not able:
+        continuable = {tip: place for tip, place in self._places.items() if self._can_continue(place, depth)}
+        if not continuable:
             return DraftTokens()
         places = self._places.values()
         # New text may change the tokens of a window, so the shared prefix must not grow into it.
         windows = [self._above(place.node, len(place.encoded.ids) - place.encoded.apart) for place in places]
         self.tree.keep([*(place.node for place in places), *(max(node, 0) for node in windows)])
-        going = np.array([place.node for place in able.values()])
+        frontier = np.array([place.node for place in continuable.values()])
         tokens: list[NDArray[np.int64]] = []
         for _ in range(depth):
-            selection = yield Evaluate(going, SelectionRequest(), drafting=True)
+            selection = yield Evaluate(frontier, SelectionRequest(), drafting=True)
             tokens.append(selection.tokens[:, 0])
-            going = self.tree.draft(going, tokens[-1])
-        continued = dict(zip(able, np.stack(tokens, axis=1).tolist(), strict=True))
-        found = [
-            [self._continuation(able[tip].encoded, continued[tip])] if tip in able else [] for tip in tips.tolist()
+            frontier = self.tree.draft(frontier, tokens[-1])
+        continued = dict(zip(continuable, np.stack(tokens, axis=1).tolist(), strict=True))
+        chains = [
+            [self._continuation(continuable[tip].encoded, continued[tip])] if tip in continuable else []
+            for tip in tips.tolist()
         ]
-        return self.chains.draft(tips, found, width)
+        return self.chains.draft(tips, chains, width)
 
     def _can_continue(self, place: Place, depth: int) -> bool:
         """The text ends with a character, and the draft's context has room for this many more tokens."""
@@ -171,8 +173,8 @@ class RetokenizingDrafter:
         """The target's tokens for the draft's continuation."""
         ids = [*end.ids]
         new = self.draft_decode(ids + more)[len(self.draft_decode(ids)) :].rstrip(INCOMPLETE)
-        before, whole = self.encode(end.text), self.encode(end.text + new)
-        return whole[len(before) :] if whole[: len(before)] == before else self.encode(new)
+        before, extended = self.encode(end.text), self.encode(end.text + new)
+        return extended[len(before) :] if extended[: len(before)] == before else self.encode(new)
 
 
 def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[..., str]]:
@@ -181,3 +183,41 @@ def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[.
         lambda text: lm.tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
         partial(lm.decode, skip_special_tokens=False),
     )
+
+
+@dataclass(frozen=True)
+class EncodedEnd:
+    """The end of a text, and its token ids.
+
+    Attributes:
+        text: the window: the last characters, as many as are encoded again. At first the whole text.
+        ids: of the window alone.
+        apart: the number of first ids that the whole text may not have. It has all ids after them.
+    """
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    apart: int = 0
+
+
+def extend(encode: Callable[[str], list[int]], end: EncodedEnd, new: str) -> tuple[EncodedEnd, int] | None:
+    """The end of the text after new text, and how many ids of the end before stay as they are.
+
+    None if the new text changes ids before the window.
+    """
+    ids = tuple(encode(end.text + new))
+    unchanged = shared_length([end.ids, ids])
+    return (EncodedEnd(end.text + new, ids, end.apart), unchanged) if unchanged >= end.apart else None
+
+
+def shorten(encode: Callable[[str], list[int]], end: EncodedEnd) -> EncodedEnd:
+    """Let the window begin later, if the whole text surely has at least half of its ids then."""
+    length = MIN_WINDOW_CHARACTERS
+    while 2 * length <= len(end.text):
+        text = end.text[-length:]
+        ids = tuple(encode(text))
+        same = min(shared_length([ids[::-1], end.ids[::-1]]), len(end.ids) - end.apart)
+        if same and 2 * same >= len(ids):
+            return EncodedEnd(text, ids, len(ids) - same)
+        length *= 2
+    return end

@@ -193,28 +193,6 @@ def _slope(below: Measured, above: Measured) -> float:
     return (above.seconds - below.seconds) / (above.nodes - below.nodes)
 
 
-class SharedCost:
-    """One request's cost of a pass that other requests share, in seconds.
-
-    Its nodes cost what they add to the pass. The pass itself has to be run for all, so each request bears an equal
-    part. A draft token thus pays if its expected gain exceeds the delay to all requests.
-    """
-
-    def __init__(self, times: PassCosts) -> None:
-        self._times = times
-        self._other_nodes, self._requests = 0, 1
-
-    def join(self, other_nodes: int, requests: int) -> None:
-        """Record the number of requests in the latest pass, and the nodes that the others bring to the next one."""
-        self._other_nodes, self._requests = other_nodes, requests
-
-    def __call__(self, nodes: int) -> float:
-        """The cost of a number of its nodes. It is at least a part of the cost of the pass with one of them."""
-        others, expected = self._other_nodes, self._times.expected
-        together = expected(others + 1)
-        return together / self._requests + max(0.0, expected(others + nodes) - together)
-
-
 PassCosts = CostTable | PassTimes
 """What passes of one backend cost."""
 _pass_times: WeakKeyDictionary[Backend, tuple[PassTimes, PassTimes]] = WeakKeyDictionary()

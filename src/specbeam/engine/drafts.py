@@ -1,16 +1,25 @@
-"""What a caller may give as ``draft``, and the checks that it can draft for the model."""
+"""What a caller may give as ``draft``: the checks that it can draft for the model, and the drafter that it becomes."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any, TypeGuard
+from dataclasses import replace
+from typing import Any, TypeGuard, cast
 
 from specbeam import plugins
-from specbeam.drafting.lookup import Continued, SuffixAutomaton
-from specbeam.drafting.own import MakeDrafter, Propose
+from specbeam.decoding.lazy_beam import LazyBeamSearch
+from specbeam.decoding.setup import Setup
+from specbeam.drafting.custom import CustomDrafter, FunctionDrafter, MakeDrafter, Propose
+from specbeam.drafting.drafter import Chains, Drafter
+from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
+from specbeam.drafting.model import ModelDrafter
+from specbeam.drafting.policy import Cost
+from specbeam.drafting.policy.controller import Controller, Sizes
+from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
+from specbeam.logits.selector import Selector, warpers_of
 from specbeam.models.model import LanguageModel
 from specbeam.options.declared import OPTIONS
 from specbeam.options.names import LOOKUPS
@@ -76,6 +85,72 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
             f'draft={shown(draft)} is not allowed: give a model or its source, "ngram", "suffix", the automaton that '
             "specbeam.suffix_automaton returned, or a function of your own (docs/guides/extend.md)"
         )
+
+
+def make_drafter(
+    setup: Setup,
+    lm: LanguageModel,
+    draft: Draft,
+    unread: int,
+    draft_cost: Cost | None,
+    room: int,
+) -> Drafter:
+    """The drafter of one request.
+
+    Args:
+        draft: has passed :func:`check_draft`.
+        unread: tokens and positions of sound that a draft model has to read before its first draft token.
+        draft_cost: of the draft model's passes for this request; None for lookups.
+        room: the most draft tokens whose logits fit into memory.
+
+    Raises:
+        SpecbeamError: the draft has another vocabulary, which text cannot bridge.
+    """
+    shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
+    is_model, is_own = isinstance(draft, LanguageModel), callable(draft)
+    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_own)
+    sizes = [
+        Sizes(
+            **setup.options.draft_sizes,
+            num_tips=num_tips,
+            chains=not shares_tokenizer,
+            one_width=looks_up,
+            room=room,
+        )
+        for num_tips in sorted({setup.options.num_beams} | ({1} if LazyBeamSearch.fits(setup) else set()))
+    ]
+    controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=looks_up)
+    if isinstance(draft, LanguageModel) and shares_tokenizer:
+        return _make_model_drafter(setup, lm, draft, controller)
+    chains = Chains(setup.tree, setup.selector.process, setup.stop, controller.max_draft_tokens)
+    if isinstance(draft, LanguageModel):
+        return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
+    if isinstance(draft, type):
+        return CustomDrafter(setup.tree, chains, controller, lm, draft)
+    if callable(draft):
+        return FunctionDrafter(setup.tree, chains, controller, lm, cast(Propose, draft))
+    draft, before = (draft.draft, draft.before) if isinstance(draft, Continued) else (draft, ())
+    earlier = draft if isinstance(draft, SuffixAutomaton) else None
+    return Lookup(setup.tree, chains, controller, latest=draft == "ngram", earlier=earlier, before=before)
+
+
+def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, controller: Controller) -> ModelDrafter:
+    options, selector = setup.options, setup.selector
+    if selector.seed is not None:  # draft tokens are drawn from a distribution of their own
+        temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
+        top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
+        warpers = warpers_of(replace(options, temperature=temperature, top_k=top_k))
+        selector = Selector(selector.process, warpers, selector.seed)
+    added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
+    return ModelDrafter(
+        setup.tree,
+        selector,
+        setup.stop,
+        lm.backend.vocab_size,
+        draft.backend.context_length,
+        [token_id for token_id, token in added.items() if token.special],
+        controller,
+    )
 
 
 def _is_module(draft: Any) -> bool:

@@ -14,17 +14,17 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from specbeam.cache.budget import Budget
+from specbeam.decoding.setup import MakeStrategy
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs, pass_times
+from specbeam.engine.custom_strategy import load_strategy
 from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
 from specbeam.engine.features import check_features
-from specbeam.engine.own_strategy import load_strategy
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
-from specbeam.engine.setup import MakeStrategy
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import Prompt, encode, room
@@ -163,7 +163,7 @@ class Engine:
             timeout: seconds after which the request ends before the next pass, with the text so far and the
                 ``finish_reason`` "timeout". They count from now, waiting included.
             source: goes to the backend with each pass of the request, in place of its encoder's output
-                (:attr:`specbeam.backends.contract.Segment.source`). The request shares no keys and values then.
+                (:attr:`specbeam.backends.contract.TreeBatch.source`). The request shares no keys and values then.
             features: the sound that the model's encoder reads, float32 [bands, frames]
                 (:attr:`specbeam.backends.contract.Backend.features_shape`): for Whisper, log-mel features of 30 seconds
                 as ``WhisperFeatureExtractor`` makes them. The prompt is then the beginning of the transcript: its start
@@ -178,7 +178,7 @@ class Engine:
                 a timeout that is no number. The engine is stopping.
             RuntimeError: an error ended the engine or its thread, and nobody has started it again.
         """
-        self._scheduler.check_for_place()  # before all the work
+        self._scheduler.check_capacity()  # before all the work
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):

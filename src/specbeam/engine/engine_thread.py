@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from specbeam.engine.companions import while_others_come
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.errors import SpecbeamError
@@ -16,6 +15,8 @@ from specbeam.system.fork_guard import InterpreterEnds, fork_guard
 logger = logging.getLogger("specbeam")
 SECONDS_FOR_ANOTHER = 0.0005
 """After a sleep, the thread waits this long for another request, and again as long as further ones come."""
+MAX_WINDOW_SECONDS = 0.01
+"""A request waits no longer than this for further ones."""
 
 
 class EngineThread:
@@ -88,7 +89,7 @@ class EngineThread:
         try:
             while not (self._is_stopping and self._scheduler.is_empty):
                 self._has_work.wait()
-                for _ in while_others_come(lambda: self._scheduler.waiting):
+                for _ in batching_window(lambda: self._scheduler.waiting):
                     time.sleep(SECONDS_FOR_ANOTHER)
                 self._has_work.clear()  # before an iteration looks for new requests
                 more = True
@@ -114,3 +115,15 @@ class EngineThread:
             if failure is not None:
                 self._scheduler.fail_all(failure)
         self._clients.call()
+
+
+def batching_window(count: Callable[[], int]) -> Iterator[None]:
+    """Yield before each pause in which another request may come, until none has come in the last one.
+
+    Args:
+        count: the requests that have come so far.
+    """
+    end, seen = time.monotonic() + MAX_WINDOW_SECONDS, 0
+    while (come := count()) > seen and time.monotonic() < end:
+        seen = come
+        yield

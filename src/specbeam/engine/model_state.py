@@ -10,8 +10,8 @@ from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.prefixes import NO_SLOTS, Ints
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import NO_NODES, Nodes, Tree
+from specbeam.decoding.setup import Setup
 from specbeam.engine.features import Sound
-from specbeam.engine.setup import Setup
 
 
 class ModelState:
@@ -100,7 +100,7 @@ class ModelState:
         return self._encoder_reads if self.source is None else None
 
     @property
-    def has_unread_sound(self) -> bool:
+    def has_unread_audio(self) -> bool:
         """Whether the encoder has to read sound before the next pass."""
         return self.source is None and isinstance(self._encoder_reads, Sound)
 
@@ -108,7 +108,7 @@ class ModelState:
         """Give the encoder's output slots, int64 [n]. It gets none where the backend keeps it elsewhere."""
         if (own := self._source_slots) is None:
             return NO_SLOTS
-        return own.segment(own.prepare(own.tree.prefix), NO_NODES).slots
+        return own.tree_batch(own.prepare(own.tree.prefix), NO_NODES).slots
 
     @property
     def used(self) -> int:

@@ -11,16 +11,16 @@ from typing import Any
 from specbeam.core.selection import Selection
 from specbeam.core.strategy import Hypothesis
 from specbeam.core.tree import Nodes
+from specbeam.decoding.setup import Setup
 from specbeam.engine.costs import MIN_PASS_SECONDS
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.request import Request
-from specbeam.engine.setup import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
 from specbeam.options.declared import OBJECTS, names_where
-from specbeam.recording.node_notes import AllowedMass, Alternatives, NodeNotes
+from specbeam.recording.log_probs import AllowedMass, Alternatives, NodeLogProbs
 from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
-from specbeam.text.streaming import TextStream
+from specbeam.text.detokenizer import TextStream
 
 logger = logging.getLogger("specbeam")
 
@@ -42,7 +42,7 @@ class Output:
     Attributes:
         alternatives: the likeliest tokens after each node, if they were asked for.
         allowed_mass: after each node, for a constraint that measures.
-        notes: these two, as far as they are there.
+        node_log_probs: both, as far as they are wanted.
     """
 
     def __init__(self, lm: LanguageModel, setup: Setup, request: Request, inputs: dict[str, Any]) -> None:
@@ -56,8 +56,8 @@ class Output:
         self.alternatives = None if k is None else Alternatives(setup.tree, k)
         constraint = setup.selector.process.constraint
         self.allowed_mass = AllowedMass(setup.tree) if constraint is not None and constraint.measures else None
-        noted: tuple[NodeNotes[Any] | None, ...] = (self.alternatives, self.allowed_mass)
-        self.notes = [notes for notes in noted if notes is not None]
+        wanted: tuple[NodeLogProbs[Any] | None, ...] = (self.alternatives, self.allowed_mass)
+        self.node_log_probs = [one for one in wanted if one is not None]
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from specbeam.backends.contract import AheadBackend, EncodingBackend, HearingBackend
 from specbeam.core.selection import Logits, Selection
-from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
+from specbeam.errors import forget_frames, is_out_of_memory
 
 NO_LOGITS = np.empty((0, 0), np.float32)
 NORMALIZERS = attrgetter("normalizers")
@@ -41,7 +41,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     if not (batch := scheduler.still_live(batch)):
         return True
     backend = batch[0][0].model.backend  # a request that goes on may ask its other model
-    failure, again = None, list[Batch]()
+    failure, retries = None, list[Batch]()
     try:
         batch = _read_sources(batch, scheduler)
         if not batch:
@@ -56,7 +56,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
                 for (request, nodes), rows, own in zip(batch, parts, selections, strict=True):
                     request.receive(nodes, logits, rows, own, passes - 1)
             else:
-                again = [[one] for one in _receive_sound(batch, logits, parts, selections, passes - 1)]
+                retries = [[entry] for entry in _receive_finite(batch, logits, parts, selections, passes - 1)]
         # The time includes the use of the logits by the requests: the selections have a cost, too.
         seconds = (time.perf_counter() - start) / passes
         scheduler.costs(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
@@ -67,13 +67,13 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
             if not (is_out_of_memory(failure) and (scheduler.budget.evict() or scheduler.preempt_newest())):
                 batch[0][0].fail(failure)
             return False
-        again = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
-    fine = True
-    for part in again:
-        fine &= run_pass(part, scheduler, one_torch_thread)
-    if failure is not None and fine:
+        retries = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+    all_evaluated = True
+    for part in retries:
+        all_evaluated &= run_pass(part, scheduler, one_torch_thread)
+    if failure is not None and all_evaluated:
         scheduler.was_too_large(batch)
-    return fine
+    return all_evaluated
 
 
 def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
@@ -85,7 +85,7 @@ def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
     unread = [request.model for request, _ in batch if request.model.unread_source is not None]
     if not unread:
         return batch
-    if unread[0].has_unread_sound:
+    if unread[0].has_unread_audio:
         for model in unread:
             _hear(model, scheduler)
         return [(request, nodes) for request, nodes in batch if request.model.unread_source is None]
@@ -104,7 +104,7 @@ def _hear(model: ModelState, scheduler: Scheduler) -> None:
     start = time.perf_counter()
     backend, sound = cast(HearingBackend, model.backend), model.unread_source
     with scheduler.passing():
-        states = sound.states(backend, scheduler.seconds_to_hear())
+        states = sound.states(backend, scheduler.max_encoder_seconds())
     if states is not None:
         slots = model.place_source()
         with scheduler.passing():
@@ -122,7 +122,7 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], l
     backend = batch[0][0].model.backend
     start = time.perf_counter()
     passes = scheduler.passes_at_once(batch)
-    segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
+    segments = [request.tree_batch(nodes, passes - 1) for request, nodes in batch]
     parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
     requested = [request.selection_requests(nodes) for request, nodes in batch]
     asked = [(part, one) for part, some in zip(parts, requested, strict=True) for one in some]
@@ -154,20 +154,20 @@ def _are_finite(selections: list[list[Selection]]) -> bool:
     )
 
 
-def _receive_sound(
+def _receive_finite(
     batch: Batch, logits: Logits, parts: list[slice], selections: list[list[Selection]], ahead: int
 ) -> Batch:
     """Let the requests go on whose logits are finite. Returns the part of the batch that has to be tried alone."""
-    found, alone = list(zip(batch, parts, selections, strict=True)), Batch()
-    all_sound = all(request.is_sound(logits, rows, own) for (request, _), rows, own in found)
-    for (request, nodes), rows, own in found:  # without rows, nobody can tell
-        if all_sound or (rows.start < rows.stop and request.is_sound(logits, rows, own)):
+    received, retries = list(zip(batch, parts, selections, strict=True)), Batch()
+    all_finite = all(request.is_finite(logits, rows, own) for (request, _), rows, own in received)
+    for (request, nodes), rows, own in received:  # without rows, nobody can tell
+        if all_finite or (rows.start < rows.stop and request.is_finite(logits, rows, own)):
             request.receive(nodes, logits, rows, own, ahead)
         elif len(batch) == 1:
             request.refuse(nodes, logits, rows, own)
         else:
-            alone.append((request, nodes))
-    return alone
+            retries.append((request, nodes))
+    return retries
 
 
 def _one_thread() -> Any:

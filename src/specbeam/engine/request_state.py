@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.cache.budget import Budget
 from specbeam.core.selection import MASKED, Logits, Selection, SelectionRequest, one_after_another
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.core.tree import NO_NODES, Nodes
+from specbeam.decoding.setup import MakeStrategy
+from specbeam.decoding.strategies import make_strategy
 from specbeam.drafting.forced import MAX_FORCED_TOKENS
+from specbeam.drafting.policy import SharedCost
 from specbeam.engine.clients import Clients
-from specbeam.engine.costs import Costs, SharedCost
-from specbeam.engine.drafts import Draft
-from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
+from specbeam.engine.costs import Costs
+from specbeam.engine.custom_strategy import CustomStrategy
+from specbeam.engine.drafts import Draft, make_drafter
 from specbeam.engine.features import Sound
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
-from specbeam.engine.own_strategy import OwnStrategy
 from specbeam.engine.request import Request
-from specbeam.engine.setup import MakeStrategy, make_drafter, make_setup, make_strategy
-from specbeam.engine.wanted_rows import WantedRows
-from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
+from specbeam.engine.setup import make_setup
+from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes, forget_frames, is_out_of_memory
 from specbeam.models.model import LanguageModel
 from specbeam.options.options import Options
-from specbeam.recording.inputs import inputs_of
-from specbeam.recording.node_notes import NodeNotes
+from specbeam.recording.log_probs import NodeLogProbs
+from specbeam.recording.receipts import inputs_of
 
 MAX_HELD = 8
 """The strategy of a sequence that goes ahead takes its steps after at most this many passes."""
+Join = Callable[[list[Logits]], Logits]
+""":meth:`specbeam.backends.contract.Backend.join`"""
 
 
 class RequestState:
@@ -77,13 +80,13 @@ class RequestState:
         self._lm = lm
         self._setup = setup = make_setup(lm, prompt_ids, options, costs, writes)
         self.request = Request(prompt_ids, setup.stop.max_length, self, clients)
-        name = f"strategy {strategy.name}" if isinstance(strategy, OwnStrategy) else "strategy"
+        name = f"strategy {strategy.name}" if isinstance(strategy, CustomStrategy) else "strategy"
         given = ((name, strategy), ("source", source), ("features", features))
         objects = [name for name, value in given if value is not None]
         inputs = inputs_of(lm, prompt_ids, setup.options, setup.stop.eos_token_ids, setup.selector.seed, objects)
         self._output = Output(lm, setup, self.request, inputs)
         num_texts = setup.options.num_texts
-        self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
+        self._draft_cost = SharedCost(costs(draft.backend).expected) if isinstance(draft, LanguageModel) else None
         self._drafter = None
         draft_tokens = 0
         if draft is not None:
@@ -128,9 +131,9 @@ class RequestState:
         return sum(state.source_bytes for state in self._states)
 
     @property
-    def watch_bytes(self) -> int:
+    def probe_bytes(self) -> int:
         """Bytes of the scores of attention that its strategy asks for."""
-        return 0 if self.step.watch is None else self.step.watch.scores.nbytes
+        return 0 if self.step.probe is None else self.step.probe.scores.nbytes
 
     @property
     def least_bytes(self) -> int:
@@ -142,9 +145,9 @@ class RequestState:
         """Bytes that it needs for one more iteration, beside the bytes that it holds."""
         return sum(state.next_bytes(self.pending if state is self.model else NO_NODES) for state in self._states)
 
-    def found_bytes(self) -> int:
+    def shareable_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
-        return sum(state.slots.found() * state.backend.slot_bytes for state in self._states)
+        return sum(state.slots.shareable() * state.backend.slot_bytes for state in self._states)
 
     def growth_bytes(self, nodes: Nodes) -> int:
         """Bytes of new slots that a pass over some of its pending nodes takes."""
@@ -211,15 +214,15 @@ class RequestState:
         are_all = len(nodes) == len(self.pending) == len(self._rows.ascending)
         return self.step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
 
-    def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
+    def tree_batch(self, nodes: Nodes, ahead: int = 0) -> TreeBatch:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
         no_ancestors = self._held or (len(nodes) == len(self.pending) == len(self._rows.part) and self._rows.is_whole)
         wanted = np.arange(len(nodes)) if no_ancestors else self._rows.among(nodes)
         request, state = self.step.selection_request, self.model
         vocab = None if request is None else request.vocab
         token = self._held[-1].tokens[:, 0] if self._held else None
-        segment = state.slots.segment(nodes, wanted, vocab, state.source, ahead, token)
-        segment.watch = self.step.watch
+        segment = state.slots.tree_batch(nodes, wanted, vocab, state.source, ahead, token)
+        segment.probe = self.step.probe
         return segment
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
@@ -243,7 +246,7 @@ class RequestState:
         is_last = self._held or (len(nodes) == len(self.pending) and self._rows.in_order and self._rows.is_whole)
         return self._selection_requests() if is_last else []
 
-    def is_sound(self, logits: Logits, rows: slice, selections: list[Selection]) -> bool:
+    def is_finite(self, logits: Logits, rows: slice, selections: list[Selection]) -> bool:
         """Whether it can go on with its rows of logits, or with the selections from them.
 
         No result depends on the logits of a draft model.
@@ -285,8 +288,8 @@ class RequestState:
                 rows = slice(0, len(logits))
                 if requests := self._selection_requests():
                     selections = backend.choose(logits, [(rows, one) for one in requests])
-            for notes, _ in reversed(self._noted()):
-                notes.add(self._rows.nodes, selections.pop())
+            for log_probs, _ in reversed(self._node_log_probs()):
+                log_probs.add(self._rows.nodes, selections.pop())
             self._advance(self._selection(selections[0]) if selections else backend.array(logits))
 
     def _holds(self, nodes: Nodes, selection: Selection) -> bool:
@@ -344,19 +347,20 @@ class RequestState:
         return not_finite(self._lm.source, length, there)
 
     def _selection_requests(self) -> list[SelectionRequest]:
-        """The strategy's selection request, if it has one, then the requests of the notes."""
+        """The strategy's selection request, if it has one, then the requests for per-node log-probabilities."""
         requests = []
         if (own := self.step.selection_request) is not None:
             requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own.after(len(self._held)))
-        requests += [request for _, request in self._noted()]
+        requests += [request for _, request in self._node_log_probs()]
         return requests
 
-    def _noted(self) -> list[tuple[NodeNotes[Any], SelectionRequest]]:
-        """What is noted at the nodes of the step, and the selection requests for it."""
+    def _node_log_probs(self) -> list[tuple[NodeLogProbs[Any], SelectionRequest]]:
+        """The per-node log-probabilities of the step, and the selection requests for them."""
         if self.step.drafting:
             return []
-        requests = ((notes, notes.selection_request(self.step.selection_request)) for notes in self._output.notes)
-        return [(notes, request) for notes, request in requests if request is not None]
+        own = self.step.selection_request
+        requests = ((one, one.selection_request(own)) for one in self._output.node_log_probs)
+        return [(one, request) for one, request in requests if request is not None]
 
     def _selection(self, selection: Selection) -> Selection:
         """The selection for the strategy. A caller's functions run here: they get all scores, and may fail."""
@@ -482,3 +486,78 @@ class RequestState:
         self._rows.restart()
         self._strategy = None
         self._drafter = None
+
+
+class WantedRows:
+    """The nodes at which a strategy wants logits, and the rows that have come.
+
+    Rows come in the ascending order of their nodes. Where memory is short, the nodes are evaluated in parts.
+
+    Attributes:
+        nodes: in the strategy's order, int64 [n]. They may repeat.
+        ascending: each of them once, int64 [m].
+        in_order: whether both are the same.
+        part: the nodes that are evaluated now, int64 [p].
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = np.asarray(nodes, dtype=np.int64)
+        given = self.nodes.tolist()
+        ascending = sorted({*given})
+        self.in_order = given == ascending
+        self.ascending = self.part = self.nodes if self.in_order else np.array(ascending, dtype=np.int64)
+        self._received: list[Logits] = []
+
+    def restart(self) -> None:
+        """Drop the rows that have come."""
+        self._received = []
+
+    @property
+    def rest(self) -> Nodes:
+        """The nodes whose rows have not come."""
+        return self.ascending[sum(map(len, self._received)) :]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is all nodes."""
+        return not self._received and len(self.part) == len(self.ascending)
+
+    @property
+    def is_last_part(self) -> bool:
+        """Whether no node comes after the part."""
+        return bool(self.part[-1] == self.ascending[-1])
+
+    def among(self, nodes: Nodes) -> NDArray[np.int64]:
+        """The places of the part's nodes among some nodes of a pass, ascending."""
+        first, end = self.part.searchsorted((nodes[0], nodes[-1] + 1))
+        return nodes.searchsorted(self.part[first:end])
+
+    def add(self, logits: Logits, join: Join) -> None:
+        """Take some rows, [k, vocab]. The others come later."""
+        if len(logits):  # a view would keep the logits of the whole pass
+            self._received.append(join([logits]))
+
+    def complete(self, logits: Logits, join: Join) -> Logits:
+        """The rows in the strategy's order, [n, vocab], with the last ones that have come."""
+        logits = join([*self._received, logits]) if self._received else logits
+        self._received = []
+        if self.in_order:
+            return logits
+        return join([logits[row : row + 1] for row in self.ascending.searchsorted(self.nodes).tolist()])
+
+
+def out_of_memory(nodes: int) -> SpecbeamError:
+    """There was no memory for a request alone, with this many nodes in its tree."""
+    return SpecbeamError(
+        f"out of memory with {nodes} nodes in the request's tree: ask for fewer new tokens, a shorter prompt, or a "
+        "smaller dtype"
+    )
+
+
+def not_finite(source: str, length: int, logits: NDArray[np.float32]) -> NotFinite:
+    """The logits of a node, float32 [1, vocab], are not finite, after this many tokens."""
+    found = "NaN" if np.isnan(logits).any() else "+inf" if logits.max() > 0 else "-inf alone"
+    return NotFinite(
+        f"no token has a probability after {length} tokens, because the logits of {source} hold {found}: "
+        "check its weights, or give dtype='float32' if numbers overflow"
+    )

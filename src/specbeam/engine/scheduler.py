@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from bisect import insort
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from itertools import count, islice
+from operator import attrgetter
 from typing import cast
 
 from specbeam.backends.contract import AheadBackend, Backend
@@ -13,7 +16,6 @@ from specbeam.cache.budget import Budget
 from specbeam.core.tree import Nodes
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import TILE_NODES, Costs
-from specbeam.engine.queue import Queue
 from specbeam.engine.request_state import RequestState
 from specbeam.errors import QueueFull
 from specbeam.system.fork_guard import fork_guard
@@ -34,6 +36,9 @@ MAX_SECONDS_UNSEEN = 0.02
 """While a text is streamed, a token waits at most this long for later ones. It reaches its reader within 25 ms."""
 PASSES_BEFORE_LARGER = 64
 """After a batch that was too large, this many passes succeed before larger ones are tried again."""
+NUMBER = attrgetter("number")
+STARTS_PER_OLDEST = 8
+"""One start in this many belongs to the request that has waited longest, whatever its priority."""
 
 
 class Scheduler:
@@ -82,18 +87,18 @@ class Scheduler:
         self._good_passes = 0  # since the last batch that was too large
 
     def add(self, request: RequestState) -> None:
-        """Queue a request, if there is a place for it. May be called from any thread, but by one at a time."""
-        self.check_for_place()
+        """Queue a request, if the queue has capacity for it. May be called from any thread, but by one at a time."""
+        self.check_capacity()
         request.number = next(self._numbers)
         self._unfinished[request] = None
         self._queue.add(request)
         self.clients.halt[0] = 1
 
-    def check_for_place(self) -> None:
+    def check_capacity(self) -> None:
         """Refuse a further request if the queue is full.
 
         Raises:
-            QueueFull: there is no place for it.
+            QueueFull: it is full.
         """
         if self.max_waiting is not None and len(self._unfinished) >= self.max_requests + self.max_waiting:
             raise QueueFull(
@@ -167,28 +172,28 @@ class Scheduler:
         self.drop_done()
         if self._is_full or not self._queue:
             return
-        needed = self.budget.held + sum(one.next_bytes for one in self._live)
-        rows = [one.max_rows for one in self._live]
-        place = 0
+        needed = self.budget.held + sum(live.next_bytes for live in self._live)
+        rows = [live.max_rows for live in self._live]
+        index = 0
         while not self._is_full and len(self._live) < self.max_requests:
-            request = self._queue.at(place)
+            request = self._queue.at(index)
             if request is None:
                 break
             if request.done:  # ended early, or when it was preempted
                 self._queue.remove(request)
                 self._unfinished.pop(request, None)
             elif self._fits(request, needed, rows):
-                needed += request.next_bytes + request.source_bytes + request.watch_bytes
+                needed += request.next_bytes + request.source_bytes + request.probe_bytes
                 rows.append(request.max_rows)
                 self._turns += 1
                 request.last_turn = self._turns  # behind the requests that are live already
-                for overtaken in islice(self._queue, place):
+                for overtaken in islice(self._queue, index):
                     overtaken.overtaken += 1
                 self._live[request] = None
                 self._queue.start(request)
                 request.open()
-            elif max(place, request.overtaken) < MAX_OVERTAKING_REQUESTS:
-                place += 1
+            elif max(index, request.overtaken) < MAX_OVERTAKING_REQUESTS:
+                index += 1
             else:
                 break
         self._count_sources()
@@ -203,8 +208,8 @@ class Scheduler:
             return True
         if not self.budget.holds_logits([*rows, request.max_rows]):
             return False
-        lacking = needed + request.next_bytes + request.source_bytes + request.watch_bytes - self.budget.room
-        return lacking <= 0 or lacking <= request.found_bytes()
+        lacking = needed + request.next_bytes + request.source_bytes + request.probe_bytes - self.budget.capacity
+        return lacking <= 0 or lacking <= request.shareable_bytes()
 
     def gather(self) -> list[Batch]:
         """The passes of the next iteration: of each draft model, then of the target.
@@ -213,13 +218,13 @@ class Scheduler:
         """
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         live = [request for request in self._live if not request.done]
-        writing = any(not request.model.has_unread_sound for request in live)
-        heard = 0
-        for place, request in enumerate(live):
-            waits = request.model.slots.is_fresh and request.await_prefix(live[:place])
-            if request.model.has_unread_sound:  # an encoder of sound takes long, and the others wait
-                waits |= writing and heard > 0
-                heard += 1
+        writing = any(not request.model.has_unread_audio for request in live)
+        encoding = 0
+        for index, request in enumerate(live):
+            waits = request.model.slots.is_fresh and request.await_prefix(live[:index])
+            if request.model.has_unread_audio:  # an encoder of sound takes long, and the others wait
+                waits |= writing and encoding > 0
+                encoding += 1
             if not (request.done or waits):
                 by_model[not request.step.drafting, id(request.model.backend)].append(request)
         is_alone = sum(map(len, by_model.values())) == 1
@@ -236,8 +241,8 @@ class Scheduler:
         draft later than the wait. So it waits for at most as many iterations as the longest draft has tokens, whatever
         requests come and go.
         """
-        whole = ((one, len(nodes) == len(one.pending)) for batch in drafts for one, nodes in batch)
-        drafting = {one for one, is_whole in whole if is_whole and not one.model.has_unread_sound}
+        parts = ((request, nodes) for batch in drafts for request, nodes in batch if not request.model.has_unread_audio)
+        drafting = {request for request, nodes in parts if len(nodes) == len(request.pending)}
         if self._awaited:
             drafting &= self._awaited
         self._awaited = drafting
@@ -249,33 +254,34 @@ class Scheduler:
         Args:
             is_alone: no other request waits for this pass.
         """
-        room = self._pass_tokens
-        if len(requests) > room:  # they take turns
-            requests = sorted(requests, key=lambda one: one.last_turn)[:room]
-        most = [len(request.pending) for request in requests]
+        capacity = self._pass_tokens
+        if len(requests) > capacity:  # they take turns
+            requests = sorted(requests, key=lambda request: request.last_turn)[:capacity]
+        wanted = [len(request.pending) for request in requests]
         if self.max_pass_seconds is not None and not is_alone:
-            prefilling = [at for at, request in enumerate(requests) if request.model.is_prefilling]
-            others = sum(most) - sum(most[at] for at in prefilling)
+            prefilling = [index for index, request in enumerate(requests) if request.model.is_prefilling]
+            others = sum(wanted) - sum(wanted[index] for index in prefilling)
             in_time = max(self._prefill_nodes(requests[0].model.backend, others), len(prefilling))
-            for at, count in zip(prefilling, _share_out([most[at] for at in prefilling], in_time), strict=True):
-                most[at] = count
-        taken = _share_out(most, room)
+            shares = _share_out([wanted[index] for index in prefilling], in_time)
+            for index, count in zip(prefilling, shares, strict=True):
+                wanted[index] = count
+        counts = _share_out(wanted, capacity)
         for request in requests:
             self._turns += 1
             request.last_turn = self._turns
-        return [(request, request.pending[:count]) for request, count in zip(requests, taken, strict=True) if count]
+        return [(request, request.pending[:count]) for request, count in zip(requests, counts, strict=True) if count]
 
     def _prefill_nodes(self, backend: Backend, others: int) -> int:
         """The most prompt nodes for a pass beside other nodes, so that these do not wait for long."""
         assert self.max_pass_seconds is not None
-        without = self.costs(backend, ahead=True)
-        least = without.expected(max(1, others)) if without.knows(others) else 0.0
-        seconds = max(self.max_pass_seconds, least / (1 - MIN_PREFILL_SHARE))
+        times = self.costs(backend, ahead=True)
+        expected = times.expected(max(1, others)) if times.knows(others) else 0.0
+        seconds = max(self.max_pass_seconds, expected / (1 - MIN_PREFILL_SHARE))
         return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
 
-    def seconds_to_hear(self) -> float:
+    def max_encoder_seconds(self) -> float:
         """About how long a part of an encoder's pass over sound may take: as long as it wants while all wait for it."""
-        waiting = sum(request.model.has_unread_sound for request in self._live)
+        waiting = sum(request.model.has_unread_audio for request in self._live)
         return math.inf if self.max_pass_seconds is None or waiting == len(self._live) else self.max_pass_seconds
 
     def passing(self) -> Passing:
@@ -292,24 +298,24 @@ class Scheduler:
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
         at_once = cast(AheadBackend, backend).passes_at_once
-        most = min(at_once, *(1 + request.max_ahead(nodes) for request, nodes in batch))
-        if most > 1:
+        passes = min(at_once, *(1 + request.max_ahead(nodes) for request, nodes in batch))
+        if passes > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
-            most = min(most, int(seconds / self.costs(backend, ahead=True).expected(nodes)))
+            passes = min(passes, int(seconds / self.costs(backend, ahead=True).expected(nodes)))
             if any(request.request.is_read for request, _ in batch):
                 times = self.costs(backend, ahead=True)
-                most = min(most, 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1)
+                passes = min(passes, 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1)
             bytes_per_pass = nodes * backend.slot_bytes
-            room = (self.budget.room if len(batch) > 1 else self.budget.cache_bytes) - self.budget.held
-            most = max(1, min(most, room // bytes_per_pass))
-            self.budget.evict(room - most * bytes_per_pass)
-        return most
+            free_bytes = (self.budget.capacity if len(batch) > 1 else self.budget.cache_bytes) - self.budget.held
+            passes = max(1, min(passes, free_bytes // bytes_per_pass))
+            self.budget.evict(free_bytes - passes * bytes_per_pass)
+        return passes
 
     def _count_sources(self) -> None:
         self.budget.source_bytes = sum(request.source_bytes for request in self._live)
         if len(self._live) > 1:  # a request alone holds its scores of attention beside the cache, as it does logits
-            self.budget.source_bytes += sum(request.watch_bytes for request in self._live)
+            self.budget.source_bytes += sum(request.probe_bytes for request in self._live)
 
     def _make_room(self, batches: list[Batch]) -> list[Batch]:
         """Evict prefixes, then preempt the newest requests, while slots would outgrow the memory.
@@ -317,11 +323,11 @@ class Scheduler:
         Preempted requests are left out of the passes.
         """
         while True:
-            room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
-            room -= self.budget.held
-            room -= sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
-            self.budget.evict(room)
-            if room >= 0:
+            free_bytes = self.budget.capacity if len(self._live) > 1 else self.budget.cache_bytes
+            free_bytes -= self.budget.held
+            free_bytes -= sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
+            self.budget.evict(free_bytes)
+            if free_bytes >= 0:
                 return [batch for batch in batches if batch]
             if not self.preempt_newest():
                 (request,) = self._live
@@ -380,15 +386,74 @@ class Passing(ReleasedInterrupts):
             self._scheduler.is_changing = True
 
 
-def _share_out(counts: list[int], room: int) -> list[int]:
-    """How many nodes each request gets of a pass with ``room`` nodes, which are at least as many as the requests."""
-    if sum(counts) <= room:
+def _share_out(counts: list[int], capacity: int) -> list[int]:
+    """How many nodes each request gets of a pass. Its capacity is at least one node for each request."""
+    if sum(counts) <= capacity:
         return counts
-    share = max(1, int(room * EQUAL_SHARE) // len(counts))
-    taken = [min(share, count) for count in counts]
-    room -= sum(taken)
-    for at in sorted(range(len(counts)), key=counts.__getitem__):
-        more = min(room, counts[at] - taken[at])
-        taken[at] += more
-        room -= more
-    return taken
+    equal = max(1, int(capacity * EQUAL_SHARE) // len(counts))
+    shares = [min(equal, count) for count in counts]
+    capacity -= sum(shares)
+    for index in sorted(range(len(counts)), key=counts.__getitem__):
+        more = min(capacity, counts[index] - shares[index])
+        shares[index] += more
+        capacity -= more
+    return shares
+
+
+class Queue:
+    """Waiting requests. Lower priorities start first, and equal ones in the order of submission.
+
+    Urgent requests do not starve the others. A request starts after at most ``STARTS_PER_OLDEST`` starts for itself and
+    for each request that was submitted earlier and still waits.
+    """
+
+    def __init__(self) -> None:
+        self._new: deque[RequestState] = deque()  # any thread appends
+        self._lines: dict[int, deque[RequestState]] = {}  # by priority, in the order of submission
+        self._starts = 0  # since the request that had waited longest started
+
+    def __len__(self) -> int:
+        return len(self._new) + sum(map(len, self._lines.values()))
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """The requests in the order of their turns."""
+        oldest = self._oldest if self._starts >= STARTS_PER_OLDEST - 1 else None
+        if oldest is not None:
+            yield oldest
+        for priority in sorted(self._lines):
+            yield from (request for request in self._lines[priority] if request is not oldest)
+
+    def at(self, index: int) -> RequestState | None:
+        """The request at an index in the order of turns."""
+        return next(islice(self, index, None), None)
+
+    def add(self, request: RequestState) -> None:
+        """Queue a new request, whose number is the highest so far. May be called from any thread."""
+        self._new.append(request)
+
+    def take_new(self) -> Iterator[RequestState]:
+        """Give new requests their places, and yield them."""
+        while self._new:
+            request = self._new.popleft()
+            self._lines.setdefault(request.priority, deque()).append(request)
+            yield request
+
+    def put_back(self, request: RequestState) -> None:
+        """Queue a preempted request again, at its old place."""
+        insort(self._lines.setdefault(request.priority, deque()), request, key=NUMBER)
+
+    def start(self, request: RequestState) -> None:
+        """Remove a request that starts."""
+        self._starts = 0 if request is self._oldest else self._starts + 1
+        self.remove(request)
+
+    def remove(self, request: RequestState) -> None:
+        """Remove a request that ended while it waited."""
+        line = self._lines[request.priority]
+        line.remove(request)
+        if not line:
+            del self._lines[request.priority]
+
+    @property
+    def _oldest(self) -> RequestState | None:
+        return min((line[0] for line in self._lines.values()), key=NUMBER, default=None)

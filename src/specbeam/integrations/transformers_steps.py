@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -26,9 +25,9 @@ from specbeam.core.tree import Nodes, Tree
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
+from specbeam.decoding.strategies import make_strategy
 from specbeam.drafting.drafter import Drafter
 from specbeam.engine import Setup
-from specbeam.engine.setup import make_search, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import BatchRows
 from specbeam.integrations.transformers_prompts import KeysAndValues
@@ -137,8 +136,7 @@ class Steps:
         Raises:
             SpecbeamError: not enough hypotheses finish. The result of transformers then depends on the batch.
         """
-        search = make_search(setup, partial(TransformersBeamSearch, self.scores if self._details.scores else None))
-        assert isinstance(search, TransformersBeamSearch)
+        search = TransformersBeamSearch.of(setup, bounded=False, kept=self.scores if self._details.scores else None)
         search.num_candidates = self._details.num_candidates * search.num_beams
         yield from beam_search(search, setup.record, drafter)
         texts = search.kept()
@@ -210,8 +208,8 @@ class TransformersBeamSearch(BeamSearch):
     top = staticmethod(topk)
     only_possible = False
 
-    def __init__(self, kept: list[Tensor] | None, *args: Any, **options: Any):
-        super().__init__(*args, **options | {"bounded": False})
+    def __init__(self, *args: Any, kept: list[Tensor] | None, **options: Any):
+        super().__init__(*args, **options)
         self.needs_rows = True
         self._kept = kept
         self._of_beams: list[Continued | None] = [None] * self.num_beams

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.core import callers
-from specbeam.core.node_states import NodeStates
 from specbeam.core.selection import MASKED, Edit, Selection
-from specbeam.core.tree import Nodes, Tree
+from specbeam.core.tree import Nodes, NodeStates, Tree
 from specbeam.errors import SpecbeamError
 from specbeam.logits.bans import BadWords, BannedTokens, Bans, RepeatedNgrams, SequenceBias
 from specbeam.logits.checkpoint_processors import CheckpointProcessors

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.core.node_states import NodeStates
 from specbeam.core.selection import Noise, SelectionRequest
-from specbeam.core.tree import Nodes, Tree
+from specbeam.core.tree import Nodes, NodeStates, Tree
 from specbeam.logits.processors import Processors
 from specbeam.logits.stopping import Stopping
 from specbeam.options.declared import SHAPING

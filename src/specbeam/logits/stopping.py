@@ -7,10 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.core.node_states import NodeStates
-from specbeam.core.tree import Nodes, Tree
-from specbeam.text.detokenizing import shared_length
-from specbeam.text.streaming import NewText, Progress
+from specbeam.core.tree import Nodes, NodeStates, Tree
+from specbeam.text.detokenizer import NewText, Progress, shared_length
 
 
 class Stopping:

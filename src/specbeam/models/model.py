@@ -21,8 +21,7 @@ from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.options.names import BACKENDS
 from specbeam.options.options import refuse_unknown_keywords
 from specbeam.system.extras import are_installed, require
-from specbeam.text.token_texts import text_of
-from specbeam.text.tokenizer import Tokenizer
+from specbeam.text.tokenizer import Tokenizer, text_of
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
     from specbeam.backends.torch import TorchBackend

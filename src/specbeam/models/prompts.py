@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.checkpoints.code import refusing
-from specbeam.errors import SpecbeamError
+from specbeam.checkpoints.tokenizers.gguf_vocabulary import NAMES
+from specbeam.errors import PromptTooLong, SpecbeamError
 from specbeam.models.model import LanguageModel
-from specbeam.models.prompt_length import PromptTooLong, least_tokens
 from specbeam.system.machine import return_free_memory
 from specbeam.text import chat_templates
 from specbeam.text.control_tokens import ControlTokens
-from specbeam.text.detokenizing import shared_length
+from specbeam.text.detokenizer import shared_length
 
 Message = dict[str, Any]
 """A chat message: a dictionary with the text "role" and the "content", a text or a list of parts.
@@ -27,6 +27,14 @@ Message = dict[str, Any]
 A part is ``{"type": "text", "text": ...}``. A line break joins the parts, as in vLLM and llama.cpp. A chat template
 that reads only lists of parts gets the text as one part (:mod:`specbeam.text.chat_templates`).
 """
+CHARACTERS_PER_TOKEN = 8
+"""A text with fewer characters for each token of the limit is tokenized as a whole."""
+MAX_TORN_TOKENS = 1024
+"""More tokens than the pieces of one token or word have, where a beginning of the text ends within it."""
+GROWTH = 4
+"""The factor by which the next beginning of a text is longer."""
+MISTRAL = ("[SUFFIX]", "[PREFIX]")
+"""Mistral's models read the suffix first, and have no third token."""
 
 
 class SupportsToList(Protocol):
@@ -426,3 +434,49 @@ def _in_vocabulary(lm: LanguageModel, ids: Sequence[int]) -> list[int]:
         if not 0 <= token < size:
             raise SpecbeamError(f"token id {token} is not in the model's vocabulary of {size}")
     return [int(token) for token in ids]
+
+
+def least_tokens(text: str, most: int, count: Callable[[str], int]) -> int:
+    """A number of tokens that a text has at least. It is above ``most`` only if the text certainly has more.
+
+    Args:
+        count: the number of tokens of a text, from the tokenizer.
+    """
+    size = CHARACTERS_PER_TOKEN * (most + MAX_TORN_TOKENS)
+    while size < len(text):
+        beginning = text[:size].rstrip()  # the next token may take all space before it (lstrip)
+        if (least := count(beginning) - MAX_TORN_TOKENS) > most:
+            return least
+        size *= GROWTH
+    return 0
+
+
+def infilling_prompt(lm: LanguageModel, prefix: str, suffix: str) -> list[int]:
+    """The token ids of a prompt for the text between two others: the prefix first, then the suffix.
+
+    Raises:
+        SpecbeamError: the vocabulary has no tokens for it.
+    """
+    tokenizer = lm.tokenizer
+    bare, whole = token_ids(tokenizer, prefix), token_ids(tokenizer, prefix, add_special_tokens=True)
+    begin = whole[: len(whole) - len(bare)] if whole[len(whole) - len(bare) :] == bare else []
+    ending = token_ids(tokenizer, suffix)
+    marks = [_first_of(tokenizer, NAMES[name]) for name in ("fim_pre", "fim_suf", "fim_mid")]
+    if None not in marks:
+        before, between, after = marks
+        return [*begin, before, *bare, between, *ending, after]
+    marks = [_first_of(tokenizer, (name,)) for name in MISTRAL]
+    if None not in marks:
+        before, between = marks
+        return [*begin, before, *ending, between, *bare]
+    raise SpecbeamError(
+        f"suffix: the vocabulary of {lm.source} has no tokens to fill in the middle, such as <|fim_middle|>: leave it "
+        "out, or use a model for code"
+    )
+
+
+def _first_of(tokenizer: Any, names: tuple[str, ...]) -> Any:
+    """The id of the first of some tokens that the vocabulary has; None if it has none."""
+    ids = tokenizer.convert_tokens_to_ids([*names])
+    found = [number for name, number in zip(names, ids, strict=True) if number is not None]
+    return next((number for number in found if tokenizer.convert_ids_to_tokens(number) in names), None)

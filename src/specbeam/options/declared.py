@@ -536,7 +536,7 @@ class Declared:
         "the sequences that may be generated",
         "A :class:`specbeam.JsonSchema`, :class:`specbeam.Regex`, :class:`specbeam.Grammar` or "
         ":class:`specbeam.Choice`, a :class:`specbeam.TokenTrie`, or another :class:`specbeam.constraints.Constraint`.",
-        accepts="Constraint | Description | None",
+        accepts="Constraint | OutputSpec | None",
         forbids=True,
         others=("constraints", "grammar", "choices", "guided_choice", "allowed_tokens", "force_words_ids"),
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from specbeam.options.declared import OPTIONS
 from specbeam.structured import Constraint
-from specbeam.structured.grammar import Description
+from specbeam.structured.grammar import OutputSpec
 
 AllowedTokens = Callable[[int, Any], Collection[int] | NDArray[np.integer] | Any]
 """The token ids are an array, int64 [length], or a tensor (:func:`specbeam.tensors`)."""
@@ -58,7 +58,7 @@ class OptionKeywords(TypedDict, total=False):
     top_logprobs: int | None
     share_prefix: bool
     trace: bool
-    constraint: Constraint | Description | None
+    constraint: Constraint | OutputSpec | None
     prefix_allowed_tokens_fn: AllowedTokens | None
     logits_processor: LogitsProcessor | list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None
 

@@ -125,9 +125,9 @@ def _several(option: Option, value: Any, kind: type) -> tuple[Any, ...]:
 def _constraint(option: Option, value: Any) -> Any:
     # They import NumPy, which the command line's help does not need.
     from specbeam.structured import Constraint
-    from specbeam.structured.grammar import Description
+    from specbeam.structured.grammar import OutputSpec
 
-    is_one = isinstance(value, Constraint | Description) and not isinstance(value, type)
+    is_one = isinstance(value, Constraint | OutputSpec) and not isinstance(value, type)
     check(option.name, is_one, value, "a JsonSchema, Regex, Grammar, Choice, TokenTrie or another Constraint")
     return value
 

@@ -6,22 +6,28 @@ batches, threads and limits of memory change no token, so they are no part of ei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import SpecbeamError, shown
-from specbeam.options.generation_defaults import GenerationDefaults
+from specbeam.options.declared import OBJECTS, names_where
+from specbeam.options.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS, GenerationDefaults
 from specbeam.options.options import Options
 from specbeam.results import DIGITS, INPUTS_FORMAT, Result, Sequence, receipt_of
-from specbeam.structured.grammar import description_of
+from specbeam.structured.grammar import OUTPUT_SPECS, output_spec_of
+from specbeam.version import __version__
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.models.model import LanguageModel
 
 CUT_SHORT = ("cancelled", "timeout")
 """The reasons of an end that no other run has at the same token."""
+CHANGE_NO_TOKEN = names_where(lambda option: not option.changes_text)
+"""Options on which no token and no score depends. So a speculative run has the receipt of its plain twin."""
+DESCRIBED = tuple(OUTPUT_SPECS.values())
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Saved:
         _list(inputs, "objects", str)
         asked = dict(_field(inputs, "options", dict))
         if "constraint" in asked:
-            asked["constraint"] = description_of(asked["constraint"])
+            asked["constraint"] = output_spec_of(asked["constraint"])
         options = Options.of(asked)
         sequences = [_sequence(one) for one in _list(value, "sequences", dict)]
         if any(len(one.log_probs) not in (0, len(one.token_ids)) for one in sequences):
@@ -162,9 +168,63 @@ def _sequence(value: Any) -> Sequence:
 
 
 def _with_infinity(value: Any) -> Any:
-    """A value of JSON with minus infinity where its name stands (see :mod:`specbeam.recording.inputs`)."""
+    """A value of JSON with minus infinity where its name stands (see :func:`_plain`)."""
     if isinstance(value, dict):
         return {name: _with_infinity(part) for name, part in value.items()}
     if isinstance(value, list):
         return [_with_infinity(part) for part in value]
     return float("-inf") if value == "-inf" else value
+
+
+def inputs_of(
+    lm: LanguageModel,
+    prompt_ids: list[int],
+    options: Options,
+    eos_token_ids: Iterable[int],
+    seed: int | None,
+    objects: Iterable[str],
+) -> dict[str, Any]:
+    """The inputs of a request's result (see :class:`specbeam.Result`).
+
+    Args:
+        objects: the names of further objects of the caller that the request was made with.
+    """
+    chosen = {f.name: v for f in fields(options) if (v := getattr(options, f.name)) != f.default}
+    objects = [*(name for name in OBJECTS if name in chosen and not isinstance(chosen[name], DESCRIBED)), *objects]
+    asked = {name: _plain(value) for name, value in chosen.items() if name not in (*CHANGE_NO_TOKEN, *objects)}
+    drawn = {} if seed is None else {"seed": seed}
+    settings = (*APPLIED, *APPLIED_WHEN_SAMPLING, *APPLIED_WITH_BEAMS)
+    return {
+        "format": INPUTS_FORMAT,
+        "specbeam": __version__,
+        "model": lm.source,
+        "backend": lm.backend.name,
+        "numbers": getattr(lm.backend, "quantize", lm.backend.precision),
+        "weights": lm.weights,
+        "start_token_ids": lm.backend.start_token_ids,
+        "prompt_ids": prompt_ids,
+        "options": {
+            **asked,
+            **drawn,
+            "max_new_tokens": options.max_new_tokens,
+            "eos_token_id": sorted(eos_token_ids),
+        },
+        "generation_config": {n: _plain(lm.generation_defaults[n]) for n in settings if n in lm.generation_defaults},
+        "objects": objects,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it and give it back: keys are strings, and so is minus infinity.
+
+    The words of transformers' ``sequence_bias`` are keys, and become pairs, as in files.
+    """
+    if isinstance(value, DESCRIBED):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        if any(isinstance(key, tuple) for key in value):
+            return [[[*key], _plain(part)] for key, part in value.items()]
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value

@@ -1,4 +1,4 @@
-"""Answers and streams of choices, which chat and text completions have in common."""
+"""Answers as choices or as streams of them, and the tool calls that are read from their texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import specbeam
@@ -13,24 +14,26 @@ from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
 from specbeam.server.fields import Decoding
-from specbeam.server.json import to_json
-from specbeam.server.statistics import costs, usage
-from specbeam.server.streams import frame
+from specbeam.server.http import frame, to_json
 from specbeam.server.tokens import Part
+from specbeam.server.tools import ToolUse
+from specbeam.server.usage import costs, usage
+from specbeam.structured.tools.reader import THOUGHTS, Reader, Said
+from specbeam.text.detokenizer import NewText, TextStream
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
 LAST_FRAME = frame("[DONE]")
 Chunk = tuple[list[dict[str, Any]], dict[str, Any]]
-"""Choices, and further values of the same frame."""
+"""Choices, and further values of their frame."""
 
 
 class Answer(ABC):
-    """The answer to one call, whole or in frames.
+    """The answer to one call, as one object or in frames.
 
     Attributes:
         kind, chunk_kind: OpenAI's names of the objects.
-        prefix: with which the answer's id begins.
+        prefix: of the answer's id.
     """
 
     kind: str
@@ -49,13 +52,13 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, index: int, part: Part) -> dict[str, Any]:
-        """A choice, or what a frame of a stream adds to it. In frames the end of a text comes without text."""
+        """A choice, or the part of it in a frame of a stream, where the end of a text comes without text."""
 
     @abstractmethod
     def beginning(self, index: int) -> dict[str, Any] | None:
-        """The choice of a frame before the text of a choice, if there is one."""
+        """The choice of the frame before its text; None for no such frame."""
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def body(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
         choices = [self.choice(index, Part.of(text, end=text)) for index, text in self._best(results)]
         return {
@@ -72,7 +75,7 @@ class Answer(ABC):
         return {}
 
     def _best(self, results: Sequence[Result]) -> Iterator[tuple[int, Text]]:
-        """The texts to return for each prompt with their index, best first where they are compared."""
+        """The texts to return with their index, for each prompt the best first where they are compared."""
         plan = self.call.plan
         for start in range(0, len(results), plan.draws):
             texts = [text for result in results[start : start + plan.draws] for text in result.sequences]
@@ -81,7 +84,6 @@ class Answer(ABC):
             yield from enumerate(texts[: plan.n], start // plan.draws * plan.n)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The frames of the stream. Frames of one iteration of the engine come together."""
         head = to_json({**self._head, "object": self.chunk_kind})[:-1]
         none = {"usage": None} if self.fields.includes_usage else {}
         async for chunks in self.chunks():
@@ -93,19 +95,19 @@ class Answer(ABC):
         yield LAST_FRAME
 
     async def chunks(self) -> AsyncIterator[list[Chunk]]:
-        """The chunks of the stream. Chunks of one iteration of the engine come together."""
+        """The chunks of the stream, grouped by iteration of the engine."""
         plan, requests = self.call.plan, self.call.requests
         results: dict[int, Result] = {}
         has_begun: set[int] = set()
         details = self.details()  # of the first frame
         async for received in self.call.pieces():
-            made: list[Chunk] = []
+            chunks: list[Chunk] = []
             for number, piece in received:
                 indices = range(number * plan.n, (number + 1) * plan.n) if plan.searches else [number]
                 if number not in has_begun:
                     has_begun.add(number)
                     for choice in filter(None, map(self.beginning, indices)):
-                        made.append(([choice], details))
+                        chunks.append(([choice], details))
                         details = {}
                 if piece.result is not None:
                     results[number] = piece.result
@@ -113,28 +115,28 @@ class Answer(ABC):
                 if len(results) == len(requests) and not self.fields.includes_usage:
                     more = costs(self.call, [results[i] for i in range(len(requests))])
                 choices = [*self._parts(indices[0], piece)]
-                for place, choice in enumerate(choices):
-                    made.append(([choice], more if place == len(choices) - 1 else {}))
-            if made:
-                yield made
+                for position, choice in enumerate(choices, 1):
+                    chunks.append(([choice], more if position == len(choices) else {}))
+            if chunks:
+                yield chunks
         if self.fields.includes_usage:
             in_order = [results[i] for i in range(len(requests))]
             yield [([], {"usage": usage(self.call, in_order), **costs(self.call, in_order)})]
 
     def _parts(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The parts of choices that a piece has. Other beams than the best one come whole at the end.
+        """The parts of choices that a piece has. All beams but the best one come at the end.
 
         The end of a text is a part of its own, as from OpenAI and llama.cpp: clients drop text beside a finish reason.
         """
         yield from self.changes(index, Part.of(piece))
-        for place, text in enumerate([] if piece.result is None else piece.result.sequences):
-            if place:
-                yield from self.changes(index + place, Part.of(text))
-            yield from self.changes(index + place, Part(end=text))
-            yield self.choice(index + place, Part(end=text))
+        for number, text in enumerate([] if piece.result is None else piece.result.sequences, index):
+            if number > index:
+                yield from self.changes(number, Part.of(text))
+            yield from self.changes(number, Part(end=text))
+            yield self.choice(number, Part(end=text))
 
     def changes(self, index: int, part: Part) -> Iterator[dict[str, Any]]:
-        """The choices of frames that show a part of a text. The end of the text has a frame of its own."""
+        """The choices of the frames with a part of a text, but for the frame with its end."""
         if part.text or self.shows_tokens(part):
             yield self.choice(index, part)
 
@@ -144,9 +146,71 @@ class Answer(ABC):
 
     def ending(self, part: Part) -> dict[str, Any]:
         """The values of a choice that say how it ended."""
-        made: dict[str, Any] = {"finish_reason": None if part.end is None else FINISH_REASONS[part.end.finish_reason]}
+        ending: dict[str, Any] = {"finish_reason": None if part.end is None else FINISH_REASONS[part.end.finish_reason]}
         if part.end is not None and part.end.is_complete is not None:
-            made["is_complete"] = part.end.is_complete
+            ending["is_complete"] = part.end.is_complete
         if part.end is not None and self.call.plan.searches:
-            made["score"] = part.end.score
-        return made
+            ending["score"] = part.end.score
+        return ending
+
+
+@dataclass(frozen=True)
+class ReadCall:
+    """A call in an answer, with the id that it gets."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolCallStream:
+    """Reads the tool calls in one text of an answer while it grows.
+
+    Attributes:
+        is_finished: the text has ended.
+    """
+
+    def __init__(self, use: ToolUse, call: Call) -> None:
+        lm, prompt_ids, options = call.model.lm, call.requests[0].prompt_ids, call.plan.options
+        self._format = use.tool_format
+        marks = self._format.marks + "".join(THOUGHTS)
+        hidden = {
+            number
+            for number, token in lm.tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in marks
+        }
+
+        def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            return lm.decode_token([number for number in ids if not skip_special_tokens or number not in hidden])
+
+        ends = frozenset(end for end in options.eos_token_id or () if lm.decode([end]))
+        new_text = NewText(decode, options.stop_strings, options.min_new_tokens or 0, ends)
+        self._text = TextStream(new_text, new_text.after(prompt_ids))
+        thinks = use.begins_in_thoughts(lm, prompt_ids)
+        self._reader = Reader(self._format, use.allowed, use.max_calls, thinks=thinks, has_form=use.has_form)
+        self._call_ids: list[str] = []
+        self.is_finished = False
+        self._is_cut = False
+
+    @property
+    def content(self) -> str | None:
+        """The content so far; None if there are calls alone, or the beginning of one."""
+        has_calls = self._reader.calls or self._is_cut
+        return None if has_calls and not self._reader.content.strip() else self._reader.content
+
+    @property
+    def calls(self) -> list[ReadCall]:
+        """The calls so far."""
+        pairs = zip(self._call_ids, self._reader.calls, strict=True)
+        return [ReadCall(call_id, call.name, call.arguments) for call_id, call in pairs]
+
+    def push(self, part: Part) -> list[Said]:
+        """The changes that a part of the text makes."""
+        text = self._text.push(part.token_ids)
+        if part.end is not None:
+            self.is_finished = True
+            self._is_cut = FINISH_REASONS[part.end.finish_reason] == "length" or part.end.is_complete is False
+            text += self._text.finish(cancelled=part.end.finish_reason in ("cancelled", "timeout"))
+        changes = self._reader.push(text, self.is_finished, self._is_cut)
+        self._call_ids += [self._format.call_id for change in changes if change.name is not None]
+        return changes

@@ -24,25 +24,22 @@ from starlette.exceptions import HTTPException
 
 import specbeam
 from specbeam.server import ollama
-from specbeam.server.arrivals import Arrivals
 from specbeam.server.audio import FORM, Transcribers, TranscriptionCall, TranscriptionRequest
-from specbeam.server.call import Call
+from specbeam.server.call import BatchingWindow, Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
-from specbeam.server.errors import OLLAMA_PATHS, Refusal, failed, refusal_of_body, refusal_of_json, stopping
-from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard
-from specbeam.server.json import json_response
+from specbeam.server.errors import Refusal, failed, refusal_of_body, refusal_of_json, stopping
+from specbeam.server.http import OLLAMA_PATHS, ClientGone, EventStream, error_response, json_response, while_connected
 from specbeam.server.limits import AUDIO_PATHS, Access, Limits
 from specbeam.server.messages import MessagesRequest, TokensRequest
-from specbeam.server.metrics import Metrics
+from specbeam.server.middleware import MAX_SHOWN_PATH, REQUEST_ID, Middleware
 from specbeam.server.models import Models, ServedModel
-from specbeam.server.notes import Notes
 from specbeam.server.ollama import OllamaChat, OllamaGenerate, ShowRequest
-from specbeam.server.page import add_page_to
+from specbeam.server.page import RoundsRequest, add_page_to
+from specbeam.server.request_log import RequestLog
 from specbeam.server.responses import ResponseRequest
-from specbeam.server.rounds import WatchedRequest
-from specbeam.server.streams import ClientGone, EventStream, while_connected
 from specbeam.server.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
+from specbeam.server.usage import Metrics
 
 T = TypeVar("T")
 
@@ -50,15 +47,13 @@ logger = logging.getLogger("specbeam.server")
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status in the log for a client that went away. Nobody receives it."""
 MAX_SHORT_BODY_BYTES = 8192
-"""Such a prompt becomes tokens in less time than a thread takes to begin. Other prompts become tokens in a thread.
+"""Tokenizing such a prompt takes less time than a thread takes to begin. Other prompts are tokenized in a thread.
 
 So requests that come together are submitted together, and their prompts share a pass.
 """
-EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 LONG_BODY_BYTES, MAX_LONG_BODIES = 1 << 18, 2
-"""Of longer bodies, two become tokens at a time. Each may take seconds and hundreds of megabytes."""
-
-
+"""Of longer bodies, two are tokenized at a time. Each may take seconds and hundreds of megabytes."""
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 GENERATING_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions"),
     *("/v1/messages", "/api/chat", "/api/generate"),
@@ -94,7 +89,7 @@ class OllamaError(BaseModel):
 
 
 def errors_as(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The errors of an endpoint, as the description of the interface has them."""
+    """The errors of an endpoint, for ``/openapi.json``."""
     return {status: {"model": shape} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)}
 
 
@@ -111,17 +106,15 @@ class StrictRequest(Request):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. One of two values with the same name would be ignored."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    """An object of JSON. One of two values with the same name would be ignored."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise Refusal(f"{name} is given twice: leave one out", name, "invalid_value")
-    return made
+    return values
 
 
 class StrictRoute(APIRoute):
-    """A route for such requests."""
-
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
@@ -144,7 +137,7 @@ def make_app(
         logs_prompts: the log has the prompts, too.
     """
     limits, access = limits or Limits(), access or Access()
-    metrics, arrivals = Metrics(), Arrivals()
+    metrics, window = Metrics(), BatchingWindow()
     long_bodies = ThreadPoolExecutor(MAX_LONG_BODIES, "specbeam-tokenizing")
 
     @asynccontextmanager
@@ -168,37 +161,31 @@ def make_app(
     protect(app, limits, access, metrics)
 
     async def tokenizing(request: Request, work: Callable[[], T]) -> T:
-        """The outcome of work that makes tokens of a request's body, in a thread."""
+        """The outcome of work that tokenizes a request's body, in a thread."""
         if len(await request.body()) <= LONG_BODY_BYTES:
             return await asyncio.to_thread(work)
-        Notes.of(request.scope).turn.close()  # so that short requests do not wait for it
+        RequestLog.of(request.scope).turn.close()  # so that short requests do not wait for it
         return await asyncio.get_running_loop().run_in_executor(long_bodies, work)
 
     async def generate(fields: Generation, request: Request) -> Response:
-        """Answer a request for texts, whole or as a stream."""
-        notes = Notes.of(request.scope)
-        try:
-            call = fields.call(_models(request).get(fields.model), limits)
-            notes.call = call
-            if logs_prompts:
-                notes.prompts = call.prompts
-            is_quick = call.is_quick and len(await request.body()) <= MAX_SHORT_BODY_BYTES
-            if is_quick:
-                call.encode()  # before the pause, which is for requests that only need to be submitted
-            await arrivals.pause()
-            if is_quick:
-                call.submit()
-            else:
-                await while_connected(request.receive, tokenizing(request, call.submit), call)
-            notes.turn.close()
-            answer = fields.answer(call)
-            if fields.stream:
-                is_of_lines = request.scope["path"].startswith(OLLAMA_PATHS)
-                return EventStream(answer.frames(), call, LINES if is_of_lines else EVENTS)
-            return json_response(answer.whole(await while_connected(request.receive, call.results(), call)))
-        except ClientGone:
-            notes.outcome = "cancelled"
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        log = RequestLog.of(request.scope)
+        call = log.call = fields.call(_models(request).get(fields.model), limits)
+        if logs_prompts:
+            log.prompts = call.prompts
+        is_quick = call.is_quick and len(await request.body()) <= MAX_SHORT_BODY_BYTES
+        if is_quick:
+            call.encode()  # before the window, which is for requests that only need to be submitted
+        await window.wait()
+        if is_quick:
+            call.submit()
+        else:
+            await while_connected(request.receive, tokenizing(request, call.submit), call)
+        log.turn.close()
+        answer = fields.answer(call)
+        if fields.stream:
+            has_lines = request.scope["path"].startswith(OLLAMA_PATHS)
+            return EventStream(answer.frames(), call, LINES if has_lines else EVENTS)
+        return json_response(answer.body(await while_connected(request.receive, call.results(), call)))
 
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream: Any = {200: {"content": {EVENTS: {"schema": event}}}}
@@ -214,10 +201,10 @@ def make_app(
         return await generate(fields, request)
 
     async def rounds_of_chat(fields: ChatRequest, request: Request) -> Response:
-        return await generate(WatchedRequest(fields), request)
+        return await generate(RoundsRequest(fields), request)
 
     async def rounds_of_completion(fields: CompletionRequest, request: Request) -> Response:
-        return await generate(WatchedRequest(fields), request)
+        return await generate(RoundsRequest(fields), request)
 
     async def messages(fields: MessagesRequest, request: Request) -> Response:
         return await generate(fields, request)
@@ -228,12 +215,12 @@ def make_app(
     async def ollama_generate(fields: OllamaGenerate, request: Request) -> Response:
         return await generate(fields, request)
 
-    generating: Any = (chat, completions, responses, rounds_of_chat, rounds_of_completion)
     lines: Any = {200: {"content": {LINES: {}}}} | of_ollama
-    of_each = [*[stream] * len(generating), stream | of_messages, lines, lines]
-    generating += (messages, ollama_chat, ollama_generate)
-    for path, endpoint, about in zip(GENERATING_PATHS, generating, of_each, strict=True):
-        app.add_api_route(path, endpoint, methods=["POST"], responses=about)
+    endpoints: Any = (chat, completions, responses, rounds_of_chat, rounds_of_completion)
+    shapes = [*[stream] * len(endpoints), stream | of_messages, lines, lines]
+    endpoints += (messages, ollama_chat, ollama_generate)
+    for path, endpoint, shape in zip(GENERATING_PATHS, endpoints, shapes, strict=True):
+        app.add_api_route(path, endpoint, methods=["POST"], responses=shape)
 
     @app.post("/v1/messages/count_tokens", responses=of_messages)
     async def count_tokens(fields: TokensRequest, request: Request) -> Response:
@@ -258,18 +245,13 @@ def make_app(
 
     def transcribing(task: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def transcribe(request: Request) -> Response:
-            notes = Notes.of(request.scope)
             fields, file = await TranscriptionRequest.of(request)
             call = TranscriptionCall(fields, task, _models(request).get(fields.model), limits, transcribers)
-            notes.turn.close()
-            try:
-                await while_connected(request.receive, call.prepare(file.file), call)
-                if fields.stream:
-                    return EventStream(call.frames(), call)
-                return call.answer(await while_connected(request.receive, call.transcript(), call))
-            except ClientGone:
-                notes.outcome = "cancelled"
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            RequestLog.of(request.scope).turn.close()
+            await while_connected(request.receive, call.prepare(file.file), call)
+            if fields.stream:
+                return EventStream(call.frames(), call)
+            return call.answer(await while_connected(request.receive, call.transcript(), call))
 
         return transcribe
 
@@ -312,7 +294,7 @@ def make_app(
 
     for operations in app.openapi()["paths"].values():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # FastAPI's own status for a body of the wrong form; here it is 400
+            operation["responses"].pop("422", None)  # FastAPI's status for a body of the wrong form, which is 400 here
     for route in app.routes:  # HTTP asks for HEAD wherever there is GET. The interface need not list it
         if isinstance(route, StrictRoute) and "GET" in (methods := route.methods or set()):
             methods.add("HEAD")
@@ -322,7 +304,7 @@ def make_app(
         field = request.scope["route"].body_field
         known = {} if field is None else field.field_info.annotation.model_fields
         names = [name for name, one in known.items() if one.annotation is not NoneType]  # which may only be null
-        return refusal_of_body([*error.errors()], names).response_at(request.scope["path"])
+        return error_response(refusal_of_body([*error.errors()], names), request.scope["path"])
 
     return app
 
@@ -333,7 +315,7 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics) ->
     New requests are refused from when ``app.state.is_stopping`` is true.
     """
     app.state.is_stopping = False
-    app.add_middleware(Guard, limits=limits, access=access, metrics=metrics)
+    app.add_middleware(Middleware, limits=limits, access=access, metrics=metrics)
     if access.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -347,28 +329,32 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics) ->
         if request.app.state.is_stopping and refusal.status < 500:
             refusal = stopping()
         elif refusal.status == 500:
-            logger.error("request %s failed", Notes.of(request.scope).id, exc_info=refusal)
-        return refusal.response_at(request.scope["path"])
+            logger.error("request %s failed", RequestLog.of(request.scope).id, exc_info=refusal)
+        return error_response(refusal, request.scope["path"])
 
     async def refuse_http(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, Refusal):  # of the body
-            return error.__cause__.response_at(request.scope["path"])
+            return error_response(error.__cause__, request.scope["path"])
         says = str(error.detail)
         if error.status_code == 404:
             path = request.scope["path"][:MAX_SHOWN_PATH]
             says = f"there is nothing at {path}: the API begins with /v1, as in /v1/models, and /openapi.json has all"
         elif error.status_code == 405:
             says = f"{request.method} is not allowed here: use {(error.headers or {}).get('Allow', 'another method')}"
-        response = Refusal(says, None, None, error.status_code).response_at(request.scope["path"])
+        response = error_response(Refusal(says, None, None, error.status_code), request.scope["path"])
         response.headers.update(error.headers or {})
         return response
 
     async def fail(request: Request, _: Exception) -> Response:
-        response = failed().response_at(request.scope["path"])
-        response.headers[REQUEST_ID] = Notes.of(request.scope).id  # it does not pass through the guard
+        response = error_response(failed(), request.scope["path"])
+        response.headers[REQUEST_ID] = RequestLog.of(request.scope).id  # it does not pass through the middleware
         return response
 
-    handlers: dict[Any, Any] = {Refusal: refuse, HTTPException: refuse_http, Exception: fail}
+    async def leave(request: Request, _: ClientGone) -> Response:
+        RequestLog.of(request.scope).outcome = "cancelled"
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    handlers: dict[Any, Any] = {Refusal: refuse, HTTPException: refuse_http, ClientGone: leave, Exception: fail}
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
@@ -380,10 +366,9 @@ class Generation(Protocol):
     stream: bool | None
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
-        """The requests to the engine."""
+        """Its requests to the engine. They are not submitted yet."""
 
-    def answer(self, call: Call) -> Any:
-        """The answer to the call."""
+    def answer(self, call: Call) -> Any: ...
 
 
 def _models(request: Request) -> Models:

@@ -1,7 +1,7 @@
-"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``: what is said in a file that a client sends.
+"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``: the text of an audio file that a client sends.
 
 A file is decoded by a child process with limits (:mod:`specbeam.speech.audio`). Its windows are requests to the engine
-of the model, in turns with the requests of others. A thread makes them, since each window depends on the one before.
+of the model, among the requests of others. A thread submits them, since each window depends on the one before.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from specbeam.engine import Engine
 from specbeam.engine import Request as EngineRequest
 from specbeam.errors import SpecbeamError
 from specbeam.server.errors import Refusal, refusal_of, validated
-from specbeam.server.json import json_response, to_json
+from specbeam.server.http import frame, json_response, to_json
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.streams import frame
 from specbeam.server.tokens import token_log_prob
 from specbeam.speech import Segment, Transcript, TranscriptStream, transcribe_stream
 from specbeam.speech.audio import begin
@@ -36,13 +35,13 @@ from specbeam.speech.vocabulary import Vocabulary
 
 T = TypeVar("T")
 MAX_AT_ONCE = 8
-"""Files that are transcribed at a time. Others wait."""
+"""Files that are transcribed at a time. All further files wait."""
 MAX_FIELDS, MAX_FIELD_BYTES = 64, 1 << 16
 FRAMES_PER_SECOND = 100
 UNDETERMINED = "und"
 """The code of ISO 639-2 for the language of silence. Clients of OpenAI expect a text."""
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it warns of clients' mistakes, which are answered
-Few = Annotated[int, Field(ge=1, lt=2**31)]
+PositiveInteger = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class TranscriptionRequest(BaseModel):
@@ -60,19 +59,15 @@ class TranscriptionRequest(BaseModel):
     chunking_strategy: Literal["auto"] | None = None
     include: list[Literal["logprobs"]] | None = None
     hotwords: str | None = None
-    num_beams: Few | None = None
-    best_of: Few | None = None
+    num_beams: PositiveInteger | None = None
+    best_of: PositiveInteger | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     vad_filter: bool | None = None
     draft: str | None = None
 
     @classmethod
     async def of(cls, request: Request) -> tuple[TranscriptionRequest, UploadFile]:
-        """The fields of a form, and its file.
-
-        Raises:
-            Refusal: no form, no file, or fields that are not known, of another type, or given twice.
-        """
+        """The fields of a form, and its file."""
         form = await request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
         names = Counter(name for name, _ in form.multi_items())
         values: dict[str, Any] = {}
@@ -106,34 +101,30 @@ class TranscriptionRequest(BaseModel):
         return "segment" in (self.timestamp_granularities or ["segment"])
 
     def settings(self, task: str, limits: Limits) -> dict[str, Any]:
-        """The options of a transcription.
-
-        Raises:
-            Refusal: more beams or samples than the server takes.
-        """
+        """The options of a transcription."""
         for name in ("num_beams", "best_of"):
             if (getattr(self, name) or 1) > limits.max_beams:
                 raise Refusal(f"{name} is more than this server's limit of {limits.max_beams}", name)
-        given = {name: getattr(self, name) for name in ("language", "hotwords", "num_beams", "best_of", "seed")}
-        given |= {"vad_filter": self.vad_filter, "initial_prompt": self.prompt, "task": task}
-        given |= {"word_timestamps": self.has_words, "top_logprobs": 0 if self.include else None}
-        given["temperature"] = self.temperature or None  # 0 stands for the usual ones, as OpenAI documents
-        return {name: value for name, value in given.items() if value is not None}
+        settings = {name: getattr(self, name) for name in ("language", "hotwords", "num_beams", "best_of", "seed")}
+        settings |= {"vad_filter": self.vad_filter, "initial_prompt": self.prompt, "task": task}
+        settings |= {"word_timestamps": self.has_words, "top_logprobs": 0 if self.include else None}
+        settings["temperature"] = self.temperature or None  # 0 stands for the default ones, as OpenAI documents
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 _SCHEMA = TranscriptionRequest.model_json_schema()
 _FILE = {"type": "string", "format": "binary"}
 _PROPERTIES = {"properties": {"file": _FILE, **_SCHEMA["properties"]}, "required": ["file"]}
 FORM = {"requestBody": {"content": {"multipart/form-data": {"schema": _SCHEMA | _PROPERTIES}}, "required": True}}
-"""The form, as the server's description of its interface has it."""
+"""The form, for ``/openapi.json``."""
 
 
 class Cancelled(Exception):
-    """A call that nobody waits for any more asked the engine for something."""
+    """A call that nobody waits for any more used the engine."""
 
 
 class CancellableEngine:
-    """An engine for one call. Once it is cancelled, the call's requests end, and it takes no further ones."""
+    """The engine for one call. Once it is cancelled, the call's requests end, and further ones are refused."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -144,13 +135,13 @@ class CancellableEngine:
         return getattr(self._engine, name)
 
     def check(self) -> None:
-        """End work for the call that no request is made for. Raises Cancelled."""
+        """End the work of a cancelled call between its requests."""
         if self.is_cancelled:
             raise Cancelled
 
-    def submit(self, *given: Any, **how: Any) -> EngineRequest:
+    def submit(self, *args: Any, **kwargs: Any) -> EngineRequest:
         self.check()
-        request = self._engine.submit(*given, **how)
+        request = self._engine.submit(*args, **kwargs)
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
         if self.is_cancelled:  # meanwhile
@@ -168,16 +159,11 @@ class Transcribers:
 
     def __init__(self, limits: Limits) -> None:
         self._pool = ThreadPoolExecutor(MAX_AT_ONCE, "specbeam-transcribing")
-        self._most = MAX_AT_ONCE + limits.max_waiting
+        self._max_files = MAX_AT_ONCE + limits.max_waiting
         self._count = 0
 
     async def do(self, work: Callable[[], T]) -> T:
-        """The outcome of work in a thread.
-
-        Raises:
-            Refusal: too many others wait.
-        """
-        if self._count >= self._most:
+        if self._count >= self._max_files:
             raise Refusal("the server has as many files as it takes: try again later", None, "queue_full", 429)
         self._count += 1
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -187,7 +173,7 @@ class Transcribers:
     def _done(self, future: asyncio.Future[Any]) -> None:
         self._count -= 1
         if not future.cancelled():
-            future.exception()  # also where nobody waits for it any more
+            future.exception()  # asyncio logs an exception that nobody took
 
 
 class TranscriptionCall:
@@ -210,11 +196,7 @@ class TranscriptionCall:
         self._engine.cancel()
 
     async def prepare(self, file: BinaryIO) -> None:
-        """Decode the file and check the options.
-
-        Raises:
-            Refusal: it is no sound, or too long, or options do not go with the model.
-        """
+        """Decode the file and check the options."""
         await self._threads.do(partial(self._prepare, file))
 
     def _prepare(self, file: BinaryIO) -> None:
@@ -224,26 +206,22 @@ class TranscriptionCall:
         except SpecbeamError as error:
             raise Refusal(str(error), "file", "invalid_file") from error
         try:
-            how = {"draft": self._draft, "engine": self._engine, "check": self._engine.check, **self._settings}
-            self._stream = transcribe_stream(self._model.lm, samples, **how)
+            options = {"draft": self._draft, "engine": self._engine, "check": self._engine.check, **self._settings}
+            self._stream = transcribe_stream(self._model.lm, samples, **options)
         except SpecbeamError as error:
             message = str(error).replace("initial_prompt", "prompt")
             fields = TranscriptionRequest.model_fields
             raise Refusal(message, next((name for name in fields if message.startswith(name)), None)) from error
 
     async def segments(self) -> AsyncIterator[Segment]:
-        """The segments as they come. The call ends after the server's timeout, with the text so far.
-
-        Raises:
-            Refusal: the engine refused a window, or failed.
-        """
+        """The segments as they come. The call ends after the server's timeout, with the text so far."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Segment | None]()
 
         def work() -> None:
             assert self._stream is not None
             try:
                 for segment in self._stream:
-                    if self._engine.is_cancelled:  # it may be cut
+                    if self._engine.is_cancelled:  # the segment may be cut
                         return
                     self._segments.append(segment)
                     loop.call_soon_threadsafe(queue.put_nowait, segment)
@@ -254,7 +232,7 @@ class TranscriptionCall:
 
         def ended(working: asyncio.Future[None]) -> None:
             if not working.cancelled():
-                working.exception()  # it is of no use if nobody waits any more
+                working.exception()  # asyncio logs an exception that nobody took
             queue.put_nowait(None)
 
         end = None if self._limits.timeout is None else loop.call_later(self._limits.timeout, self.cancel)
@@ -269,7 +247,6 @@ class TranscriptionCall:
                 end.cancel()
 
     async def transcript(self) -> Transcript:
-        """All of it."""
         async for _ in self.segments():
             pass
         return self._transcript
@@ -284,7 +261,6 @@ class TranscriptionCall:
         return {"type": "duration", "seconds": round(self._transcript.duration, 3)}
 
     def answer(self, transcript: Transcript) -> Response:
-        """A transcript in the form that the client asks for."""
         form = self._fields.response_format
         if form == "json":
             return json_response({"text": transcript.text, "usage": self._usage} | self._log_probs(transcript.segments))
@@ -297,17 +273,17 @@ class TranscriptionCall:
         segments = [
             {
                 "id": number,
-                "seek": round(FRAMES_PER_SECOND * one.start),
-                "start": one.start,
-                "end": one.end,
-                "text": one.text,
-                "tokens": one.tokens,
-                "temperature": one.temperature,
-                "avg_logprob": one.avg_logprob,
-                "compression_ratio": one.compression_ratio,
-                "no_speech_prob": one.no_speech_prob,
+                "seek": round(FRAMES_PER_SECOND * segment.start),
+                "start": segment.start,
+                "end": segment.end,
+                "text": segment.text,
+                "tokens": segment.tokens,
+                "temperature": segment.temperature,
+                "avg_logprob": segment.avg_logprob,
+                "compression_ratio": segment.compression_ratio,
+                "no_speech_prob": segment.no_speech_prob,
             }
-            for number, one in enumerate(transcript.segments)
+            for number, segment in enumerate(transcript.segments)
         ]
         words = [
             {"word": word.word.strip(), "start": word.start, "end": word.end}
@@ -325,21 +301,21 @@ class TranscriptionCall:
         }
 
     def _log_probs(self, segments: list[Segment]) -> dict[str, Any]:
-        """The log-probabilities of the tokens of text, if the client asks for them."""
+        """The log-probabilities of the tokens of text, if the request includes them."""
         if not self._fields.include:
             return {}
         end = Vocabulary.of(self._model.lm).end
         return {
             "logprobs": [
                 token_log_prob(self._model.texts, token, log_prob)
-                for one in segments
-                for token, log_prob in zip(one.tokens, one.log_probs or (), strict=True)
+                for segment in segments
+                for token, log_prob in zip(segment.tokens, segment.log_probs or (), strict=True)
                 if token < end
             ]
         }
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """OpenAI's events: the text of each segment, and then all of it."""
+        """OpenAI's events: the text of each segment, and then all of the text."""
         async for segment in self.segments():
             yield frame(to_json({"type": "transcript.text.delta", "delta": segment.text} | self._log_probs([segment])))
         done = {"type": "transcript.text.done", "text": self._transcript.text}

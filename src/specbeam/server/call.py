@@ -1,4 +1,4 @@
-"""One call of a client: the requests to the engine that it stands for."""
+"""One call of a client: its requests to the engine, and the window in which calls are submitted together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 from specbeam.api.scoring import PromptScores, score_prompt
 from specbeam.core.strategy import Hypothesis, Strategy
+from specbeam.decoding.setup import MakeStrategy, Setup
+from specbeam.decoding.strategies import make_strategy
 from specbeam.drafting.drafter import Drafter
 from specbeam.drafting.lookup import Continued
 from specbeam.engine import Request
 from specbeam.engine.drafts import Draft, is_lookup
-from specbeam.engine.setup import MakeStrategy, Setup, make_strategy
-from specbeam.errors import SpecbeamError
-from specbeam.models.infilling import infilling_prompt
-from specbeam.models.prompt_length import PromptTooLong
-from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, room
+from specbeam.engine.engine_thread import batching_window
+from specbeam.errors import PromptTooLong, SpecbeamError
+from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, infilling_prompt, room
 from specbeam.options.options import Options
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of
@@ -34,6 +34,8 @@ TOO_LONG = "context_length_exceeded"
 """OpenAI's code, by which clients know that they have to shorten the conversation."""
 Pieces = list[tuple[int, Piece]]
 """Pieces with the number of their request."""
+QUIET_TURNS = 3
+"""Turns of the event loop: in one of them a request is read, and in the next one its task begins. They take 0.1 ms."""
 
 
 @dataclass(eq=False, repr=False)
@@ -43,11 +45,10 @@ class Call:
     Attributes:
         field: the field of the client's request that has the prompts.
         raw: do not apply the chat template.
-        suffix: what comes after the texts, which fill in the middle; None if they end freely.
-        rendering: how it is applied.
-        prompt_top: also score the prompts, with this many likeliest tokens at each place.
+        suffix: follows the texts, which fill in the middle; None if they end freely.
+        rendering: how the chat template is applied.
+        prompt_top: also score the prompts, with this many likeliest tokens at each position.
         writes: whether there are new tokens.
-        tools: how the answers' tool calls are enforced and read; None without tools.
         requests: of all prompts, in their order.
         prompt_scores: for each request, if they were asked for.
 
@@ -69,10 +70,10 @@ class Call:
     tools: ToolUse | None = None
 
     def __post_init__(self) -> None:
-        number, limit = len(self.prompts), self.limits.max_prompts
-        if number > limit:
-            raise Refusal(f"{number} prompts are more than this server's limit of {limit}", self.field)
-        texts = number * self.plan.draws
+        count, limit = len(self.prompts), self.limits.max_prompts
+        if count > limit:
+            raise Refusal(f"{count} prompts are more than this server's limit of {limit}", self.field)
+        texts = count * self.plan.draws
         if texts > self.limits.max_requests + self.limits.max_waiting:
             raise Refusal(f"{texts} texts are more than this server takes at once", self.field)
         self.requests: list[Request] = []
@@ -81,7 +82,7 @@ class Call:
         self._is_cancelled = False
 
     def once_per_prompt(self, values: Sequence[T]) -> Sequence[T]:
-        """The values for the first request of each prompt, of values for all requests."""
+        """The values for the first request of each prompt."""
         return values[:: self.plan.draws]
 
     @property
@@ -91,24 +92,16 @@ class Call:
         return is_one and (self.raw or chat_templates.render.is_ready)
 
     def encode(self) -> None:
-        """Make token ids of the prompts before ``submit``, which then hands the requests to the engine at once.
-
-        Raises:
-            Refusal: a prompt is too long or of a wrong kind.
-        """
+        """Make token ids of the prompts before ``submit``, which then hands the requests to the engine at once."""
         self._encoded = [self._encode(prompt) for prompt in self.prompts]
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts, after ``encode``."""
+        """Known after ``encode``."""
         return sum(map(len, self._encoded))
 
     def submit(self) -> None:
-        """Submit the requests. Tokenizers and chat templates take long for long prompts.
-
-        Raises:
-            Refusal: a prompt is too long or of a wrong kind, or the queue is full.
-        """
+        """Submit the requests. Tokenizers and chat templates take long for long prompts."""
         try:
             with child_processes.wanted_while(lambda: not self._is_cancelled):
                 self._submit()
@@ -129,7 +122,6 @@ class Call:
                 self._submit_one(ids, options, number)
 
     def _options(self, ids: list[int]) -> Options:
-        """The options of the plan, with its constraint."""
         plan, lm = self.plan, self.model.lm
         if plan.describe is None:
             return plan.options
@@ -143,12 +135,12 @@ class Call:
         context = backend.context_length
         fit = room(self.model.lm, self.writes)
         try:
-            most = fit if limit is None else min(fit, limit)
+            max_tokens = fit if limit is None else min(fit, limit)
             if self.suffix is not None:
                 for text in filter(None, (prompt, self.suffix)):
-                    self.model.encode(text, raw=True, most=most)  # of one that is far too long, not all is tokenized
+                    self.model.encode(text, raw=True, most=max_tokens)  # a far longer one is tokenized in part
                 prompt = infilling_prompt(self.model.lm, prompt, self.suffix)
-            ids = self.model.encode(prompt, raw=self.raw, most=most, rendering=self.rendering)
+            ids = self.model.encode(prompt, raw=self.raw, most=max_tokens, rendering=self.rendering)
         except PromptTooLong as error:
             says = f"the prompt has {error.tokens} tokens"
             if limit is not None and limit < fit:
@@ -185,7 +177,7 @@ class Call:
 
     @cached_property
     def _draft(self) -> Draft | None:
-        """The draft of the plan. A lookup looks into calls of the tools, too."""
+        """The draft of the plan. A lookup also searches calls of the tools."""
         draft = self.plan.draft
         if self.tools is None or not is_lookup(draft):
             return draft
@@ -206,22 +198,13 @@ class Call:
             request.cancel()
 
     async def results(self) -> list[Result]:
-        """The results of all requests.
-
-        Raises:
-            Refusal: a request failed.
-        """
         try:
             return [await request for request in self.requests]
         except Exception as error:
             raise self._refusal(error) from error
 
     async def pieces(self) -> AsyncIterator[Pieces]:
-        """The pieces of all requests as they come: the pieces of an iteration of the engine come together.
-
-        Raises:
-            Refusal: a request failed.
-        """
+        """The pieces of all requests as they come, grouped by iteration of the engine."""
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         received: Pieces = []
         ended: list[Request] = []
@@ -251,3 +234,24 @@ class Call:
 
     def _refusal(self, error: Exception) -> Refusal:
         return refusal_of(error, self.plan.names, self.field)
+
+
+class BatchingWindow:
+    """Calls that arrive together are submitted together. Only the event loop knows that more are about to come."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._closing: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Wait until no further call comes at once."""
+        self._count += 1
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        for _ in batching_window(lambda: self._count):
+            for _ in range(QUIET_TURNS):
+                await asyncio.sleep(0)
+        self._count, self._closing = 0, None

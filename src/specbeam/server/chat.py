@@ -10,20 +10,19 @@ from pydantic import Field, field_validator
 
 from specbeam.errors import SpecbeamError
 from specbeam.models.prompts import Rendering
-from specbeam.server.answers import Answer
+from specbeam.server.answers import Answer, ReadCall, ToolCallStream
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import NewTokens, TopLogprobs, content_of
+from specbeam.server.ignored_fields import Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields, given, with_neutral_fields
-from specbeam.server.reading import ReadCall, Reading
 from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
     AsSent,
-    Choice,
     FunctionTool,
+    OpenAIToolChoice,
     ToolCall,
     ToolFields,
     conversation,
@@ -37,7 +36,7 @@ NAME = r"^[^\s<|\\/>]+$"
 """The names that OpenAI takes. So none can look like a control token such as ``<|im_end|>``."""
 
 
-@with_neutral_fields
+@with_ignored_fields
 class TextPart(Fields):
     """A part of a message."""
 
@@ -45,7 +44,7 @@ class TextPart(Fields):
     text: str
 
 
-@with_neutral_fields
+@with_ignored_fields
 class Message(AsSent):
     """A message of a conversation. The chat template of the model says which roles there are."""
 
@@ -70,7 +69,7 @@ class Message(AsSent):
             "tool_calls": [call.for_template for call in self.tool_calls or ()] or None,
             "tool_call_id": self.tool_call_id,
         }
-        return self.in_sent_order(role=ROLES.get(self.role, self.role), content=content, **given(more))
+        return self.in_sent_order(role=ROLES.get(self.role, self.role), content=content, **without_nulls(more))
 
 
 class TemplateFields(Fields):
@@ -87,11 +86,6 @@ class TemplateFields(Fields):
     )
 
     def rendering(self, model: ServedModel) -> Rendering:
-        """The rendering that the fields ask for.
-
-        Raises:
-            Refusal: they contradict each other, or set what a template has in any case.
-        """
         variables = self.chat_template_kwargs or {}
         for name in variables:
             if name in chat_templates.OWN_NAMES or name in model.lm.tokenizer.special_tokens_map:
@@ -102,7 +96,7 @@ class TemplateFields(Fields):
             raise Refusal(str(error), "continue_final_message") from error
 
 
-@with_neutral_fields
+@with_ignored_fields
 class ChatRequest(TemplateFields, ToolFields):
     """A request for the next message of a conversation."""
 
@@ -110,14 +104,13 @@ class ChatRequest(TemplateFields, ToolFields):
         description="A message of the assistant at the end is continued, unless continue_final_message is false."
     )
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: OpenAIToolChoice | None = None
     max_tokens: NewTokens | None = Field(None, description="-1: as many as the context has left.")
     max_completion_tokens: NewTokens | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
-        """The requests to the engine."""
         model.check_chat_template()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise Refusal("max_tokens and max_completion_tokens are the same limit: leave one out", "max_tokens")
@@ -126,9 +119,10 @@ class ChatRequest(TemplateFields, ToolFields):
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         top = (self.top_logprobs or 0) if self.logprobs else None
         plan = self.plan(model, limits, name, limits.max_tokens, top)
-        given = self.with_schema(model, [message.for_template for message in self.messages])
-        tools = self.tool_use(model, limits.max_tool_calls, given)
-        messages, variables = conversation(model, given, self.offered if tools and tools.most else (), "messages")
+        messages = self.with_schema(model, [message.for_template for message in self.messages])
+        tools = self.tool_use(model, limits.max_tool_calls, messages)
+        offered = self.offered if tools and tools.max_calls else ()
+        messages, variables = conversation(model, messages, offered, "messages")
         rendering = replace(self.rendering(model), tools=variables)
         plan = plan if tools is None else tools.plan(plan)
         return Call(model, [messages], plan, limits, field="messages", rendering=rendering, tools=tools)
@@ -147,67 +141,66 @@ class ChatCompletion(Answer):
 
     def __init__(self, call: Call, fields: ChatRequest) -> None:
         super().__init__(call, fields)
-        self._readings: dict[int, Reading] = {}  # by choice
+        self._tool_calls: dict[int, ToolCallStream] = {}  # by choice
 
     def choice(self, index: int, part: Part) -> dict[str, Any]:
-        reading = self._reading(index)
+        tool_calls = self._tool_calls_of(index)
         if self.fields.stream:
-            said: dict[str, Any] = {"delta": {"content": part.text} if part.end is None else {}}
-        elif reading is None:
-            said = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+            message: dict[str, Any] = {"delta": {"content": part.text} if part.end is None else {}}
+        elif tool_calls is None:
+            message = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         else:
-            reading.push(part)
-            calls = {"tool_calls": [*map(_call, reading.calls)]} if reading.calls else {}
-            said = {"message": {"role": "assistant", "content": reading.content, "refusal": None, **calls}}
-        made = {"index": index, **said, "logprobs": None, **self.ending(part)}
-        if reading is not None and reading.calls and part.end is not None and part.end.is_complete:
-            made["finish_reason"] = "tool_calls"
+            tool_calls.push(part)
+            calls = {"tool_calls": [*map(_call, tool_calls.calls)]} if tool_calls.calls else {}
+            message = {"message": {"role": "assistant", "content": tool_calls.content, "refusal": None, **calls}}
+        choice = {"index": index, **message, "logprobs": None, **self.ending(part)}
+        if tool_calls is not None and tool_calls.calls and part.end is not None and part.end.is_complete:
+            choice["finish_reason"] = "tool_calls"
         if self.fields.logprobs and (part.token_ids or not self.fields.stream):
             entries = chat_log_probs(self.call.model.texts, part)
-            made["logprobs"] = {"content": entries, "refusal": None}
+            choice["logprobs"] = {"content": entries, "refusal": None}
         if self.fields.return_token_ids:
-            made["token_ids"] = part.token_ids
-        return made
+            choice["token_ids"] = part.token_ids
+        return choice
 
     def changes(self, index: int, part: Part) -> Iterator[dict[str, Any]]:
-        if (reading := self._reading(index)) is None:
+        if (tool_calls := self._tool_calls_of(index)) is None:
             yield from super().changes(index, part)
             return
-        deltas = [delta for said in reading.push(part) for delta in _deltas(said, reading.calls)]
+        deltas = [delta for change in tool_calls.push(part) for delta in _deltas(change, tool_calls.calls)]
         if not deltas and self.shows_tokens(part):
             deltas = [{"content": ""}]
         for delta in deltas:
             yield self.choice(index, replace(part, text="", end=None)) | {"delta": delta}
             part = Part()  # its tokens go with its first change
 
-    def _reading(self, index: int) -> Reading | None:
-        """What reads the tool calls of a choice; None without tools."""
+    def _tool_calls_of(self, index: int) -> ToolCallStream | None:
+        """The reader of a choice's tool calls; None without tools."""
         if self.call.tools is None:
             return None
-        if index not in self._readings:
-            self._readings[index] = Reading(self.call.tools, self.call)
-        return self._readings[index]
+        if index not in self._tool_calls:
+            self._tool_calls[index] = ToolCallStream(self.call.tools, self.call)
+        return self._tool_calls[index]
 
     def beginning(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def details(self) -> dict[str, Any]:
-        made = {} if self.call.tools is None else self.call.tools.details
-        return made | ({"prompt_token_ids": self.call.requests[0].prompt_ids} if self.fields.return_token_ids else {})
+        prompt = {"prompt_token_ids": self.call.requests[0].prompt_ids} if self.fields.return_token_ids else {}
+        return ({} if self.call.tools is None else self.call.tools.details) | prompt
 
 
 def _call(call: ReadCall) -> dict[str, Any]:
-    """A call in OpenAI's shape."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _deltas(said: Said, calls: Sequence[ReadCall]) -> Iterator[dict[str, Any]]:
-    """The changes of a message that something said makes. The name of a call comes before its arguments."""
-    if said.call is None:
-        yield {"content": said.content}
+def _deltas(change: Said, calls: Sequence[ReadCall]) -> Iterator[dict[str, Any]]:
+    """The deltas of a message. The name of a call comes before its arguments."""
+    if change.call is None:
+        yield {"content": change.content}
         return
-    if said.name is not None:
-        yield {"tool_calls": [{"index": said.call, **_call(replace(calls[said.call], arguments=""))}]}
-    if said.arguments:
-        yield {"tool_calls": [{"index": said.call, "function": {"arguments": said.arguments}}]}
+    if change.name is not None:
+        yield {"tool_calls": [{"index": change.call, **_call(replace(calls[change.call], arguments=""))}]}
+    if change.arguments:
+        yield {"tool_calls": [{"index": change.call, "function": {"arguments": change.arguments}}]}

@@ -12,9 +12,9 @@ from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, NewTokens, TokenId, TopLogprobs
+from specbeam.server.ignored_fields import with_ignored_fields
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import with_neutral_fields
 from specbeam.server.tokens import CompletionLogProbs, Part
 
 MAX_TOKENS = 16
@@ -22,7 +22,7 @@ MAX_TOKENS = 16
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
-@with_neutral_fields
+@with_ignored_fields
 class CompletionRequest(Decoding):
     """A request for texts that go on from prompts."""
 
@@ -32,12 +32,11 @@ class CompletionRequest(Decoding):
     max_tokens: NewTokens | Literal[0] | None = Field(
         None, description="16 if it is left out. -1: as many as the context has left."
     )
-    logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each place.")
+    logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each position.")
     echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
     suffix: str | None = Field(None, description="What comes after the text, for models with fill-in-the-middle.")
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
-        """The requests to the engine."""
         plan = self.plan(model, limits, "max_tokens", MAX_TOKENS, self.logprobs)
         prompts: Any = self.prompt if is_batch(self.prompt) else [self.prompt]
         scored = self.logprobs if self.echo else None
@@ -74,14 +73,14 @@ class Completion(Answer):
         token_ids = part.token_ids
         if self.fields.echo and not self.fields.stream:
             part = self._prompt(index) + part
-        made = {"index": index, "text": part.text, "logprobs": None, **self.ending(part)}
+        choice = {"index": index, "text": part.text, "logprobs": None, **self.ending(part)}
         if self.fields.logprobs is not None:
-            made["logprobs"] = self._log_probs_of(index)(part)
+            choice["logprobs"] = self._log_probs_of(index)(part)
         if self.fields.return_token_ids:
-            made["token_ids"] = token_ids
+            choice["token_ids"] = token_ids
             if not self.fields.stream:
-                made["prompt_token_ids"] = self._request(index).prompt_ids
-        return made
+                choice["prompt_token_ids"] = self._request(index).prompt_ids
+        return choice
 
     def beginning(self, index: int) -> dict[str, Any] | None:
         if not self.fields.echo and not self.fields.return_token_ids:
@@ -92,16 +91,14 @@ class Completion(Answer):
         return choice
 
     def _request(self, index: int) -> Request:
-        """A request for the prompt of a choice."""
+        """The first request for the prompt of a choice."""
         return self.call.once_per_prompt(self.call.requests)[index // self.call.plan.n]
 
     def _prompt_text(self, index: int) -> str:
-        """The text of the prompt of a choice."""
         prompt = self.call.prompts[index // self.call.plan.n]
         return prompt if isinstance(prompt, str) else self.call.model.lm.decode(self._request(index).prompt_ids)
 
     def _log_probs_of(self, index: int) -> CompletionLogProbs:
-        """What makes the log-probabilities of a choice."""
         if index not in self._log_probs:
             model, echoed = self.call.model, self._prompt_text(index) if self.fields.echo else None
             self._log_probs[index] = CompletionLogProbs(model.lm, model.texts, self._request(index).prompt_ids, echoed)

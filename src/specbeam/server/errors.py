@@ -9,24 +9,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.responses import Response
 
 from specbeam.errors import ConstraintError, NotFinite, QueueFull, SpecbeamError
 from specbeam.options.declared import OPTIONS
 from specbeam.options.names import nearest_name
 from specbeam.plugins import PluginError
-from specbeam.server.json import json_response
 
 M = TypeVar("M", bound=BaseModel)
 
 MAX_MESSAGE_CHARACTERS = 2000
-RETRY_AFTER_SECONDS = 1
-"""A client that was refused for lack of room may try again after this time."""
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
 TYPE_NAMES = ("str", "int", "float", "bool")
-ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"
-"""With which the paths begin whose clients read errors in another shape."""
 REMOVE_IT = " is not supported: remove it"
 OPTION = re.compile(rf"\b({'|'.join(OPTIONS)})\b")
 
@@ -59,19 +53,6 @@ class Refusal(Exception):
         """The error as JSON data."""
         kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def body_at(self, path: str) -> dict[str, Any]:
-        """The error as the clients of a path read it."""
-        if path.startswith(OLLAMA_PATHS):
-            return {"error": self.message}
-        return {"type": "error", **self.body} if path.startswith(ANTHROPIC_PATHS) else self.body
-
-    def response_at(self, path: str) -> Response:
-        """The answer to a request for a path."""
-        headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return json_response(self.body_at(path), self.status, headers)
 
 
 def stopping() -> Refusal:

@@ -17,9 +17,9 @@ from specbeam.options.names import OTHER_NAMES
 from specbeam.options.options import Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
+from specbeam.server.ignored_fields import PENALTY_WINDOWS, Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import WINDOWS, Fields, given, with_neutral_fields
 
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
@@ -56,14 +56,14 @@ def content_of(content: Any, message: ValidationInfo) -> Any:
     return "" if content is None else content
 
 
-@with_neutral_fields
+@with_ignored_fields
 class StreamOptions(Fields):
     """How a stream ends."""
 
     include_usage: bool | None = Field(None, description="Send a last frame with the usage.")
 
 
-@with_neutral_fields
+@with_ignored_fields
 class OpenAIDecoding(Fields):
     """OpenAI's fields that all endpoints for texts share."""
 
@@ -73,7 +73,7 @@ class OpenAIDecoding(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, and has no effect.")
-    metadata: Annotated[dict[str, str], BeforeValidator(given)] | None = Field(
+    metadata: Annotated[dict[str, str], BeforeValidator(without_nulls)] | None = Field(
         None, description="Accepted, and has no effect."
     )
 
@@ -92,7 +92,7 @@ def type_of(option: Option) -> Any:
         Kind.FLAG: bool,
         Kind.SIZE: integer | Literal["auto"],
         Kind.STOPPING: bool | Literal["never"],
-        Kind.BIASES: Annotated[dict[TokenKey, Bias], BeforeValidator(given)],
+        Kind.BIASES: Annotated[dict[TokenKey, Bias], BeforeValidator(without_nulls)],
         Kind.TOKENS: list[TokenId],
         Kind.TEXTS: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)],
     }
@@ -110,7 +110,7 @@ def with_options(model: type[Decoding]) -> type[Decoding]:
     return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **made)
 
 
-@with_neutral_fields
+@with_ignored_fields
 @with_options
 class Decoding(OpenAIDecoding):
     """The fields that all endpoints for texts share: OpenAI's, and vLLM's and specbeam's after them."""
@@ -188,7 +188,7 @@ class Decoding(OpenAIDecoding):
             raise Refusal("best_of cannot be streamed: all its texts must end before the best one is known", "best_of")
         penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         penalizes = any(getattr(self, name) not in (None, OPTIONS[name].unset) for name in penalties)
-        for name in WINDOWS if penalizes else ():
+        for name in PENALTY_WINDOWS if penalizes else ():
             if (value := getattr(self, name)) not in (None, -1):
                 raise Refusal(f"{name}={value:g} is not supported: penalties count over all tokens. Remove it", name)
 

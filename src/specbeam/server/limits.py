@@ -9,7 +9,7 @@ from specbeam.errors import SpecbeamError
 
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 AUDIO_PATHS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
-"""The endpoints that take files of sound, and their tasks."""
+"""The endpoints that take audio files, and their tasks."""
 MAY_BE_ZERO = ("max_waiting", "max_pass_seconds", "timeout")
 
 
@@ -19,10 +19,10 @@ class Limits:
 
     Attributes:
         max_body_bytes: bytes of a request's body.
-        max_audio_bytes: bytes of a request with a file of sound.
-        max_bodies_bytes: bytes of the bodies of all requests that have no answer yet. Of bodies that are still coming,
-            the one that has waited longest for its next bytes is refused first.
-        max_audio_seconds: seconds of its sound.
+        max_audio_bytes: bytes of a request with an audio file.
+        max_bodies_bytes: bytes of the bodies of all requests that have no answer yet. Of incomplete bodies, the one
+            that has waited longest for its next bytes is refused first.
+        max_audio_seconds: seconds of the audio.
         max_prompts: prompts in one request.
         max_prompt_tokens: tokens of a prompt; None for as many as the model's context holds.
         max_tokens: new tokens of a text, which ends there even if the request asks for more.
@@ -59,9 +59,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
-            value, least = getattr(self, name), 0 if name in MAY_BE_ZERO else 1
-            if value is not None and not least <= value < math.inf:
-                raise SpecbeamError(f"{name}={value} is not allowed: give at least {least}")
+            value, minimum = getattr(self, name), 0 if name in MAY_BE_ZERO else 1
+            if value is not None and not minimum <= value < math.inf:
+                raise SpecbeamError(f"{name}={value} is not allowed: give at least {minimum}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""``/v1/messages``, for Anthropic's clients: a request for chat completions in other words, and its answer."""
+"""``/v1/messages``: Anthropic's requests, converted to requests for chat completions, and their answers."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -14,11 +15,10 @@ from specbeam.server.call import Call
 from specbeam.server.chat import ChatCompletion, ChatRequest
 from specbeam.server.errors import validated
 from specbeam.server.fields import Count, Whole
-from specbeam.server.json import to_json
+from specbeam.server.http import frame, to_json
+from specbeam.server.ignored_fields import Effort, Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Effort, Fields, with_neutral_fields
-from specbeam.server.streams import frame
 from specbeam.server.tokens import Part
 from specbeam.server.tools import MAX_TOOLS
 
@@ -26,13 +26,13 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 """Anthropic's names, by OpenAI's finish reasons."""
 
 
-@with_neutral_fields
+@with_ignored_fields
 class TextBlock(Fields):
     type: Literal["text"]
     text: str
 
 
-@with_neutral_fields
+@with_ignored_fields
 class ToolUseBlock(Fields):
     """A call in an answer that is given back."""
 
@@ -42,7 +42,7 @@ class ToolUseBlock(Fields):
     input: dict[str, Any]
 
 
-@with_neutral_fields
+@with_ignored_fields
 class ToolResultBlock(Fields):
     """What a call gave."""
 
@@ -105,7 +105,7 @@ class InMessage(Fields):
         return [*results, message]
 
 
-@with_neutral_fields
+@with_ignored_fields
 class InTool(Fields):
     """A tool that the client runs."""
 
@@ -117,9 +117,8 @@ class InTool(Fields):
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        given = {"description": self.description, "strict": self.strict}
-        given = {name: value for name, value in given.items() if value is not None}
-        return {"type": "function", "function": {"name": self.name, **given, "parameters": self.input_schema}}
+        options = without_nulls({"description": self.description, "strict": self.strict})
+        return {"type": "function", "function": {"name": self.name, **options, "parameters": self.input_schema}}
 
 
 class ToolChoice(Fields):
@@ -153,7 +152,7 @@ class OutputConfig(Fields):
     format: SchemaOutput | None = None
 
 
-@with_neutral_fields
+@with_ignored_fields
 class TokensRequest(Fields):
     """A request for the number of a prompt's tokens."""
 
@@ -170,9 +169,9 @@ class TokensRequest(Fields):
         """The fields of chat completions."""
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         choice, form = self.tool_choice, self.output_config and self.output_config.format
-        given = {
+        fields = {
             "model": self.model,
-            "messages": [*system, *(one for message in self.messages for one in message.for_chat)],
+            "messages": [*system, *itertools.chain.from_iterable(message.for_chat for message in self.messages)],
             "tools": [tool.for_chat for tool in self.tools] if self.tools else None,
             "tool_choice": choice and choice.for_chat,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
@@ -180,7 +179,7 @@ class TokensRequest(Fields):
             "response_format": form
             and {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}},
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return without_nulls(fields)
 
     def chat(self) -> ChatRequest:
         """The request for chat completions that it stands for."""
@@ -190,7 +189,7 @@ class TokensRequest(Fields):
         return self.chat().call(model, limits)
 
 
-@with_neutral_fields
+@with_ignored_fields
 class MessagesRequest(TokensRequest):
     """A request for the next message of a conversation."""
 
@@ -207,15 +206,15 @@ class MessagesRequest(TokensRequest):
             "stop": "stop_sequences",
             **{n: n for n in ("temperature", "top_p", "top_k")},
         }
-        given = {ours: value for ours, theirs in names.items() if (value := getattr(self, theirs)) is not None}
+        options = without_nulls({ours: getattr(self, theirs) for ours, theirs in names.items()})
         stream = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
-        return validated(ChatRequest, self.for_chat | given | stream)
+        return validated(ChatRequest, self.for_chat | options | stream)
 
-    def answer(self, call: Call) -> Answer:
-        return Answer(call, self.chat())
+    def answer(self, call: Call) -> MessageAnswer:
+        return MessageAnswer(call, self.chat())
 
 
-class Answer(ChatCompletion):
+class MessageAnswer(ChatCompletion):
     """The answer to one call, in Anthropic's shape."""
 
     _end: Part = Part()
@@ -224,35 +223,35 @@ class Answer(ChatCompletion):
         self._end = part if part.end is not None else self._end
         return super().ending(part)
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        made = super().whole(results)
-        (choice,) = made["choices"]
+    def body(self, results: Sequence[Result]) -> dict[str, Any]:
+        completion = super().body(results)
+        (choice,) = completion["choices"]
         message = choice["message"]
         content = [{"type": "text", "text": message["content"]}] if message["content"] else []
         content += [
             {**_call_block(call), "input": _arguments(call["function"]["arguments"])}
             for call in message.get("tool_calls", ())
         ]
-        return self._message(content) | self._stop(choice) | {"usage": _usage(made["usage"])}
+        return self._message(content) | self._stop(choice) | {"usage": _usage(completion["usage"])}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         return head | {"model": self.call.model.name, "content": content}
 
     def _stop(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """Why the text ended. A stop string is behind the text in its tokens."""
+        """Why the text ended. A stop string is in its tokens, but not in the text."""
         reason, sequence = STOP_REASONS[choice["finish_reason"]], None
         if reason == "end_turn" and (end := self._end.end) is not None:
             written = self.call.model.lm.decode_token(end.token_ids)
-            found = [one for one in self.call.plan.options.stop_strings if one in written]
-            reason, sequence = ("stop_sequence", found[0]) if found else (reason, None)
+            matches = [stop for stop in self.call.plan.options.stop_strings if stop in written]
+            reason, sequence = ("stop_sequence", matches[0]) if matches else (reason, None)
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Anthropic's events. Events of one iteration of the engine come together."""
-        begun = self._message([]) | {"stop_reason": None, "stop_sequence": None}
+        """Anthropic's events, grouped by iteration of the engine."""
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
         prompt = len(self.call.requests[0].prompt_ids)
-        yield _event("message_start", message=begun | {"usage": {"input_tokens": prompt, "output_tokens": 0}})
+        yield _event("message_start", message=message | {"usage": {"input_tokens": prompt, "output_tokens": 0}})
         block, stop = -1, dict[str, Any]()
         kind = ""
 
@@ -296,7 +295,7 @@ def _call_block(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call. A call that was cut has none: the stop reason says so."""
+    """The arguments of a call. A call that was cut has none, which the stop reason shows."""
     try:
         return json.loads(text or "{}")
     except ValueError:

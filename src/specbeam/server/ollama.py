@@ -1,4 +1,4 @@
-"""``/api/chat`` and ``/api/generate``, for ollama's clients: completions in other words, and their answers."""
+"""``/api/chat`` and ``/api/generate``: ollama's requests, converted to requests for completions, and their answers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,21 @@ from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
 from specbeam.server.errors import Refusal, validated
 from specbeam.server.fields import TopLogprobs
-from specbeam.server.json import to_json
+from specbeam.server.http import to_json
+from specbeam.server.ignored_fields import Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import Models, ServedModel
-from specbeam.server.neutral import Fields, with_neutral_fields
 
-OF_THE_MACHINE = (
+MACHINE_OPTIONS = (
     *("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap"),
     *("use_mlock", "embedding_only", "num_thread", "num_keep", "penalize_newline"),
 )
-"""Options that change no text: where and how ollama runs a model. The last one is of its penalties."""
-
-
-NO_OPTIONS = (
+"""Options that change no text, but where and how ollama runs a model. The last one is about its penalties."""
+FIELDS_ELSEWHERE = (
     *("model", "messages", "prompt", "suffix", "tools", "stream", "stream_options", "n", "echo", "logprobs"),
     *("top_logprobs", "return_token_ids", "trace", "response_format", "chat_template_kwargs"),
 )
-"""Fields of completions that are elsewhere in ollama's requests, or that no answer of ollama's has a place for."""
+"""Fields of completions that are elsewhere in ollama's requests, or that its answers cannot have."""
 
 
 class OllamaFunction(Fields):
@@ -51,7 +49,7 @@ class OllamaCall(Fields):
     type: str | None = None
 
 
-@with_neutral_fields
+@with_ignored_fields
 class OllamaMessage(Fields):
     """A message of a conversation."""
 
@@ -63,7 +61,7 @@ class OllamaMessage(Fields):
     tool_call_id: str | None = None
 
 
-@with_neutral_fields
+@with_ignored_fields
 class OllamaRequest(Fields):
     """The fields that both endpoints share."""
 
@@ -80,26 +78,29 @@ class OllamaRequest(Fields):
     @property
     def for_completions(self) -> dict[str, Any]:
         """The fields that chat and text completions share."""
-        options = {name: value for name, value in (self.options or {}).items() if name not in OF_THE_MACHINE}
-        if wrong := [name for name in options if name in NO_OPTIONS]:
+        options = {name: value for name, value in (self.options or {}).items() if name not in MACHINE_OPTIONS}
+        if wrong := [name for name in options if name in FIELDS_ELSEWHERE]:
             raise Refusal(f"options: {', '.join(wrong)} cannot be there: remove it", "options")
         limit = options.pop("num_predict", options.get("max_tokens", -1))
-        made = {**options, "model": self.model, "stream": self.stream, "max_tokens": -1 if limit == -2 else limit}
+        fields = {**options, "model": self.model, "stream": self.stream, "max_tokens": -1 if limit == -2 else limit}
         if self.stream:
-            made["stream_options"] = {"include_usage": True}
+            fields["stream_options"] = {"include_usage": True}
         if self.format == "json":
-            made["response_format"] = {"type": "json_object"}
+            fields["response_format"] = {"type": "json_object"}
         elif self.format:
-            made["response_format"] = {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
-        return {name: value for name, value in made.items() if value is not None}
+            fields["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "format", "schema": self.format},
+            }
+        return without_nulls(fields)
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        """The further fields of chat completions."""
-        made: dict[str, Any] = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        """The fields of chat completions."""
+        fields: dict[str, Any] = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if self.think is not None:
-            made["chat_template_kwargs"] = {"enable_thinking": bool(self.think)}
-        return self.for_completions | {name: value for name, value in made.items() if value is not None}
+            fields["chat_template_kwargs"] = {"enable_thinking": bool(self.think)}
+        return self.for_completions | without_nulls(fields)
 
     def model_post_init(self, _: Any) -> None:
         self.model = self.model and self.model.removesuffix(":latest")
@@ -118,27 +119,31 @@ class OllamaChat(OllamaRequest):
         return validated(ChatRequest, self.for_chat | {"messages": self._messages()} | tools)
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The conversation. Where calls have no ids, a result is of the next call of its name."""
-        made, open_calls, number = list[dict[str, Any]](), list[tuple[str, str]](), 0
+        """The conversation. Where calls have no ids, a result belongs to the next call of its name."""
+        messages, open_calls, num_calls = list[dict[str, Any]](), list[tuple[str, str]](), 0
         for message in self.messages:
-            one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+            converted: dict[str, Any] = {"role": message.role, "content": message.content or ""}
             if message.thinking:
-                one["reasoning_content"] = message.thinking
+                converted["reasoning_content"] = message.thinking
             for call in message.tool_calls or ():
-                number += 1
-                name, call_id = call.function.name, call.id or f"call_{number}"
+                num_calls += 1
+                name, call_id = call.function.name, call.id or f"call_{num_calls}"
                 open_calls.append((name, call_id))
                 function = {"name": name, "arguments": to_json(call.function.arguments)}
-                one.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+                converted.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
             if message.role == "tool":
-                own = message.tool_call_id, message.tool_name
-                answered = [one for one in open_calls if own == (None, None) or one[1] == own[0] or one[0] == own[1]]
+                asked = message.tool_name, message.tool_call_id
+                answered = [
+                    (name, call_id)
+                    for name, call_id in open_calls
+                    if asked == (None, None) or name == asked[0] or call_id == asked[1]
+                ]
                 if not answered:
                     raise Refusal("messages: a message of the role tool answers no call before it", "messages")
                 open_calls.remove(answered[0])
-                one["tool_call_id"] = answered[0][1]
-            made.append(one)
-        return made
+                converted["tool_call_id"] = answered[0][1]
+            messages.append(converted)
+        return messages
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         return self.chat().call(model, limits)
@@ -147,7 +152,7 @@ class OllamaChat(OllamaRequest):
         return OllamaAnswer(self.chat().answer(call), "message")
 
 
-@with_neutral_fields
+@with_ignored_fields
 class OllamaGenerate(OllamaRequest):
     """A request for a text: the answer to a prompt in the model's chat template, or what goes on from it."""
 
@@ -179,21 +184,21 @@ class OllamaAnswer:
 
     Args:
         inner: the answer of completions.
-        field: has the text: "message" or "response".
+        field: "message" or "response", which has the text.
     """
 
     def __init__(self, inner: Answer, field: str) -> None:
         self._inner = inner
         self._field = field
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        made = self._inner.whole(results)
-        (choice,) = made["choices"]
+    def body(self, results: Sequence[Result]) -> dict[str, Any]:
+        completion = self._inner.body(results)
+        (choice,) = completion["choices"]
         message = choice.get("message", {"content": choice.get("text")})
-        said = self._said(message["content"], message.get("tool_calls", ()))
-        return self._part(said, choice) | self._end(choice, made)
+        content = self._content(message["content"], message.get("tool_calls", ()))
+        return self._part(content, choice) | self._end(choice, completion)
 
-    def _said(self, text: str | None, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    def _content(self, text: str | None, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         if self._field == "response":
             return {"response": text or ""}
         message: dict[str, Any] = {"role": "assistant", "content": text or ""}
@@ -201,10 +206,10 @@ class OllamaAnswer:
             message["tool_calls"] = [_call(call) for call in calls]
         return {"message": message}
 
-    def _part(self, said: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-        made = {"model": self._inner.call.model.name, "created_at": now(), **said, "done": False}
+    def _part(self, content: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+        part = {"model": self._inner.call.model.name, "created_at": now(), **content, "done": False}
         log_probs = choice.get("logprobs")
-        return made | ({"logprobs": log_probs["content"]} if log_probs else {})
+        return part | ({"logprobs": log_probs["content"]} if log_probs else {})
 
     def _end(self, choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         """The values of the last part."""
@@ -222,7 +227,7 @@ class OllamaAnswer:
         }
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The lines. Lines of one iteration of the engine come together. A call comes when it is whole."""
+        """The lines, grouped by iteration of the engine. A call comes when it is complete."""
         calls: dict[int, dict[str, Any]] = {}
         last: dict[str, Any] = {}
         async for chunks in self._inner.chunks():
@@ -231,23 +236,23 @@ class OllamaAnswer:
                 for choice in choices:
                     delta = choice.get("delta", {"content": choice.get("text")})
                     for call in delta.get("tool_calls", ()):
-                        grown = calls.setdefault(
+                        joined = calls.setdefault(
                             call["index"], call | {"function": call["function"] | {"arguments": ""}}
                         )
-                        grown["function"]["arguments"] += call["function"]["arguments"]
+                        joined["function"]["arguments"] += call["function"]["arguments"]
                     if delta.get("content"):
-                        lines.append(self._part(self._said(delta["content"]), choice))
+                        lines.append(self._part(self._content(delta["content"]), choice))
                     last = choice if choice["finish_reason"] is not None else last
                 if "usage" in more:
                     if calls:
-                        lines.append(self._part(self._said("", [*calls.values()]), {}))
-                    lines.append(self._part(self._said(""), {}) | self._end(last, more))
+                        lines.append(self._part(self._content("", [*calls.values()]), {}))
+                    lines.append(self._part(self._content(""), {}) | self._end(last, more))
             if lines:
                 yield b"".join(to_json(line).encode(errors="replace") + b"\n" for line in lines)
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call in ollama's shape. One that was cut has no arguments: the reason why the answer ended says so."""
+    """A call in ollama's shape. A call that was cut has no arguments, which ``done_reason`` shows."""
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
     except ValueError:
@@ -276,7 +281,6 @@ def tags(models: Models) -> dict[str, Any]:
 
 
 def show(model: ServedModel) -> dict[str, Any]:
-    """What is known of a model."""
     has_tools = ["tools"] if model.has_tools else []
     info = {"general.architecture": "unknown", "unknown.context_length": model.lm.backend.context_length}
     capabilities = ["completion", *has_tools]

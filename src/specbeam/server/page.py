@@ -1,15 +1,28 @@
-"""The page at ``/``: static files of the package. It loads nothing from other hosts."""
+"""The page at ``/``, whose files load nothing from other hosts, and the rounds of a search that it draws.
+
+``/rounds/chat`` and ``/rounds/completions`` send each round as an event while it happens. They take the bodies of
+OpenAI's endpoints, so everything that shapes a text works here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from specbeam.models.prompts import last_message
 from specbeam.options.surfaces import page_script
+from specbeam.recording.events import begin, end, event_line, rounds
 from specbeam.recording.replay import PAGE, replay_page
+from specbeam.server.call import Call
+from specbeam.server.chat import ChatRequest
+from specbeam.server.completions import CompletionRequest
+from specbeam.server.errors import Refusal
+from specbeam.server.http import frame
+from specbeam.server.limits import Limits
+from specbeam.server.models import ServedModel
 
 PREFIX = "/page/"
 TYPES = {
@@ -20,7 +33,7 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
 }
-"""Media types by the end of a file's name. Other files are not of the page."""
+"""Media types by the suffix of a file. Other files are no part of the page."""
 HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": (
@@ -33,14 +46,14 @@ HEADERS = {
 
 
 def is_page(path: str) -> bool:
-    """Whether a path belongs to the page. Its files are no secret, so they need no API key."""
+    """Whether a path belongs to the page, whose files are public and need no API key."""
     return path == "/" or path.startswith(PREFIX)
 
 
 def add_page_to(app: FastAPI) -> None:
-    """Add a route for each file of the page, and for the page of a replay, which gets its recording in the browser."""
-    found = [file for file in PAGE.rglob("*") if file.suffix in TYPES]
-    contents = {file.relative_to(PAGE).as_posix(): file.read_bytes() for file in found}
+    """Add a route for each file, and for the page of a replay, which gets its recording in the browser."""
+    files = [file for file in PAGE.rglob("*") if file.suffix in TYPES]
+    contents = {file.relative_to(PAGE).as_posix(): file.read_bytes() for file in files}
     contents["declared.js"] = page_script().encode()
     contents["replay.html"] = replay_page([], "A run of specbeam").encode()
     for name, content in contents.items():
@@ -54,3 +67,51 @@ def _sender(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
         return Response(content, headers=HEADERS, media_type=kind)
 
     return send
+
+
+class RoundsRequest:
+    """A request for one text or one beam search, as OpenAI's endpoint takes it. The answer is its rounds."""
+
+    def __init__(self, fields: ChatRequest | CompletionRequest) -> None:
+        self.model = fields.model
+        self.stream: bool | None = True
+        self._fields = fields
+
+    def call(self, model: ServedModel, limits: Limits) -> Call:
+        fields = self._fields
+        if fields.stream is False:
+            raise Refusal("stream: false is not supported: rounds come as a stream", "stream")
+        if fields.stream_options is not None:
+            raise Refusal("stream_options is not supported: the last event always has the cost", "stream_options")
+        if getattr(fields, "echo", None):
+            raise Refusal("echo is not supported: the first event always has the prompt", "echo")
+        if fields.return_token_ids:
+            raise Refusal("return_token_ids is not supported: events always have token ids", "return_token_ids")
+        call = fields.model_copy(update={"trace": True}).call(model, limits)
+        if len(call.prompts) > 1:
+            raise Refusal("several prompts are not supported: send one request for each", "prompt")
+        if call.plan.draws > 1:
+            name = "best_of" if fields.best_of else "n"
+            raise Refusal(f"{name}: several samples are not supported: send one request for each", name)
+        return call
+
+    def answer(self, call: Call) -> Rounds:
+        return Rounds(call)
+
+
+class Rounds:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """The frames of the stream. Rounds that came together leave together."""
+        call, plan = self._call, self._call.plan
+        (request,) = call.requests
+        draft = next(name for name, draft in call.model.drafts.items() if draft is plan.draft)
+        message = last_message(call.model.lm, call.prompts[0], raw=call.raw)
+        yield frame(event_line(begin(call.model.lm, request.prompt_ids, plan.options, draft, message)))
+        async for received in call.pieces():
+            events = [event for _, piece in received for event in rounds(piece.trace or [])]
+            events += [end(piece.result) for _, piece in received if piece.result is not None]
+            if events:
+                yield b"".join(frame(event_line(event)) for event in events)

@@ -1,4 +1,4 @@
-"""One server in front of several processes: each has the whole application, as a replica of a Ray Serve deployment.
+"""One server in front of several processes: each has the complete application, as a replica of a Ray Serve deployment.
 
 The front checks and logs requests, and passes them on. Ray Serve starts replicas, watches them and replaces dead ones.
 Ray's own HTTP proxy is not used. When a replica dies it ends a stream without a word, and it gives its requests to no
@@ -34,12 +34,11 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.cluster import joined_cluster, nodes_of, room_on
 from specbeam.server.app import GENERATING_PATHS, make_app, protect
 from specbeam.server.errors import Refusal, stopping
-from specbeam.server.json import json_response
+from specbeam.server.http import ClientGone, error_frame, json_response, while_connected
 from specbeam.server.limits import AUDIO_PATHS, Access, Limits
-from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.models import Load, Models
-from specbeam.server.notes import KEY, Notes
-from specbeam.server.streams import ClientGone, error_frame, while_connected
+from specbeam.server.request_log import KEY, RequestLog
+from specbeam.server.usage import Metrics, Tally
 
 logger = logging.getLogger("specbeam.server")
 
@@ -60,23 +59,22 @@ ATTEMPTS = 2
 ASSIGN_SECONDS = 10.0
 """A request waits this long for a replica that takes it."""
 STATE_SECONDS = 5.0
-"""Replicas have this time to say how they are."""
+"""Replicas have this time to report their states."""
 HEALTH_CHECK_SECONDS = 1.0
 """Ray looks this often for replicas that died."""
-NOTES = "specbeam.notes"
-"""The type of a message to the front, before the last one of an answer. It has the notes to log and to count."""
+LOG = "specbeam.log"
+"""The type of a message to the front, before the last one of an answer. It has the request's log."""
 
 MakeModels = Callable[..., Models]
 """Loads the models of a replica. It takes ``sharers``, as :class:`specbeam.server.models.Models` does."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForwardedRequest:
     """A client's request, as it goes to a replica.
 
     Attributes:
-        scope: of ASGI, without what cannot go to another process. Its notes have the id of the request.
-        body: the whole body.
+        scope: of ASGI, without values that cannot go to another process. Its log has the id of the request.
         blocks: hashes of the prefixes of the prompt, each one block longer than the one before.
     """
 
@@ -86,7 +84,7 @@ class Asked:
 
 
 class State(NamedTuple):
-    """How a replica is.
+    """The state of a replica.
 
     Attributes:
         ended: the models whose engines have ended.
@@ -119,9 +117,9 @@ def blocks_of(body: bytes) -> list[bytes]:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Gives a request to the replica with the longest prefix of its prompt, unless that one is too busy.
+    """Routes a request to the replica with the longest prefix of its prompt, unless that one is too busy.
 
-    Without such a replica, the one with the fewest requests gets it. This runs in the front's process.
+    Without such a replica, the one with the fewest requests gets it. The router runs in the front's process.
     """
 
     def initialize_state(self) -> None:
@@ -131,15 +129,17 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._clock = itertools.count(1)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        by_load = sorted(
-            candidate_replicas, key=lambda one: (self._ongoing[one.replica_id], self._last_sent[one.replica_id])
-        )
-        least = self._ongoing[by_load[0].replica_id]
-        allowed = {one.replica_id: one for one in by_load if self._ongoing[one.replica_id] <= least + MAX_LEAD_REQUESTS}
+        def load(replica: Any) -> tuple[int, int]:
+            return self._ongoing[replica.replica_id], self._last_sent[replica.replica_id]
+
+        by_load = sorted(candidate_replicas, key=load)
+        limit = self._ongoing[by_load[0].replica_id] + MAX_LEAD_REQUESTS
+        allowed = {each.replica_id: each for each in by_load if self._ongoing[each.replica_id] <= limit}
+        ranked = [[replica] for replica in by_load]
         for block in reversed(_blocks(pending_request)):
             if (owner := allowed.get(self._owners.get(block))) is not None:
-                return [[owner], *([one] for one in by_load)]
-        return [[one] for one in by_load]
+                return [[owner], *ranked]
+        return ranked
 
     def on_send_request(self, replica_id: Any) -> None:
         super().on_send_request(replica_id)
@@ -158,12 +158,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _blocks(pending_request: Any) -> Sequence[bytes]:
-    asked = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    return asked.blocks if isinstance(asked, Asked) else ()
+    forwarded = pending_request.args[0] if pending_request is not None and pending_request.args else None
+    return forwarded.blocks if isinstance(forwarded, ForwardedRequest) else ()
 
 
 class Replica:
-    """The application in a process of its own.
+    """The application in another process.
 
     Args:
         make_models: loads the models.
@@ -179,25 +179,25 @@ class Replica:
         self._uncounted: deque[Tally] = deque(maxlen=MAX_UNCOUNTED)
         self._models.start()
 
-    async def answer(self, asked: Asked) -> AsyncIterator[list[Message]]:
-        """The messages of the application's answer, as many at a time as there are. The first list is empty."""
+    async def answer(self, forwarded: ForwardedRequest) -> AsyncIterator[list[Message]]:
+        """The messages of the application's answer, all new ones at a time. The first list is empty."""
         yield []
-        bodies = [asked.body]
+        bodies = [forwarded.body]
         messages: list[Message] = []
-        has_chunks, has_gone = asyncio.Event(), asyncio.Event()
+        has_chunks, has_left = asyncio.Event(), asyncio.Event()
 
         async def receive() -> Message:
             if bodies:
                 return {"type": "http.request", "body": bodies.pop(), "more_body": False}
-            await has_gone.wait()
+            await has_left.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             messages.append(message)
-            if message.get("more_body", False):  # the last message goes with the notes
+            if message.get("more_body", False):  # the last message goes with the log
                 has_chunks.set()
 
-        scope, notes = asked.scope, Notes.of(asked.scope)
+        scope, log = forwarded.scope, RequestLog.of(forwarded.scope)
         answering = asyncio.ensure_future(self._app(scope, receive, send))
         answering.add_done_callback(lambda _: has_chunks.set())
         try:
@@ -208,31 +208,29 @@ class Replica:
                     taken, messages[:] = [*messages], []
                     yield taken
             if answering.exception() is not None:
-                logger.error("request %s failed", notes.id, exc_info=answering.exception())
-            notes.settle(scope, self._uncounted.append)
-            yield [{"type": NOTES, "notes": notes}, *messages]
+                logger.error("request %s failed", log.id, exc_info=answering.exception())
+            log.settle(scope, self._uncounted.append)
+            yield [{"type": LOG, "log": log}, *messages]
         finally:  # Ray cancels this when the client goes away
-            has_gone.set()
+            has_left.set()
             with suppress(Exception):
                 await answering
-            if notes.call is not None:  # nobody waits for the notes
-                notes.settle(scope, self._uncounted.append)
-                assert notes.tally is not None
-                self._uncounted.append(notes.tally)
+            if log.call is not None:  # nobody waits for the log
+                log.settle(scope, self._uncounted.append)
+                assert log.tally is not None
+                self._uncounted.append(log.tally)
 
     async def state(self) -> State:
-        """How this replica is. The costs in it are the front's to count."""
+        """The state of this replica. The front counts the costs in it."""
         uncounted = [*self._uncounted]
         self._uncounted.clear()
         return State(self._models.ended, self._models.loads, uncounted)
 
     async def cache_limits(self) -> list[str]:
-        """As for :class:`specbeam.server.models.Models`."""
         return self._models.cache_limits
 
-    async def read_sound(self) -> bool:
-        """As for :class:`specbeam.server.models.Models`."""
-        return self._models.read_sound
+    async def transcribes(self) -> bool:
+        return self._models.transcribes
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
@@ -250,44 +248,39 @@ class Replicas:
 
     Attributes:
         metrics: the front's.
-        read_sound: whether one of their models transcribes.
+        transcribes: whether one of their models transcribes.
     """
 
     def __init__(self, handle: Any) -> None:
         self.metrics = Metrics()
         self._handle = handle
         self._stream = handle.options(method_name="answer", stream=True)
-        self.read_sound: bool = handle.broadcast("read_sound").results(timeout_s=STATE_SECONDS)[0]
+        self.transcribes: bool = handle.broadcast("transcribes").results(timeout_s=STATE_SECONDS)[0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Give a request to a replica, and its answer to the client."""
-        notes = Notes.of(scope)
-        notes.endpoint = scope["path"] if scope["path"] in (*GENERATING_PATHS, *AUDIO_PATHS) else "other"
-        notes.turn.close()
+        log = RequestLog.of(scope)
+        log.endpoint = scope["path"] if scope["path"] in (*GENERATING_PATHS, *AUDIO_PATHS) else "other"
+        log.turn.close()
         try:
             body = await Request(scope, receive).body()
             blocks = blocks_of(body) if scope["method"] == "POST" else ()
-            asked = Asked(_plain(scope), body, blocks)
-            await while_connected(receive, self._answer(asked, notes, send))
+            forwarded = ForwardedRequest(_picklable(scope), body, blocks)
+            await while_connected(receive, self._answer(forwarded, log, send))
         except (ClientGone, ClientDisconnect):
-            notes.outcome = "cancelled"
+            log.outcome = "cancelled"
 
-    async def _answer(self, asked: Asked, notes: Notes, send: Send) -> None:
-        """Let a replica answer. If it dies before it wrote anything, another one has the request.
-
-        Raises:
-            Refusal: the replicas died, or no replica takes it.
-        """
+    async def _answer(self, forwarded: ForwardedRequest, log: RequestLog, send: Send) -> None:
+        """Let a replica answer. If it dies before it wrote anything, another one has the request."""
         for _ in range(ATTEMPTS):
             start: Message | None = None
             has_begun, has_ended = False, False
-            response = self._stream.remote(asked)
+            response = self._stream.remote(forwarded)
             try:
                 await _assigned(response)
                 async for messages in response:
                     for message in messages:
-                        if message["type"] == NOTES:
-                            notes.take(message["notes"])
+                        if message["type"] == LOG:
+                            log.take(message["log"])
                         elif message["type"] == "http.response.start":
                             start = message  # as long as it is not sent, another replica may begin again
                         else:
@@ -303,8 +296,8 @@ class Replicas:
                 if has_died:
                     logger.warning("a replica died while it had a request")
                 if has_begun:
-                    notes.outcome = "failed"
-                    frame = error_frame(_lost() if has_died else error, asked.scope["path"])
+                    log.outcome = "failed"
+                    frame = error_frame(_lost() if has_died else error, forwarded.scope["path"])
                     await send({"type": "http.response.body", "body": frame, "more_body": False})
                     return
                 if not has_died:
@@ -313,14 +306,14 @@ class Replicas:
                 if not has_ended:
                     with suppress(Exception):
                         response.cancel()
-        notes.outcome = "failed"
+        log.outcome = "failed"
         raise _lost()
 
     async def states(self) -> list[State]:
         """The states of the replicas that answer. The costs in them are counted."""
         try:
-            asked = self._handle.broadcast("state")
-            answers = await asked.results_async(timeout_s=STATE_SECONDS, return_exceptions=True)
+            response = self._handle.broadcast("state")
+            answers = await response.results_async(timeout_s=STATE_SECONDS, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError, RayActorError):
             return []
         states = [answer for answer in answers if isinstance(answer, State)]
@@ -329,7 +322,7 @@ class Replicas:
         return states
 
     def cache_limits(self) -> list[str]:
-        """The limits of the caches in each replica for the operator, a sentence for each model."""
+        """A sentence for the operator about each model."""
         answers = self._handle.broadcast("cache_limits").results(timeout_s=STATE_SECONDS)
         return [f"in each replica, {sentence}" for sentence in answers[0]]
 
@@ -396,19 +389,19 @@ def replicas_on_ray(
     with joined_cluster(address) as ray:
         nodes = nodes_of(ray)
         processors = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
-        number = len(processors) or 1 if replicas is None else replicas
-        cpus = float(threads) if threads else _cpus_of_each(processors, number)
-        room = room_on(nodes, cpus, int(on_gpu))
-        if not cpus or sum(room) < number:
+        count = len(processors) or 1 if replicas is None else replicas
+        cpus = float(threads) if threads else _cpus_of_each(processors, count)
+        capacities = room_on(nodes, cpus, int(on_gpu))
+        if not cpus or sum(capacities) < count:
             raise SpecbeamError(
-                f"the Ray cluster has no room for {number} replicas with {cpus:g} CPUs and {int(on_gpu)} GPUs each: "
+                f"the Ray cluster has no room for {count} replicas with {cpus:g} CPUs and {int(on_gpu)} GPUs each: "
                 "ask for fewer --replicas or --threads"
             )
-        sharers = 1 if on_gpu else min(number, max(room))
+        sharers = 1 if on_gpu else min(count, max(capacities))
         deployment = serve.deployment(
             Replica,
             name="replica",
-            num_replicas=number,
+            num_replicas=count,
             ray_actor_options={"num_cpus": cpus, "num_gpus": int(on_gpu)},
             max_ongoing_requests=MAX_ONGOING_REQUESTS,
             health_check_period_s=HEALTH_CHECK_SECONDS,
@@ -431,15 +424,15 @@ def replicas_on_ray(
 
 
 def _cpus_of_each(processors: Sequence[int], replicas: int) -> float:
-    """The most CPUs that each of the replicas can have. A part of one if there are more replicas than CPUs."""
+    """The maximum of CPUs for each of the replicas. A part of a CPU if there are more replicas than CPUs."""
     for cpus in range(max(processors, default=0), 0, -1):
-        if sum(one // cpus for one in processors) >= replicas:
+        if sum(count // cpus for count in processors) >= replicas:
             return cpus
     return sum(processors) / replicas
 
 
 def _reason_of(name: str, error: Exception) -> str:
-    """The error of a replica that could not start, as one line. Ray's messages hold the whole traceback."""
+    """The error of a replica that could not start, as one line. Ray's messages hold the traceback."""
     deployments = serve.status().applications[name].deployments.values()
     pages = [str(error), *(deployment.message for deployment in deployments)]
     lines = [line.strip() for page in pages for line in page.splitlines() if line.strip()]
@@ -448,22 +441,18 @@ def _reason_of(name: str, error: Exception) -> str:
 
 
 async def _assigned(response: Any) -> None:
-    """Wait until a replica has the request.
-
-    Raises:
-        Refusal: no replica takes it.
-    """
+    """Wait until a replica has the request."""
     try:
         await asyncio.wait_for(anext(response), ASSIGN_SECONDS)
     except (TimeoutError, DeploymentUnavailableError) as error:
         raise _none_ready() from error
 
 
-def _plain(scope: Scope) -> dict[str, Any]:
-    """The part of a scope that can go to another process. Of the notes it has the id of the request."""
+def _picklable(scope: Scope) -> dict[str, Any]:
+    """The part of a scope that can go to another process. Its log has only the id of the request."""
     connection = ("type", "http_version", "scheme", "client", "server", "root_path")
     names = (*connection, "method", "path", "raw_path", "query_string", "headers")
-    return {name: scope[name] for name in names if name in scope} | {KEY: Notes(Notes.of(scope).id)}
+    return {name: scope[name] for name in names if name in scope} | {KEY: RequestLog(RequestLog.of(scope).id)}
 
 
 def _lost() -> Refusal:

@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's newer endpoint. Nothing is stored, so each request has its whole conversation."""
+"""``/v1/responses``: OpenAI's newer endpoint. Nothing is stored, so each request has all of its conversation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
@@ -13,31 +14,29 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from specbeam.errors import shown
 from specbeam.models.prompts import Rendering
 from specbeam.results import Piece, Result
-from specbeam.server.answers import FINISH_REASONS
+from specbeam.server.answers import FINISH_REASONS, ReadCall, ToolCallStream
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import NewTokens, TopLogprobs, Whole, content_of
 from specbeam.server.formats import FlatFormat
-from specbeam.server.json import to_json
+from specbeam.server.http import frame, to_json
+from specbeam.server.ignored_fields import Fields, Verbosity, with_ignored_fields
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields, Verbosity, with_neutral_fields
-from specbeam.server.reading import ReadCall, Reading
-from specbeam.server.statistics import costs, token_counts
-from specbeam.server.streams import frame
 from specbeam.server.tokens import Part, chat_log_probs
 from specbeam.server.tools import (
     MAX_TOOLS,
     CalledFunction,
-    FlatChoice,
     FlatFunctionTool,
+    FlatToolChoice,
     ToolFields,
     conversation,
 )
+from specbeam.server.usage import costs, token_counts
 
 
-@with_neutral_fields
+@with_ignored_fields
 class InputPart(Fields):
     """A part of a message. Answers of the assistant are given back as "output_text"."""
 
@@ -45,7 +44,7 @@ class InputPart(Fields):
     text: str
 
 
-@with_neutral_fields
+@with_ignored_fields
 class InputMessage(Fields):
     """A message of the conversation so far."""
 
@@ -63,14 +62,14 @@ class InputMessage(Fields):
         return kind
 
 
-@with_neutral_fields
+@with_ignored_fields
 class ReasoningItem(Fields):
     """An item of another model's history. No chat template here has a place for it, so it has no effect."""
 
     type: Literal["reasoning"]
 
 
-@with_neutral_fields
+@with_ignored_fields
 class CallItem(CalledFunction):
     """A tool call of the assistant."""
 
@@ -83,7 +82,7 @@ class CallItem(CalledFunction):
         return {"id": self.call_id, "type": "function", "function": self.called}
 
 
-@with_neutral_fields
+@with_ignored_fields
 class ResultItem(Fields):
     """What a tool call gave."""
 
@@ -93,7 +92,7 @@ class ResultItem(Fields):
 
 
 ITEMS = {"reasoning": "ReasoningItem", "function_call": "CallItem", "function_call_output": "ResultItem"}
-"""The classes of items, by their types. Others are messages."""
+"""The classes of items by type. All other items are messages."""
 
 
 def _kind(item: Any) -> str:
@@ -130,14 +129,14 @@ PartOfOtherModels = Literal[
 """What ``include`` may ask for, and no answer here has."""
 
 
-@with_neutral_fields
+@with_ignored_fields
 class ResponseRequest(ToolFields):
     """A request for the next message of a conversation."""
 
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = Field(None, description="A system message to put first.")
     tools: Annotated[list[FlatFunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: FlatChoice | None = None
+    tool_choice: FlatToolChoice | None = None
     max_output_tokens: NewTokens | None = None
     include: list[Literal["message.output_text.logprobs"] | PartOfOtherModels] | None = None
     top_logprobs: TopLogprobs | None = None
@@ -155,7 +154,6 @@ class ResponseRequest(ToolFields):
         return LOGPROBS in (self.include or ())
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
-        """The request to the engine."""
         model.check_chat_template()
         if self.top_logprobs and not self.has_logprobs:
             raise Refusal(f'top_logprobs goes with include: ["{LOGPROBS}"]', "top_logprobs")
@@ -163,9 +161,9 @@ class ResponseRequest(ToolFields):
         plan = self.plan(model, limits, "max_output_tokens", limits.max_tokens, top)
         if plan.draws > 1:
             raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
-        given = self.with_schema(model, self._messages())
-        tools = self.tool_use(model, limits.max_tool_calls, given)
-        messages, variables = conversation(model, given, self.offered if tools and tools.most else (), "input")
+        messages = self.with_schema(model, self._messages())
+        tools = self.tool_use(model, limits.max_tool_calls, messages)
+        messages, variables = conversation(model, messages, self.offered if tools and tools.max_calls else (), "input")
         rendering = Rendering(tools=variables)
         plan = plan if tools is None else tools.plan(plan)
         return Call(model, [messages], plan, limits, field="input", rendering=rendering, tools=tools)
@@ -188,49 +186,47 @@ class ResponseRequest(ToolFields):
                 messages.append({"role": ROLES.get(item.role, item.role), "content": _text(item.content or "")})
         return messages
 
-    def answer(self, call: Call) -> Answer:
-        return Answer(call, self)
+    def answer(self, call: Call) -> ResponseAnswer:
+        return ResponseAnswer(call, self)
 
 
-class Answer:
-    """The answer to one call, whole or as a stream of events."""
+class ResponseAnswer:
+    """The answer to one call, as one object or as a stream of events."""
 
     def __init__(self, call: Call, fields: ResponseRequest) -> None:
         self._call = call
         self._fields = fields
         self._id, self._message_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._events = 0
-        given = fields.format
-        self._format = {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
-        self._reading: Reading | None = None
+        self._num_events = 0
+        form = fields.format
+        self._format = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
         self._has_message = False  # in the stream
-        self._ended = -1  # the last item of the stream that has ended
+        self._last_ended = -1  # item of the stream
         self._log_probs: list[dict[str, Any]] = []  # of all tokens so far
-        self._sent = 0  # of these, in deltas of the stream
+        self._num_sent = 0  # of these, in deltas of the stream
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer as one object."""
+    def body(self, results: Sequence[Result]) -> dict[str, Any]:
         text = results[0].sequences[0]
         part = Part.of(text, end=text)
         self._log_probs = self._entries(part)
         content, calls = part.text, list[ReadCall]()
-        if (reading := self._read()) is not None:
-            if not reading.is_finished:
-                reading.push(part)
-            content, calls = reading.content or "", reading.calls
+        if (tool_calls := self._tool_calls) is not None:
+            if not tool_calls.is_finished:
+                tool_calls.push(part)
+            content, calls = tool_calls.content or "", tool_calls.calls
         # A stop string may end a text within a call.
-        is_whole = FINISH_REASONS[text.finish_reason] == "stop" and not (calls and text.is_complete is False)
-        status = "completed" if is_whole else "incomplete"
+        is_complete = FINISH_REASONS[text.finish_reason] == "stop" and not (calls and text.is_complete is False)
+        status = "completed" if is_complete else "incomplete"
         output = [_call_item(call, "completed") for call in calls[:-1]]
         output += [_call_item(call, status) for call in calls[-1:]]
         if content or not calls:
-            output.insert(0, self._message(status, _output_text(content, self._of_text(content, bool(calls)))))
+            output.insert(0, self._message(status, _output_text(content, self._entries_of(content, bool(calls)))))
         prompt, new, reused = token_counts(self._call, results)
         return self._response(
             status,
             output,
-            incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
+            incomplete_details=None if is_complete else {"reason": "max_output_tokens"},
             usage={
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": reused, "cache_write_tokens": 0},
@@ -242,11 +238,10 @@ class Answer:
             **costs(self._call, results),
         )
 
-    def _read(self) -> Reading | None:
-        """What reads the tool calls; None without tools."""
-        if self._reading is None and self._call.tools is not None:
-            self._reading = Reading(self._call.tools, self._call)
-        return self._reading
+    @cached_property
+    def _tool_calls(self) -> ToolCallStream | None:
+        """The reader of tool calls; None without tools."""
+        return None if self._call.tools is None else ToolCallStream(self._call.tools, self._call)
 
     def _response(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
         fields, options, tools = self._fields, self._call.plan.options, self._call.tools
@@ -264,7 +259,7 @@ class Answer:
             "metadata": fields.metadata or {},
             "model": self._call.model.name,
             "output": output,
-            "parallel_tool_calls": tools is not None and tools.most > 1,
+            "parallel_tool_calls": tools is not None and tools.max_calls > 1,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if options.temperature is None and options.samples else options.temperature or 0.0,
@@ -272,7 +267,7 @@ class Answer:
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump(by_alias=True, exclude={"return_"}) for tool in fields.tools or []],
             "top_logprobs": fields.top_logprobs or 0,
-            "top_p": 1.0 if options.top_p is None else options.top_p,
+            "top_p": options["top_p"],
             "truncation": "disabled",
             "usage": None,
             "user": fields.user,
@@ -284,28 +279,24 @@ class Answer:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _entries(self, part: Part) -> list[dict[str, Any]]:
-        """The log-probabilities of a part's tokens, if they are asked for."""
+        """The log-probabilities of a part's tokens, if the request includes them."""
         return chat_log_probs(self._call.model.texts, part) if self._fields.has_logprobs else []
 
-    def _of_text(self, text: str, is_cut: bool) -> list[dict[str, Any]]:
-        """The log-probabilities of the message's tokens.
-
-        Args:
-            is_cut: tokens of calls may follow.
-        """
-        left = len(text.encode())
-        for number, entry in enumerate(self._log_probs if is_cut else ()):
-            if left <= 0:
+    def _entries_of(self, text: str, has_calls: bool) -> list[dict[str, Any]]:
+        """The log-probabilities of the message's tokens, without the tokens of calls that may follow it."""
+        num_bytes = len(text.encode())
+        for number, entry in enumerate(self._log_probs if has_calls else ()):
+            if num_bytes <= 0:
                 return self._log_probs[:number]
-            left -= len(entry["bytes"])
+            num_bytes -= len(entry["bytes"])
         return self._log_probs
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The events of the stream. Events of one iteration of the engine come together."""
-        begun = self._response("in_progress", [])
+        """The events of the stream, grouped by iteration of the engine."""
+        response = self._response("in_progress", [])
         yield (
-            self._event("response.created", response=begun)
-            + self._event("response.in_progress", response=begun)
+            self._event("response.created", response=response)
+            + self._event("response.in_progress", response=response)
             + (self._begin_message() if self._call.tools is None else b"")
         )
         result = None
@@ -317,76 +308,79 @@ class Answer:
             if events:
                 yield events
         assert result is not None
-        response = self.whole([result])
+        response = self.body([result])
         if response["output"][-1]["type"] == "message" and not self._has_message:  # an answer without a text
             yield self._begin_message()
         yield self._end_item(response["output"][-1]) + self._event(f"response.{response['status']}", response=response)
 
     def _changes(self, piece: Piece) -> Iterator[bytes]:
-        """The events that a piece makes."""
         part = Part.of(piece, end=None if piece.result is None else piece.result.sequences[0])
         self._log_probs += self._entries(part)
-        reading = self._read()
-        if reading is None:
-            if piece.text or len(self._log_probs) > self._sent:
+        tool_calls = self._tool_calls
+        if tool_calls is None:
+            if piece.text or len(self._log_probs) > self._num_sent:
                 yield self._more_text(piece.text, self._log_probs)
             return
-        for said in reading.push(part):
-            if said.call is None:
+        for change in tool_calls.push(part):
+            if change.call is None:
                 if not self._has_message:
                     yield self._begin_message()
-                yield self._more_text(said.content, self._of_text(reading.content or "", True))
+                yield self._more_text(change.content, self._entries_of(tool_calls.content or "", True))
                 continue
-            call, place = reading.calls[said.call], {"output_index": said.call + self._has_message}
-            if said.name is not None:
-                if said.call:
-                    yield self._end_item(_call_item(reading.calls[said.call - 1], "completed"))
+            call, location = tool_calls.calls[change.call], {"output_index": change.call + self._has_message}
+            if change.name is not None:
+                if change.call:
+                    yield self._end_item(_call_item(tool_calls.calls[change.call - 1], "completed"))
                 elif self._has_message:
-                    content = reading.content or ""
+                    content = tool_calls.content or ""
                     yield self._end_item(
-                        self._message("completed", _output_text(content, self._of_text(content, True)))
+                        self._message("completed", _output_text(content, self._entries_of(content, True)))
                     )
                 item = _call_item(replace(call, arguments=""), "in_progress")
-                yield self._event("response.output_item.added", **place, item=item)
-            if said.arguments:
+                yield self._event("response.output_item.added", **location, item=item)
+            if change.arguments:
                 kind = "response.function_call_arguments.delta"
-                yield self._event(kind, item_id=_item_id(call), **place, delta=said.arguments)
-        if part.end is not None and not reading.calls and self._has_message and len(self._log_probs) > self._sent:
+                yield self._event(kind, item_id=_item_id(call), **location, delta=change.arguments)
+        if (
+            part.end is not None
+            and not tool_calls.calls
+            and self._has_message
+            and len(self._log_probs) > self._num_sent
+        ):
             yield self._more_text("", self._log_probs)
 
     def _begin_message(self) -> bytes:
         self._has_message = True
         return self._event(
             "response.output_item.added", output_index=0, item=self._message("in_progress")
-        ) + self._event("response.content_part.added", **self._place, part=_output_text("", []))
+        ) + self._event("response.content_part.added", **self._location, part=_output_text("", []))
 
     def _end_item(self, item: dict[str, Any]) -> bytes:
-        """The events that end an item. The items end one after another."""
-        self._ended += 1
-        place = {"output_index": self._ended}
+        """The events that end the next item."""
+        self._last_ended += 1
+        location = {"output_index": self._last_ended}
         if item["type"] == "message":
             (part,) = item["content"]
             text = {"text": part["text"], "logprobs": part["logprobs"]}
-            events = self._event("response.output_text.done", **self._place, **text)
-            events += self._event("response.content_part.done", **self._place, part=part)
+            events = self._event("response.output_text.done", **self._location, **text)
+            events += self._event("response.content_part.done", **self._location, part=part)
         else:
-            given = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-            events = self._event("response.function_call_arguments.done", **place, **given)
-        return events + self._event("response.output_item.done", **place, item=item)
+            call = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
+            events = self._event("response.function_call_arguments.done", **location, **call)
+        return events + self._event("response.output_item.done", **location, item=item)
 
     def _more_text(self, text: str, log_probs: list[dict[str, Any]]) -> bytes:
-        """A delta of the message, with the log-probabilities that are new."""
-        new, self._sent = log_probs[self._sent :], max(self._sent, len(log_probs))
-        return self._event("response.output_text.delta", **self._place, delta=text, logprobs=new)
+        """A delta of the message, with the log-probabilities that were not sent yet."""
+        new, self._num_sent = log_probs[self._num_sent :], max(self._num_sent, len(log_probs))
+        return self._event("response.output_text.delta", **self._location, delta=text, logprobs=new)
 
     @property
-    def _place(self) -> dict[str, Any]:
-        """Where the text of the message is."""
+    def _location(self) -> dict[str, Any]:
         return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
     def _event(self, kind: str, **values: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._events, **values}
-        self._events += 1
+        event = {"type": kind, "sequence_number": self._num_events, **values}
+        self._num_events += 1
         return frame(to_json(event), kind)
 
 
@@ -399,9 +393,8 @@ def _item_id(call: ReadCall) -> str:
 
 
 def _call_item(call: ReadCall, status: str) -> dict[str, Any]:
-    """A call as an item of an answer."""
-    own = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-    return {"id": _item_id(call), "type": "function_call", "status": status, **own}
+    item = {"id": _item_id(call), "type": "function_call", "status": status}
+    return item | {"call_id": call.id, "name": call.name, "arguments": call.arguments}
 
 
 def _text(content: str | list[InputPart]) -> str:

@@ -12,9 +12,9 @@ from specbeam.models.prompts import token_ids
 from specbeam.server.chat import Message, TemplateFields
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import TokenId
+from specbeam.server.ignored_fields import Fields
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields
-from specbeam.server.tools import MAX_TOOLS, FunctionTool, conversation, goes_round
+from specbeam.server.tools import MAX_TOOLS, FunctionTool, conversation, repeats_calls
 
 
 class TokenizeRequest(TemplateFields):
@@ -28,7 +28,7 @@ class TokenizeRequest(TemplateFields):
     return_token_strs: bool | None = Field(None, description="Add the tokens as the vocabulary writes them.")
 
     def answer(self, model: ServedModel) -> dict[str, Any]:
-        """The tokens. It runs in a thread."""
+        """The tokens. Called in a thread."""
         if (self.prompt is None) == (self.messages is None):
             raise Refusal("give either prompt or messages", "prompt")
         if self.messages is not None and self.add_special_tokens:
@@ -41,17 +41,17 @@ class TokenizeRequest(TemplateFields):
         try:
             if self.messages is not None:
                 model.check_chat_template()
-                given = [message.for_template for message in self.messages]
-                visible = () if goes_round(given) else self.tools or ()
-                messages, variables = conversation(model, given, visible, field)
+                messages = [message.for_template for message in self.messages]
+                visible = () if repeats_calls(messages) else self.tools or ()
+                messages, variables = conversation(model, messages, visible, field)
                 ids = model.encode(messages, rendering=replace(self.rendering(model), tools=variables))
             else:
                 special = self.add_special_tokens is not False
                 ids = token_ids(tokenizer, self.prompt or "", add_special_tokens=special)
         except SpecbeamError as error:
             raise refusal_of(error, {}, field) from error
-        made = {"count": len(ids), "max_model_len": model.lm.backend.context_length, "tokens": ids}
-        return made | ({"token_strs": tokenizer.convert_ids_to_tokens(ids)} if self.return_token_strs else {})
+        answer = {"count": len(ids), "max_model_len": model.lm.backend.context_length, "tokens": ids}
+        return answer | ({"token_strs": tokenizer.convert_ids_to_tokens(ids)} if self.return_token_strs else {})
 
 
 class DetokenizeRequest(Fields):
@@ -61,7 +61,7 @@ class DetokenizeRequest(Fields):
     tokens: list[TokenId]
 
     def answer(self, model: ServedModel) -> dict[str, Any]:
-        """The text. It runs in a thread."""
+        """The text. Called in a thread."""
         size = model.lm.backend.vocab_size
         for token in self.tokens:
             if token >= size:
@@ -70,7 +70,7 @@ class DetokenizeRequest(Fields):
 
 
 def tokenizer_info(model: ServedModel) -> dict[str, Any]:
-    """The special tokens and the chat template. The evaluation harness needs no tokenizer of its own with this."""
+    """The special tokens and the chat template, with which the evaluation harness needs no other tokenizer."""
     tokenizer = model.lm.tokenizer
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return {

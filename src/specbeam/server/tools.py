@@ -1,4 +1,4 @@
-"""Tools that a client offers: OpenAI's fields, and how they are enforced."""
+"""The tools of a request: OpenAI's fields, and how their calls are enforced and read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from specbeam.errors import SpecbeamError, shown
 from specbeam.models.model import LanguageModel
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, Plan
-from specbeam.server.formats import Describe, Name, schema_of
+from specbeam.server.formats import Describe, Name, schema_of, with_schema
+from specbeam.server.ignored_fields import Fields, with_ignored_fields
 from specbeam.server.models import ServedModel
-from specbeam.server.neutral import Fields, with_neutral_fields
-from specbeam.server.schema_prompt import with_schema
 from specbeam.structured import JsonSchema
 from specbeam.structured.grammar import MAX_SCHEMA_BYTES
 from specbeam.structured.tools import ToolFormat
@@ -27,11 +26,11 @@ from specbeam.structured.tools.reader import THOUGHTS
 MAX_TOOLS = 128
 ANY_ARGUMENTS = {"type": "object"}
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a function without parameters, as OpenAI documents."""
+"""The schema of a function without parameters, as OpenAI documents."""
 EXAMPLES: dict[str, Any] = {"string": "", "integer": 0, "number": 0, "boolean": True, "array": []}
 EXAMPLE_LEVELS = 4
-"""Of objects in each other."""
-GOES_ROUND = "the last calls had been made before, with the same results, so this answer is a text"
+"""Levels of nested objects in an example."""
+REPEATS_CALLS = "the last calls had been made before, with the same results, so this answer is a text"
 LAST_TOKENS = 16
 """The end of a prompt, which says whether the answer begins within thoughts."""
 
@@ -44,12 +43,12 @@ class AsSent(Fields):
     @model_validator(mode="wrap")
     @classmethod
     def _with_sent(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        made = handler(values)
-        made._sent = values
-        return made
+        parsed = handler(values)
+        parsed._sent = values
+        return parsed
 
     def in_sent_order(self, **values: Any) -> dict[str, Any]:
-        """Values by their fields, in the order of the fields in the request. Others come last."""
+        """Values in the order of their fields in the request. Values of no field of it come last."""
         return {name: values[name] for name in self._sent if name in values} | values
 
 
@@ -66,13 +65,13 @@ class Function(AsSent):
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The function as it was sent. Some templates read the parameters of each, so all have them."""
+        """The function as it was sent, always with parameters, since some templates read them."""
         names = [field.alias or name for name, field in Function.model_fields.items()]
         sent = {name: value for name, value in self._sent.items() if name in names}
         return sent if self.parameters is not None else sent | {"parameters": NO_ARGUMENTS}
 
 
-@with_neutral_fields
+@with_ignored_fields
 class FunctionTool(AsSent):
     """A tool of chat completions."""
 
@@ -141,13 +140,13 @@ def _form(choice: Any) -> str:
     return "Allowed" if kind == "allowed_tools" else "Named"
 
 
-Choice = Annotated[
+OpenAIToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Word")]
     | Annotated[NamedTool, Tag("Named")]
     | Annotated[AllowedToolsChoice, Tag("Allowed")],
     Discriminator(_form),
 ]
-FlatChoice = Annotated[
+FlatToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Word")]
     | Annotated[FlatNamedTool, Tag("Named")]
     | Annotated[FlatAllowedTools, Tag("Allowed")],
@@ -156,7 +155,7 @@ FlatChoice = Annotated[
 """The values of ``tool_choice``. A mistake is looked for in the form that the type names."""
 
 
-@with_neutral_fields
+@with_ignored_fields
 class CalledFunction(AsSent):
     """A function and its arguments, as the model wrote them."""
 
@@ -165,7 +164,7 @@ class CalledFunction(AsSent):
 
     @property
     def called(self) -> dict[str, Any]:
-        """The function as chat templates read it. Arguments of a call that was cut are no object, and stay a text."""
+        """The function as chat templates read it. A call that was cut has arguments that are no object, but a text."""
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -204,11 +203,7 @@ class ToolFields(Decoding):
         return [] if self.tool_choice == "none" else self.tools or []
 
     def with_schema(self, model: ServedModel, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages, with the schema of the answer if it goes into the prompt.
-
-        Raises:
-            Refusal: it should, and there is none.
-        """
+        """The messages, with the schema of the answer if it goes into the prompt."""
         schema = schema_of(self.structured_outputs or self.format)
         if schema in (None, True):
             if self.schema_in_prompt:
@@ -221,16 +216,8 @@ class ToolFields(Decoding):
             model.hint_at_schema(messages, schema)
         return messages
 
-    def tool_use(self, model: ServedModel, most: int, messages: Sequence[dict[str, Any]]) -> ToolUse | None:
-        """How the tools are enforced and read; None without tools.
-
-        Args:
-            most: calls in one answer.
-            messages: of the conversation, as chat templates read them.
-
-        Raises:
-            Refusal: the model's template has none, or the fields contradict each other.
-        """
+    def tool_use(self, model: ServedModel, max_calls: int, messages: Sequence[dict[str, Any]]) -> ToolUse | None:
+        """How the tools are enforced and read; None without tools."""
         choice = self.tool_choice
         if not self.tools and choice not in (None, "none", "auto"):
             raise Refusal("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
@@ -241,20 +228,20 @@ class ToolFields(Decoding):
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise Refusal(f"two tools have the name {doubled[0]}: rename one", "tools")
         choice = getattr(choice, "allowed_tools", choice)
-        named = not isinstance(choice, AllowedTools | str | None)
-        is_required = named or getattr(choice, "mode", choice) == "required"
-        allowed = [_name(one) for one in ([choice] if named else getattr(choice, "tools", ()))]
+        is_named = not isinstance(choice, AllowedTools | str | None)
+        is_required = is_named or getattr(choice, "mode", choice) == "required"
+        allowed = [_name(tool) for tool in ([choice] if is_named else getattr(choice, "tools", ()))]
         if unknown := [name for name in allowed if name not in names]:
             raise Refusal(f"tool_choice names {shown(unknown[0])}, and no tool has this name", "tool_choice")
-        if goes_round(messages) and not is_required:
-            most = 0
+        if repeats_calls(messages) and not is_required:
+            max_calls = 0
         use = ToolUse(
             model.tool_format("tools"),
             functions,
             allowed=allowed or names,
             is_required=is_required,
             has_form=getattr(self.format, "type", "text") != "text" and not is_required,
-            most=1 if named or (most and self.parallel_tool_calls is False) else most,
+            max_calls=1 if is_named or (max_calls and self.parallel_tool_calls is False) else max_calls,
         )
         if self.structured_outputs is not None:
             raise Refusal("structured_outputs and tools both give the form: leave one out", "structured_outputs")
@@ -271,9 +258,9 @@ class ToolUse:
         functions: the tools.
         allowed: the names of functions that may be called.
         is_required: the answer is a call.
-        has_form: an answer without calls has a form of its own.
-        most: calls in one answer. 0: the conversation goes round, so the model does not see the tools.
-        unenforced: why arguments are any object, by the tools whose schema cannot be enforced.
+        has_form: an answer without calls has to take a form.
+        max_calls: in one answer. 0: the conversation repeats its calls, so the model does not see the tools.
+        unenforced: why a schema cannot be enforced, by tool. Its arguments may be any object.
     """
 
     tool_format: ToolFormat
@@ -281,26 +268,22 @@ class ToolUse:
     allowed: Sequence[str]
     is_required: bool
     has_form: bool
-    most: int
+    max_calls: int
     unenforced: dict[str, str] = field(default_factory=dict)
 
     @property
     def details(self) -> dict[str, Any]:
-        """What an answer says about the tools."""
-        made: dict[str, Any] = {"unenforced_tools": self.unenforced} if self.unenforced else {}
-        return made if self.most else made | {"withheld_tools": GOES_ROUND}
+        """Values of an answer that are about the tools."""
+        details: dict[str, Any] = {"unenforced_tools": self.unenforced} if self.unenforced else {}
+        return details if self.max_calls else details | {"withheld_tools": REPEATS_CALLS}
 
     def plan(self, plan: Plan) -> Plan:
-        """How to decode with the tools. The form that the plan has is the one of an answer without calls."""
+        """How to decode with the tools. The form in the plan is then for an answer without calls."""
         describe = partial(self._describe, content=None if self.is_required else plan.describe)
         return replace(plan, describe=describe, names=plan.names | {"constraint": "tools"})
 
     def _describe(self, lm: LanguageModel, ids: Sequence[int], content: Describe | None) -> ToolGrammar:
-        """The grammar of answers to a prompt.
-
-        Raises:
-            SpecbeamError: a schema cannot be enforced.
-        """
+        """The grammar of answers to a prompt."""
         added = {i: token for i, token in lm.tokenizer.added_tokens_decoder.items() if i < lm.backend.vocab_size}
         try:
             size = len(json.dumps([function.parameters for function in self.functions]))
@@ -309,20 +292,19 @@ class ToolUse:
         if size > MAX_SCHEMA_BYTES:
             raise SpecbeamError(f"the tools have {size:,} characters, and {MAX_SCHEMA_BYTES:,} are allowed")
         called = [function for function in self.functions if function.name in self.allowed]
-        last = self.begins_in_thoughts(lm, ids)
         return ToolGrammar(
             self.tool_format,
             [Tool(function.name, self._schema(function)) for function in called],
             is_required=self.is_required,
-            most=self.most,
+            most=self.max_calls,
             added={token.content: number for number, token in added.items() if token.content},
             shown=[number for number, token in added.items() if not token.special and number not in lm.eos_token_ids],
-            thinks=last,
+            thinks=self.begins_in_thoughts(lm, ids),
             content=None if content is None else cast(JsonSchema, content(lm, ids)),
         )
 
     def examples(self, lm: LanguageModel) -> list[int]:
-        """Token ids of calls of the functions as models write them. Lookups draft names, keys and spaces from these."""
+        """Token ids of calls as models write them, from which lookups draft names, keys and spaces."""
         texts = [
             text
             for function in self.functions
@@ -334,8 +316,8 @@ class ToolUse:
     def begins_in_thoughts(self, lm: LanguageModel, ids: Sequence[int]) -> bool | None:
         """Whether the answer to a prompt begins within thoughts. None: it may begin with them.
 
-        The marks are tokens where a model thinks, so messages cannot have them. An answer that is continued may have
-        its thoughts behind it.
+        A model that thinks has the marks as tokens, which messages cannot contain. An answer that is continued may
+        have its thoughts in the prompt.
         """
         added = lm.tokenizer.added_tokens_decoder
         marks = {token.content: number for number, token in added.items() if token.content in THOUGHTS}
@@ -349,17 +331,13 @@ class ToolUse:
         return None
 
     def _schema(self, function: Function) -> JsonSchema:
-        """What the arguments of a function may be.
-
-        Raises:
-            SpecbeamError: its schema cannot be enforced, and it has to be.
-        """
-        given = NO_ARGUMENTS if function.parameters is None else function.parameters
+        """The schema of a function's arguments."""
+        schema = NO_ARGUMENTS if function.parameters is None else function.parameters
         try:
-            kind = given.get("type", "object")
+            kind = schema.get("type", "object")
             if kind != "object" and not (isinstance(kind, list) and "object" in kind):
                 raise SpecbeamError(f"arguments are an object, and no {shown(kind)}")
-            return JsonSchema({**given, "type": "object"})
+            return JsonSchema({**schema, "type": "object"})
         except SpecbeamError as error:
             if function.strict or self.is_required:
                 raise SpecbeamError(f"the tool {function.name}: {error}") from error
@@ -379,12 +357,11 @@ def _example(schema: Any, levels: int = EXAMPLE_LEVELS) -> Any:
 
 
 def _name(choice: Any) -> str:
-    """The name of the function that a choice is about."""
     return str(getattr(choice, "function", choice).name)
 
 
-def goes_round(messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether a conversation ends with calls that had all been made since the user's message, with the same results."""
+def repeats_calls(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether all calls at the end of a conversation repeat calls since the user's message, with the same results."""
     calls: dict[str, Any] = {}
     earlier, last = list[Any](), list[Any]()
     for message in messages:
@@ -393,7 +370,7 @@ def goes_round(messages: Sequence[dict[str, Any]]) -> bool:
         else:
             earlier, last = [] if message["role"] == "user" else [*earlier, *last], []
             calls |= {call["id"]: call["function"] for call in message.get("tool_calls", ())}
-    return bool(last) and all(made in earlier for made in last)
+    return bool(last) and all(result in earlier for result in last)
 
 
 def conversation(
@@ -401,11 +378,10 @@ def conversation(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages as the chat template reads them, and the variable by which it gets the tools.
 
-    Args:
-        field: of the request, that has the messages.
+    As OpenAI does, this refuses a result of no call before it.
 
-    Raises:
-        Refusal: a result is of no call before it, as OpenAI refuses it, or the template has no tool calls.
+    Args:
+        field: the field of the request that has the messages.
     """
     if messages and messages[-1].get("tool_calls"):
         raise Refusal(f"{field} end with tool calls: give their results, too", field)
@@ -419,5 +395,5 @@ def conversation(
             raise Refusal(f"{field}: a result is of the call {shown(answered)}, and nothing before has it", field)
     if not tools and not calls:
         return messages, {}
-    own = model.tool_format("tools" if tools else field)
-    return own.prompt(messages, [tool.for_template for tool in tools])
+    tool_format = model.tool_format("tools" if tools else field)
+    return tool_format.prompt(messages, [tool.for_template for tool in tools])

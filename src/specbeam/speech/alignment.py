@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from specbeam.core.selection import Selection, SelectionRequest, Watch
+from specbeam.core.selection import AttentionProbe, Selection, SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
 from specbeam.drafting.drafter import Drafter
 from specbeam.engine import Setup
@@ -69,14 +69,14 @@ class Listen:
         positions: of the sound, from its start.
 
     Attributes:
-        watch: how the prompt attends.
+        probe: how the prompt attends.
         probabilities: of the text's tokens, each among all tokens of text.
     """
 
     def __init__(self, heads: Heads, begin: int, text: list[int], end: int, positions: int) -> None:
         self._begin, self._text, self._end = begin, text, end
         rows = begin + 1 + len(text) + 1
-        self.watch = Watch(heads, np.zeros((len(heads), rows, positions), np.float32))
+        self.probe = AttentionProbe(heads, np.zeros((len(heads), rows, positions), np.float32))
         self.probabilities: list[float] = []
 
     def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
@@ -89,7 +89,7 @@ class Listen:
         for first in range(0, len(nodes), NODES_AT_ONCE):
             part = slice(first, first + NODES_AT_ONCE)
             request = SelectionRequest(top=0, given=given[part], vocab=self._end)
-            selection = yield Evaluate(nodes[part], request, watch=self.watch)
+            selection = yield Evaluate(nodes[part], request, probe=self.probe)
             assert selection.given is not None
             log_probs += selection.given[:, 0].tolist()
         self.probabilities = np.exp(log_probs[self._begin : self._begin + len(self._text)]).tolist()
@@ -101,7 +101,7 @@ class Listen:
         Returns:
             float64 [tokens + 1], ascending.
         """
-        return token_times(attention(self.watch.scores)[self._begin : -1])
+        return token_times(attention(self.probe.scores)[self._begin : -1])
 
 
 def attention(scores: NDArray[np.float32]) -> NDArray[np.float32]:

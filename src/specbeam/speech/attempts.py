@@ -12,17 +12,18 @@ import numpy as np
 
 from specbeam.core.selection import Selection, SelectionRequest
 from specbeam.core.strategy import Evaluate, Hypothesis, Strategy
+from specbeam.decoding.setup import MakeStrategy
+from specbeam.decoding.strategies import make_strategy
 from specbeam.drafting.drafter import Drafter
 from specbeam.engine import Setup
 from specbeam.engine.features import Sound
-from specbeam.engine.setup import MakeStrategy, make_strategy
 from specbeam.results import Result, TopLogProbs
 from specbeam.results import Sequence as Hypotheses
 from specbeam.speech.results import Alternative
 from specbeam.speech.vocabulary import Vocabulary
 
 
-class LookFirst:
+class ScorePromptThen:
     """A strategy that first notes how likely some tokens are after one of the prompt, before any mask.
 
     Args:

@@ -16,7 +16,7 @@ from specbeam.engine.features import Sound
 from specbeam.errors import SpecbeamError
 from specbeam.results import Result
 from specbeam.speech.alignment import Heads, alignment_heads
-from specbeam.speech.attempts import Attempt, LookFirst, Text
+from specbeam.speech.attempts import Attempt, ScorePromptThen, Text
 from specbeam.speech.clips import Clip
 from specbeam.speech.features import LogMel
 from specbeam.speech.results import Segment, Window
@@ -166,7 +166,7 @@ def _check_language(vocabulary: Vocabulary, settings: Settings) -> None:
 def detect_language(transcriber: Transcriber, first: Sound) -> Generator[Attempt, Result, tuple[str, float]]:
     """The likeliest language of sound, and its probability among all languages."""
     languages = transcriber.vocabulary.languages
-    look = LookFirst(0, [*languages.values()], goes_on=False)
+    look = ScorePromptThen(0, [*languages.values()], goes_on=False)
     options = {"max_new_tokens": 1, "eos_token_id": transcriber.vocabulary.end}
     yield Attempt(first, [transcriber.vocabulary.start], options, look, writes=False, drafts=False)
     highest = max(look.log_probs)
@@ -264,7 +264,7 @@ class Windows:
         """The text of a window, and why others were rejected: the first that is good enough, or the last one."""
         transcriber, vocabulary = self.transcriber, self.transcriber.vocabulary
         prompt = transcriber.prompt(self.language, self.earlier)
-        look = LookFirst(len(prompt) - 1 - prompt[::-1].index(vocabulary.start), [vocabulary.no_speech])
+        look = ScorePromptThen(len(prompt) - 1 - prompt[::-1].index(vocabulary.start), [vocabulary.no_speech])
         rejected: list[str] = []
         for number, temperature in enumerate(transcriber.settings.temperature):
             options = transcriber.options(temperature, seed_of(transcriber.settings.seed, clip, start, number))

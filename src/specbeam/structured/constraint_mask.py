@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.core.node_states import NodeStates
-from specbeam.core.tree import Nodes, Tree
+from specbeam.core.tree import Nodes, NodeStates, Tree
 from specbeam.errors import SpecbeamError
 from specbeam.structured import Constraint, State
 

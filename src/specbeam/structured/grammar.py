@@ -33,8 +33,7 @@ from specbeam.structured.json_schema import (
     enforceable,
     places_of,
 )
-from specbeam.structured.listing import texts_of
-from specbeam.structured.trials import TooCostly, Trial, limits, trial
+from specbeam.structured.trials import TooCostly, Trial, byte_tokenizer, limits, trial
 from specbeam.structured.trie import TokenTrie
 
 MAX_SCHEMA_BYTES, MAX_GRAMMAR_BYTES = 10**6, 64 * 1024
@@ -63,9 +62,13 @@ PRIVATE = "\ue000"
 """A character without a meaning."""
 NO_TEXT = "NoExtension"
 """The error of a parser that nothing can follow begins so."""
+MAX_TEXTS, MAX_STEPS = 256, 5_000
+"""A longer list is not made, nor one that takes more steps: a step takes 20 microseconds."""
+LEXER_FUEL = 5_000
+"""For a step: 0.4 milliseconds at most."""
 
 
-class Description(ABC):
+class OutputSpec(ABC):
     """What may be written, as plain data.
 
     Attributes:
@@ -90,12 +93,12 @@ class Description(ABC):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The description as JSON can hold it, which :func:`description_of` reads."""
-        name = next(name for name, kind in DESCRIPTIONS.items() if kind is type(self))
+        """The description as JSON can hold it, which :func:`output_spec_of` reads."""
+        name = next(name for name, kind in OUTPUT_SPECS.items() if kind is type(self))
         return {name: {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}}
 
 
-class Parsed(Description):
+class Parsed(OutputSpec):
     """A description that llguidance parses.
 
     Attributes:
@@ -328,7 +331,7 @@ class Grammar(Parsed):
 
 
 @dataclass(frozen=True)
-class Choice(Description):
+class Choice(OutputSpec):
     """Allows some texts: a :class:`TokenTrie` of them for each model.
 
     Args:
@@ -353,19 +356,19 @@ class Choice(Description):
         return TokenTrie(self.texts, lm)
 
 
-DESCRIPTIONS: dict[str, Any] = {"json_schema": JsonSchema, "regex": Regex, "grammar": Grammar, "choice": Choice}
+OUTPUT_SPECS: dict[str, Any] = {"json_schema": JsonSchema, "regex": Regex, "grammar": Grammar, "choice": Choice}
 """The descriptions by the names that they have in files. Each is made of one value of JSON."""
 
 
-def description_of(value: Any) -> Description:
-    """A description that was saved (:meth:`Description.to_dict`).
+def output_spec_of(value: Any) -> OutputSpec:
+    """A description that was saved (:meth:`OutputSpec.to_dict`).
 
     Raises:
         SpecbeamError: it is none, or cannot be enforced.
     """
     try:
         ((name, given),) = value.items()
-        made: Description = DESCRIPTIONS[name](**given)
+        made: OutputSpec = OUTPUT_SPECS[name](**given)
     except SpecbeamError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -405,18 +408,18 @@ class GrammarConstraint:
     """
 
     def __init__(self, description: Parsed, lm: Any) -> None:
-        self.description = description
+        self.spec = description
         self._tokenizer = _tokenizer_of(lm)
         self._ends = np.array(sorted(self._tokenizer.eos_tokens), dtype=np.int64)
         description.trial()
         limited = limits(description.lexer_fuel, description.max_symbols)
         matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=limited)
-        self.description.check_parser(matcher)
+        self.spec.check_parser(matcher)
         self.start = _State(matcher)
         self.mask(self.start, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
 
     def __repr__(self) -> str:
-        return f"GrammarConstraint({self.description!r})"
+        return f"GrammarConstraint({self.spec!r})"
 
     def advance(self, state: _State, token: int) -> _State | None:
         mask = self.mask(state, self._tokenizer.vocab_size)
@@ -426,7 +429,7 @@ class GrammarConstraint:
             return _State(state.matcher, state.forced, state.place + 1)
         matcher = state.matcher.deep_copy()  # a matcher that was rolled back may give wrong masks
         matcher.consume_tokens([*state.forced] or [token])
-        self.description.check_parser(matcher)
+        self.spec.check_parser(matcher)
         return _State(matcher)
 
     def mask(self, state: _State, vocab_size: int) -> NDArray[np.uint8]:
@@ -440,13 +443,13 @@ class GrammarConstraint:
     def _read(self, state: _State) -> NDArray[np.uint8]:
         """The mask of a state, from its parser."""
         bits = np.frombuffer(state.matcher.compute_bitmask(), np.uint8).copy()
-        self.description.check_parser(state.matcher)  # in error the mask has the end tokens
+        self.spec.check_parser(state.matcher)  # in error the mask has the end tokens
         ends = self._ends[self._ends < 8 * len(bits)]
         np.bitwise_and.at(bits, ends // 8, ~(1 << ends % 8).astype(np.uint8))
         is_single = np.count_nonzero(bits) == 1 and int(bits.max()).bit_count() == 1
-        if is_single and self.description.is_forcing and not state.matcher.is_accepting():
+        if is_single and self.spec.is_forcing and not state.matcher.is_accepting():
             state.forced = state.matcher.compute_ff_tokens()
-            self.description.check_parser(state.matcher)
+            self.spec.check_parser(state.matcher)
         return bits
 
     def _forced(self, state: _State) -> NDArray[np.uint8]:
@@ -534,3 +537,31 @@ def _no_text(tokenizer: str, size: int) -> int:
     """A token of a tokenizer.json that is part of no text: a special one if there is any, or else the last one."""
     special = (token["id"] for token in json.loads(tokenizer)["added_tokens"] if token["special"])
     return next((number for number in special if number < size), size - 1)
+
+
+def texts_of(grammar: str, max_symbols: int) -> tuple[str, ...] | None:
+    """All texts of a grammar as llguidance reads it; None if there are many, or if it takes long to find them."""
+    from llguidance import LLMatcher
+
+    start = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limits(LEXER_FUEL, max_symbols))
+    found, level, steps = list[bytes](), [(b"", start)], 0
+    while level:
+        below = list[tuple[bytes, Any]]()
+        for text, matcher in level:
+            if matcher.is_accepting():
+                found.append(text)
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            steps += 1
+            if matcher.is_error():
+                return None
+            for byte in np.flatnonzero(np.unpackbits(bits, bitorder="little")[:256]).tolist():
+                after = matcher.deep_copy()
+                after.consume_token(byte)
+                below.append((text + bytes([byte]), after))
+            if len(found) + len(below) > MAX_TEXTS or steps > MAX_STEPS:
+                return None
+        level = below
+    try:
+        return tuple(text.decode() for text in found)
+    except UnicodeDecodeError:
+        return None

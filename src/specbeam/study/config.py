@@ -15,7 +15,7 @@ from specbeam.options.declared import OBJECTS, OPTIONS, Need
 from specbeam.options.names import LOOKUPS, nearest_name
 from specbeam.options.options import Options
 from specbeam.plugins import entry_point_names, is_name, is_own_drafter
-from specbeam.structured.grammar import DESCRIPTIONS
+from specbeam.structured.grammar import OUTPUT_SPECS
 from specbeam.study.tables import KNOWN, own_name
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
@@ -33,7 +33,7 @@ WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or f
 WORDS |= {list: "a list", dict: "a mapping"}
 """The types of settings."""
 DECODE_KEYS = (
-    *("mode", "strategy", *DESCRIPTIONS),
+    *("mode", "strategy", *OUTPUT_SPECS),
     *(name for name in OPTIONS if name not in (*SET_BY_THE_STUDY, *OBJECTS)),
 )
 
@@ -166,7 +166,7 @@ class Study:
 
     Attributes:
         output: the run's folder; None: ``runs/``, the project's name and a hash of the configuration.
-        decode: how to decode. "mode" is one of MODES, or a list of them to compare. One of DESCRIPTIONS is a
+        decode: how to decode. "mode" is one of MODES, or a list of them to compare. One of OUTPUT_SPECS is a
             constraint. The other keys are options of :class:`specbeam.Options`. Each goes to the methods in which it
             has an effect. do_sample is for "speculative": "sample" always samples, and the others never do.
         methods: names the methods to compare where ``decode.mode`` is not enough. Each maps keys to values, which
@@ -305,15 +305,15 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     options = {
         key: value
         for key, value in _not_null(decode).items()
-        if key not in ("mode", "strategy", "do_sample", *DESCRIPTIONS) and needs_of(key) <= has
+        if key not in ("mode", "strategy", "do_sample", *OUTPUT_SPECS) and needs_of(key) <= has
     }
     options["do_sample"] = "sampling" in has
-    constraints = [key for key in DESCRIPTIONS if decode.get(key) is not None]
+    constraints = [key for key in OUTPUT_SPECS if decode.get(key) is not None]
     if len(constraints) > 1:
         raise SpecbeamError(f"{place} has {' and '.join(constraints)}, and a text has one constraint: leave one out")
     with located(f"method {name}"):
         for key in constraints:
-            options["constraint"] = DESCRIPTIONS[key](decode[key])
+            options["constraint"] = OUTPUT_SPECS[key](decode[key])
         checked = Options.of(options)
     options = {key: getattr(checked, key) for key in options}
     load = {key: v[key] for key in load_kinds}

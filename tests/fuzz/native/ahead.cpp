@@ -90,7 +90,7 @@ void add_request(Input &in, Inputs &inputs, Choice &c, int64_t nodes, int64_t vo
     inputs.given.push_back(in.ConsumeIntegralInRange<int64_t>(0, vocab - 1));
   r.edits_begin = int64_t(inputs.edits.size());
   for (int64_t edits = in.ConsumeIntegralInRange(0, 5) ? 0 : 2; edits > 0; edits--) {
-    Edit e{in.ConsumeIntegralInRange<int64_t>(ADD, BAN), int64_t(inputs.edit_rows.size()), 0,
+    Edit e{EditKind(in.ConsumeIntegralInRange<int64_t>(ADD, BAN)), int64_t(inputs.edit_rows.size()), 0,
            int64_t(inputs.edit_values.size())};
     for (int64_t i = in.ConsumeIntegralInRange(0, 3); i > 0; i--) {
       inputs.edit_rows.push_back(in.ConsumeIntegralInRange(0, int32_t(nodes - 1)));
@@ -109,7 +109,7 @@ void add_request(Input &in, Inputs &inputs, Choice &c, int64_t nodes, int64_t vo
     inputs.streams.push_back(in.ConsumeIntegral<uint32_t>());
     inputs.positions.push_back(in.rarely() ? UINT32_MAX - 2 : in.ConsumeIntegral<uint8_t>());
   }
-  r.normalize = in.ConsumeBool(), r.total = in.ConsumeBool();
+  r.normalize = Flag(in.ConsumeBool()), r.total = Flag(in.ConsumeBool());
   r.top_k = in.ConsumeIntegralInRange(0, 5) ? 0 : in.ConsumeIntegralInRange<int64_t>(0, vocab + 3);
   r.temperature = in.ConsumeIntegralInRange(0, 5) ? 1 : 0.7, r.top_p = in.ConsumeIntegralInRange(0, 5) ? 1 : 0.9;
   r.min_p = in.ConsumeIntegralInRange(0, 5) ? 0 : 0.1, r.seed = in.ConsumeIntegral<uint64_t>();
@@ -121,7 +121,7 @@ void add_request(Input &in, Inputs &inputs, Choice &c, int64_t nodes, int64_t vo
 int64_t add_tips(Input &in, Tree &tree, Slots &taken, const ModelConfig &c, int64_t passes, int64_t wanted) {
   const int64_t parent = in.ConsumeIntegralInRange<int64_t>(-1, int64_t(tree.nodes.size()) - 1);
   const int64_t depth = parent < 0 ? 0 : tree.nodes[size_t(parent)].depth + 1;
-  if (depth + passes > c.context || std::count(taken.begin(), taken.end(), false) < wanted * passes) return 0;
+  if (depth + passes > c.context_length || std::count(taken.begin(), taken.end(), false) < wanted * passes) return 0;
   std::vector<int64_t> parents;
   for (size_t i = 0; i < tree.nodes.size(); i++)
     if (tree.nodes[i].depth + 1 == depth) parents.push_back(int64_t(i));
@@ -130,7 +130,7 @@ int64_t add_tips(Input &in, Tree &tree, Slots &taken, const ModelConfig &c, int6
     const int64_t slot = free_slot(in, taken);
     taken[size_t(slot)] = true;
     const int64_t from = i ? parents[in.ConsumeIntegralInRange<size_t>(0, parents.size() - 1)] : parent;
-    tree.nodes.push_back({in.ConsumeIntegralInRange<int64_t>(0, c.vocab - 1), from, depth, slot});
+    tree.nodes.push_back({in.ConsumeIntegralInRange<int64_t>(0, c.vocab_size - 1), from, depth, slot});
   }
   return wanted;
 }
@@ -195,11 +195,11 @@ class Call {
 
   void run() {
     passes = in.ConsumeIntegralInRange<int64_t>(1, MOST_PASSES);
-    choice.logit_columns = in.ConsumeBool() ? c.vocab : in.ConsumeIntegralInRange<int64_t>(1, c.vocab);
+    choice.logit_columns = in.ConsumeBool() ? c.vocab_size : in.ConsumeIntegralInRange<int64_t>(1, c.vocab_size);
     for (size_t t = 0; t < trees.size(); t++) ask(t);
     if (asked.empty()) return;
     for (int64_t i = in.ConsumeIntegralInRange(0, 7) ? 0 : 3; i > 0; i--)
-      ends.push_back(in.ConsumeIntegralInRange<int64_t>(0, c.vocab - 1));
+      ends.push_back(in.ConsumeIntegralInRange<int64_t>(0, c.vocab_size - 1));
     fill_choice();
     if (in.rarely()) return spoiled();
     const Results results(passes, choice);
@@ -458,7 +458,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   fill(in, parameters, model, c);
   if (!specbeam_model_incomplete(model)) {
     std::vector<Tree> trees(in.ConsumeIntegralInRange<size_t>(1, 3));
-    Slots taken(size_t(c.context > 64 ? MOST_SLOTS : in.ConsumeIntegralInRange(8, 192)));
+    Slots taken(size_t(c.context_length > 64 ? MOST_SLOTS : in.ConsumeIntegralInRange(8, 192)));
     check(!specbeam_cache_reserve(model, int64_t(taken.size())));
     while (in.remaining_bytes() > 0) {
       evaluate(in, model, c, trees, taken);

@@ -14,35 +14,12 @@
 
 #include "ahead.h"
 #include "model.h"
-#include "select.h"
+
+namespace specbeam {
 
 // The functions of the library of one instruction set. `use` sets them.
-#define FUNCTIONS(F)                                                                                                  \
-  F(const char *, isa, const char *)                                                                                  \
-  F(int64_t, matrix_bytes, int32_t, int64_t, int64_t)                                                                 \
-  F(int32_t, format_of, int32_t)                                                                                      \
-  F(int32_t, pack, int32_t, const uint8_t *, int64_t, int64_t, int64_t, const int64_t *, int64_t, int64_t, uint8_t *) \
-  F(int32_t, quantize, int32_t, const float *, int64_t, int64_t, uint8_t *)                                           \
-  F(const char *, model_new, const specbeam::ModelConfig *, const specbeam::ModelConfig *, int32_t, void **)          \
-  F(void, model_delete, void *)                                                                                       \
-  F(int32_t, model_matrix, void *, int64_t, const char *, int32_t, int64_t, int64_t, const uint8_t *, int64_t)        \
-  F(int32_t, model_vector, void *, int64_t, const char *, const float *, int64_t)                                     \
-  F(int32_t, model_rope, void *, const float *, int64_t, float)                                                       \
-  F(int32_t, model_layer, void *, int64_t, int64_t, int64_t)                                                          \
-  F(const char *, model_incomplete, void *)                                                                           \
-  F(const char *, cache_reserve, void *, int64_t)                                                                     \
-  F(int32_t, cache_release, void *, int64_t, int64_t)                                                                 \
-  F(const char *, encode, void *, const float *, int64_t, int64_t, float *)                                           \
-  F(const char *, place, void *, const float *, const int64_t *, int64_t)                                             \
-  F(const char *, choose, void *, const specbeam::Choice *)                                                           \
-  F(const char *, forward_ahead, void *, const specbeam::Segment *, int64_t, const specbeam::Ahead *, float *,        \
-    const specbeam::Choice *, int64_t, const int64_t *, int64_t, const int32_t *, int64_t *)                          \
-  F(const char *, forward, void *, const specbeam::Segment *, int64_t, const int64_t *, int64_t, int64_t, float *)    \
-  F(int32_t, multiply, int32_t, int32_t, int64_t, int64_t, const uint8_t *, const float *, int64_t, float *)          \
-  F(float, weight, int32_t, int64_t, int64_t, const uint8_t *, int64_t, int64_t)
-#define DECLARE(result, name, ...) inline result (*specbeam_##name)(__VA_ARGS__);
-FUNCTIONS(DECLARE)
-#undef DECLARE
+#define FUNCTION(result, name, ...) inline result (*specbeam_##name)(__VA_ARGS__);
+#include "interface.def"
 
 // Takes the functions of an instruction set; an empty name asks for the best. Returns whether the processor has it.
 inline bool use(const std::string &isa) {
@@ -55,12 +32,13 @@ inline bool use(const std::string &isa) {
   const char *chosen = best(isa.c_str());
   if (!chosen) return false;
   void *library = load(chosen);
-#define TAKE(result, name, ...) \
+#define FUNCTION(result, name, ...) \
   specbeam_##name = reinterpret_cast<result (*)(__VA_ARGS__)>(dlsym(library, "specbeam_" #name));
-  FUNCTIONS(TAKE)
-#undef TAKE
+#include "interface.def"
   return true;
 }
+
+}  // namespace specbeam
 
 #define CHECK(condition)                                                             \
   do {                                                                               \

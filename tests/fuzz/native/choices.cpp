@@ -78,7 +78,7 @@ Choice choice_of(Input &in, Arrays &a) {
     for (int64_t j = 0; j < rows * 2; j++) given.push_back(in.number(0, vocab - 1));
     r.edits_begin = int64_t(edits.size());
     for (int64_t j = in.ConsumeIntegralInRange(0, 3); rows && j > 0; j--) {
-      Edit e{in.number(ADD, BAN), int64_t(edit_rows.size()), 0, int64_t(edit_values.size())};
+      Edit e{EditKind(in.number(ADD, BAN)), int64_t(edit_rows.size()), 0, int64_t(edit_values.size())};
       for (int64_t k = in.ConsumeIntegralInRange(0, 5); k > 0; k--) {
         edit_rows.push_back(int32_t(in.number(0, rows - 1))), edit_tokens.push_back(int32_t(in.number(0, vocab + 3)));
         edit_values.push_back(score_of(in));
@@ -99,7 +99,7 @@ Choice choice_of(Input &in, Arrays &a) {
     r.noise_place = in.ConsumeBool() ? int64_t(streams.size()) : -1;
     for (int64_t j = 0; r.noise_place >= 0 && j < rows; j++)
       streams.push_back(in.ConsumeIntegral<uint32_t>()), positions.push_back(in.ConsumeIntegral<uint32_t>());
-    r.normalize = in.number(0, 1), r.total = in.number(0, 1);
+    r.normalize = Flag(in.number(NO, YES)), r.total = Flag(in.number(NO, YES));
     r.top_k = in.ConsumeBool() ? in.number(0, vocab + 3) : 0;
     r.temperature = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : 0.7;
     r.top_p = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
@@ -130,8 +130,9 @@ void give_room(Choice &c, Arrays &a) {
 void *model_of(int threads, const char *isa) {
   check(use(isa));
   ModelConfig config{};
-  config.vocab = config.hidden = config.inner = config.layers = config.heads = config.kv_heads = config.head_dim = 1;
-  config.context = 1, config.attention_scale = config.embedding_scale = 1;
+  config.vocab_size = config.hidden_size = config.intermediate_size = config.num_layers = config.num_heads =
+      config.num_kv_heads = config.head_dim = 1;
+  config.context_length = 1, config.attention_scale = config.embedding_scale = 1;
   void *model = nullptr;
   check(!specbeam_model_new(&config, nullptr, threads, &model));
   return model;

@@ -30,17 +30,20 @@ struct Parameters {
 
 inline ModelConfig config_of(Input &in) {
   ModelConfig c{};
-  c.kv_heads = in.ConsumeIntegralInRange(1, 3);
-  c.heads = c.kv_heads * in.ConsumeIntegralInRange(1, 3);
+  c.num_kv_heads = in.ConsumeIntegralInRange(1, 3);
+  c.num_heads = c.num_kv_heads * in.ConsumeIntegralInRange(1, 3);
   const int wide = in.ConsumeIntegralInRange(0, 7) ? 40 : MOST_OUTPUTS;
-  for (auto [size, most] :
-       {std::pair{&c.vocab, wide}, {&c.hidden, 70}, {&c.inner, wide}, {&c.layers, 3}, {&c.head_dim, 40}})
+  for (auto [size, most] : {std::pair{&c.vocab_size, wide},
+                            {&c.hidden_size, 70},
+                            {&c.intermediate_size, wide},
+                            {&c.num_layers, 3},
+                            {&c.head_dim, 40}})
     *size = in.number(1, most);
-  c.context = in.number(8, in.ConsumeIntegralInRange(0, 7) ? 64 : LONGEST_SEQUENCE);
-  if (in.rarely()) c.heads = in.wild();
-  if (in.rarely()) c.kv_heads = in.wild();
-  for (int64_t *flag : {&c.layer_norm, &c.gated, &c.parallel, &c.whole_cache}) *flag = in.number(0, 1);
-  c.activation = in.number(SILU, GELU_TANH);
+  c.context_length = in.number(8, in.ConsumeIntegralInRange(0, 7) ? 64 : LONGEST_SEQUENCE);
+  if (in.rarely()) c.num_heads = in.wild();
+  if (in.rarely()) c.num_kv_heads = in.wild();
+  for (Flag *flag : {&c.gated_mlp, &c.parallel, &c.integer_cache}) *flag = Flag(in.number(NO, YES));
+  c.norm = NormKind(in.number(RMS, LAYER)), c.activation = Activation(in.number(SILU, GELU_TANH));
   c.norm_eps = 1e-5, c.attention_scale = 0.25, c.embedding_scale = 1;
   for (double *softcap : {&c.attention_softcap, &c.logits_softcap}) *softcap = in.ConsumeBool() ? 30 : 0;
   for (double *number : {&c.norm_eps, &c.attention_scale, &c.embedding_scale, &c.attention_softcap, &c.logits_softcap})
@@ -51,7 +54,8 @@ inline ModelConfig config_of(Input &in) {
 // Of an encoder of sound beside a model. Its context is short, because a pass is over all of it.
 inline ModelConfig encoder_of(Input &in) {
   ModelConfig c = config_of(in);
-  c.bands = in.number(1, 20), c.context = in.number(1, in.ConsumeIntegralInRange(0, 7) ? 20 : 300), c.parallel = 0;
+  c.bands = in.number(1, 20), c.context_length = in.number(1, in.ConsumeIntegralInRange(0, 7) ? 20 : 300),
+  c.parallel = NO;
   return c;
 }
 
@@ -99,46 +103,49 @@ inline void add_norm(Input &in, Parameters &parameters, void *model, int64_t lay
 inline void fill_layer(Input &in, Parameters &parameters, void *model, const ModelConfig &c, int64_t layer,
                        const std::string &of = "") {
   const auto own = [&] { return in.rarely() ? in.wild() : layer; };
-  const int64_t width = (c.heads + 2 * c.kv_heads) * c.head_dim;
-  add_product(in, parameters, model, own(), of + "attention.qkv", width, c.hidden);
-  add_product(in, parameters, model, own(), of + "attention.output", c.hidden, c.heads * c.head_dim);
-  add_product(in, parameters, model, own(), of + (c.gated ? "mlp.gate_up" : "mlp.up"), c.inner * (c.gated ? 2 : 1),
-              c.hidden);
-  add_product(in, parameters, model, own(), of + (in.rarely() ? "mlp" : "mlp.down"), c.hidden, c.inner);
-  for (const char *name : {"attention_norm", "mlp_norm"}) add_norm(in, parameters, model, own(), of + name, c.hidden);
+  const int64_t width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim;
+  add_product(in, parameters, model, own(), of + "attention.qkv", width, c.hidden_size);
+  add_product(in, parameters, model, own(), of + "attention.output", c.hidden_size, c.num_heads * c.head_dim);
+  add_product(in, parameters, model, own(), of + (c.gated_mlp ? "mlp.gate_up" : "mlp.up"),
+              c.intermediate_size * (c.gated_mlp ? 2 : 1), c.hidden_size);
+  add_product(in, parameters, model, own(), of + (in.rarely() ? "mlp" : "mlp.down"), c.hidden_size,
+              c.intermediate_size);
+  for (const char *name : {"attention_norm", "mlp_norm"})
+    add_norm(in, parameters, model, own(), of + name, c.hidden_size);
   for (const char *name : {"post_attention_norm", "post_mlp_norm"})
-    if (in.ConsumeBool()) add_norm(in, parameters, model, own(), of + name, c.hidden);
+    if (in.ConsumeBool()) add_norm(in, parameters, model, own(), of + name, c.hidden_size);
   for (const char *name : {"attention.q_norm", "attention.k_norm"})
     if (in.ConsumeBool()) add_norm(in, parameters, model, own(), of + name, c.head_dim);
 }
 
 inline void fill_encoder(Input &in, Parameters &parameters, void *model, const ModelConfig &c,
                          const ModelConfig &encoder) {
-  add_product(in, parameters, model, -1, "encoder.conv1", encoder.hidden, 3 * encoder.bands);
-  add_product(in, parameters, model, -1, "encoder.conv2", encoder.hidden, 3 * encoder.hidden);
-  add_product(in, parameters, model, -1, "encoder.positions", encoder.context, encoder.hidden);
-  add_norm(in, parameters, model, -1, "encoder.norm", encoder.hidden);
-  for (int64_t l = 0; l < std::min<int64_t>(encoder.layers, 4); l++)
+  add_product(in, parameters, model, -1, "encoder.conv1", encoder.hidden_size, 3 * encoder.bands);
+  add_product(in, parameters, model, -1, "encoder.conv2", encoder.hidden_size, 3 * encoder.hidden_size);
+  add_product(in, parameters, model, -1, "encoder.positions", encoder.context_length, encoder.hidden_size);
+  add_norm(in, parameters, model, -1, "encoder.norm", encoder.hidden_size);
+  for (int64_t l = 0; l < std::min<int64_t>(encoder.num_layers, 4); l++)
     fill_layer(in, parameters, model, encoder, l, "encoder.");
-  for (int64_t l = 0; l < std::min<int64_t>(c.layers, 4); l++) {
-    const int64_t width = c.heads * c.head_dim;
-    add_norm(in, parameters, model, l, "cross_attention_norm", c.hidden);
-    add_product(in, parameters, model, l, "cross_attention.query", width, c.hidden);
-    add_product(in, parameters, model, l, "cross_attention.key_value", 2 * c.kv_heads * c.head_dim, encoder.hidden);
-    add_product(in, parameters, model, l, "cross_attention.output", c.hidden, width);
+  for (int64_t l = 0; l < std::min<int64_t>(c.num_layers, 4); l++) {
+    const int64_t width = c.num_heads * c.head_dim;
+    add_norm(in, parameters, model, l, "cross_attention_norm", c.hidden_size);
+    add_product(in, parameters, model, l, "cross_attention.query", width, c.hidden_size);
+    add_product(in, parameters, model, l, "cross_attention.key_value", 2 * c.num_kv_heads * c.head_dim,
+                encoder.hidden_size);
+    add_product(in, parameters, model, l, "cross_attention.output", c.hidden_size, width);
   }
 }
 
 // Returns the widest window of the model's layers, or 0 if a layer has no window.
 inline int64_t fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) {
-  const int64_t some_layers = std::min<int64_t>(c.layers, 4);  // of models with more, the rest stays empty
+  const int64_t some_layers = std::min<int64_t>(c.num_layers, 4);  // of models with more, the rest stays empty
   const auto layer_of = [&](int64_t layer) { return in.rarely() ? in.wild() : layer; };
-  add_product(in, parameters, model, -1, "embedding", c.vocab, c.hidden);
-  if (in.ConsumeBool()) add_product(in, parameters, model, -1, "positions", c.context, c.hidden);
-  add_product(in, parameters, model, -1, "head", c.vocab, c.hidden);
-  add_norm(in, parameters, model, -1, in.rarely() ? "norms" : "norm", c.hidden);
+  add_product(in, parameters, model, -1, "embedding", c.vocab_size, c.hidden_size);
+  if (in.ConsumeBool()) add_product(in, parameters, model, -1, "positions", c.context_length, c.hidden_size);
+  add_product(in, parameters, model, -1, "head", c.vocab_size, c.hidden_size);
+  add_norm(in, parameters, model, -1, in.rarely() ? "norms" : "norm", c.hidden_size);
   int64_t ropes = 0;
-  std::vector<int64_t> windows(size_t(c.layers));
+  std::vector<int64_t> windows(size_t(c.num_layers));
   for (int64_t l = 0; l < some_layers; l++) {
     fill_layer(in, parameters, model, c, l);
     if (c.head_dim > 1 && in.ConsumeBool()) {

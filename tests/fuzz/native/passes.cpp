@@ -28,13 +28,13 @@ struct Source {
 // Lets the encoder read, and places its output in free slots, if there are enough.
 void listen(Input &in, void *model, const ModelConfig &encoder, Parameters &parameters, Slots &taken, Source &source) {
   const bool spoiled = in.rarely();
-  const int64_t frames = spoiled ? in.wild() : 2 * encoder.context;
-  const auto states = exactly<float>(size_t(encoder.context * encoder.hidden));
-  const float *features = in.rarely() ? nullptr : parameters.floats(2 * encoder.context * encoder.bands);
-  const char *wrong = specbeam_encode(model, features, encoder.bands, frames, states.get());
-  check(bool(wrong) == (!features || frames != 2 * encoder.context));
+  const int64_t frames = spoiled ? in.wild() : 2 * encoder.context_length;
+  const auto states = exactly<float>(size_t(encoder.context_length * encoder.hidden_size));
+  const float *features = in.rarely() ? nullptr : parameters.floats(2 * encoder.context_length * encoder.bands);
+  const char *wrong = specbeam_encode(model, features, encoder.bands, frames, 0, encoder.num_layers, states.get());
+  check(bool(wrong) == (!features || frames != 2 * encoder.context_length));
   if (wrong) return;
-  const int64_t length = in.ConsumeIntegralInRange<int64_t>(1, encoder.context);
+  const int64_t length = in.ConsumeIntegralInRange<int64_t>(1, encoder.context_length);
   source.slots = exactly<int64_t>(size_t(length));
   for (; source.length < length; source.length++) {
     const int64_t slot = free_slot(in, taken);
@@ -61,8 +61,8 @@ Watched watch(Input &in, Segment &s, const ModelConfig &c) {
   s.rows = 1 + *std::max_element(s.positions, s.positions + s.nodes);
   Watched own{exactly<int64_t>(size_t(2 * s.watched)), exactly<float>(size_t(s.watched * s.rows * s.shown))};
   for (int64_t i = 0; i < s.watched; i++) {
-    own.heads[2 * i] = in.ConsumeIntegralInRange<int64_t>(0, c.layers - 1);
-    own.heads[2 * i + 1] = in.ConsumeIntegralInRange<int64_t>(0, c.heads - 1);
+    own.heads[2 * i] = in.ConsumeIntegralInRange<int64_t>(0, c.num_layers - 1);
+    own.heads[2 * i + 1] = in.ConsumeIntegralInRange<int64_t>(0, c.num_heads - 1);
   }
   s.heads = own.heads.get(), s.scores = own.scores.get();
   return own;
@@ -143,7 +143,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *enc
     std::vector<size_t> owners;
     std::vector<Watched> watched;
     const int64_t slots = in.rarely() ? in.PickValueInArray({INT64_MIN, int64_t(-1), int64_t(1) << 40, INT64_MAX})
-                                      : in.ConsumeIntegralInRange<int64_t>(0, c.context > 64 ? MOST_SLOTS : 192);
+                                      : in.ConsumeIntegralInRange<int64_t>(0, c.context_length > 64 ? MOST_SLOTS : 192);
     const bool refused = specbeam_cache_reserve(model, slots);
     check(refused == (slots > MOST_SLOTS));
     if (!refused && slots > int64_t(taken.size())) taken.resize(size_t(slots));
@@ -169,7 +169,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *enc
     std::vector<int64_t> wanted;
     for (int64_t i = 0; i < nodes; i++)
       if (in.ConsumeBool()) wanted.push_back(i);
-    int64_t vocab = in.ConsumeIntegralInRange<int64_t>(1, c.vocab), count = int64_t(segments.size()),
+    int64_t vocab = in.ConsumeIntegralInRange<int64_t>(1, c.vocab_size), count = int64_t(segments.size()),
             wanted_count = int64_t(wanted.size());
     const bool spoiled = !count || in.rarely() || in.rarely();
     if (spoiled && count) {
@@ -178,7 +178,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *enc
       if (in.rarely()) count = in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0);
       if (in.rarely()) wanted_count = in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0);
     }
-    const int64_t room = vocab > 0 && vocab <= c.vocab ? vocab : 0;
+    const int64_t room = vocab > 0 && vocab <= c.vocab_size ? vocab : 0;
     const auto logits = exactly<float>(size_t(room * std::max<int64_t>(wanted_count, 0)));
     const auto wanted_exactly = exactly<int64_t>(wanted.size());
     std::copy(wanted.begin(), wanted.end(), wanted_exactly.get());
@@ -212,7 +212,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   Input in(data, size);
   const bool has_encoder = !in.ConsumeIntegralInRange(0, 3);
   ModelConfig c = config_of(in), encoder = has_encoder ? encoder_of(in) : ModelConfig{};
-  if (has_encoder && !in.rarely()) c.parallel = 0;
+  if (has_encoder && !in.rarely()) c.parallel = NO;
   void *model = nullptr;
   const auto threads = int32_t(in.rarely() ? in.wild() : in.ConsumeIntegralInRange(0, 20) ? 1 : 2);
   if (threads > 8 && threads <= MAX_THREADS) return 0;  // allowed, but slow

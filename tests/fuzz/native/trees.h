@@ -79,12 +79,12 @@ inline std::pair<Segment, Arrays> segment_of(const Tree &tree, int64_t first, in
 // New nodes of a tree, as a segment without mistakes. It has no nodes if the cache is full.
 inline std::pair<Segment, Arrays> grow(Input &in, Tree &tree, Slots &taken, const ModelConfig &c, bool alone) {
   const auto first = int64_t(tree.nodes.size()), count = in.ConsumeIntegralInRange<int64_t>(1, 12);
-  if (!first && c.context > 64 && in.ConsumeBool()) {  // a long prompt
-    for (int64_t depth = 0; depth < c.context - 20; depth++) {
+  if (!first && c.context_length > 64 && in.ConsumeBool()) {  // a long prompt
+    for (int64_t depth = 0; depth < c.context_length - 20; depth++) {
       const int64_t slot = depth ? free_after(taken, tree.nodes.back().slot) : free_slot(in, taken);
       if (slot < 0) break;
       taken[size_t(slot)] = true;
-      tree.nodes.push_back({depth * 7 % c.vocab, depth - 1, depth, slot});
+      tree.nodes.push_back({depth * 7 % c.vocab_size, depth - 1, depth, slot});
     }
   }
   for (int64_t i = 0; i < count; i++) {
@@ -94,9 +94,9 @@ inline std::pair<Segment, Arrays> grow(Input &in, Tree &tree, Slots &taken, cons
                                                        : in.ConsumeIntegralInRange<int64_t>(0, known - 1);
     const int64_t depth = parent < 0 ? 0 : tree.nodes[size_t(parent)].depth + 1;
     const int64_t slot = free_slot(in, taken);
-    if (slot < 0 || depth >= c.context) break;
+    if (slot < 0 || depth >= c.context_length) break;
     taken[size_t(slot)] = true;
-    tree.nodes.push_back({in.ConsumeIntegralInRange<int64_t>(0, c.vocab - 1), parent, depth, slot});
+    tree.nodes.push_back({in.ConsumeIntegralInRange<int64_t>(0, c.vocab_size - 1), parent, depth, slot});
   }
   if (int64_t(tree.nodes.size()) == first) return {Segment{}, Arrays()};
   return segment_of(tree, first, in.ConsumeIntegralInRange<int64_t>(0, 80));
@@ -114,7 +114,7 @@ inline void evict(Input &in, void *model, Tree &tree, Slots &taken) {
 inline void drop_unseen(Input &in, const Segment &s, Arrays &a, int64_t window) {
   const int64_t seen = *std::min_element(s.positions, s.positions + s.nodes) + 1 - window;
   for (int64_t p = 0; window && p < std::min(seen, s.prefix_length); p++)
-    if (in.ConsumeBool()) a.prefix[p] = Segment::NO_SLOT;
+    if (in.ConsumeBool()) a.prefix[p] = NO_SLOT;
 }
 
 }  // namespace specbeam

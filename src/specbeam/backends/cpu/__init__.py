@@ -22,26 +22,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend, Segment, logits_wanted
+from specbeam.backends.contract import Backend, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
-from specbeam.backends.cpu.library import AheadStruct, ModelConfigStruct, address, choose_isa, library
+from specbeam.backends.cpu.library import Library, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
-from specbeam.core.selection import NextBeams, Selection, SelectionRequest, Watch
+from specbeam.core.selection import AttentionProbe, NextBeams, Selection, SelectionRequest
 from specbeam.errors import SpecbeamError
 from specbeam.system.fork_guard import fork_guard
 from specbeam.system.machine import usable_processors
 
 logger = logging.getLogger("specbeam")
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-"""In the order of ``Activation`` in native/model.h."""
 INT64_BYTES = 8
 NO_SOURCE = np.empty(0, np.int64)
 NODE_ARRAYS = ("tokens", "positions", "slots")
 """The arrays of a segment with a number for each node."""
-AHEAD_DTYPE = np.dtype(AheadStruct)
+NO_PROBE = (0, 0, 0, 0, 0)
 MAX_THREADS = 1024
 """As in native/model.h."""
 
@@ -76,9 +74,9 @@ class CpuBackend(Backend):
         self.weights_digest = hashlib.sha256(f"{self._weights.digest} {config.description}".encode()).hexdigest()
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window
-        # Exact weights deserve an exact cache. Quantized weights are rounded already, so whole numbers are enough.
-        whole = self.quantize != "float32"
-        self._model = _new_model(self._library, checkpoint, self.threads, whole)
+        # Exact weights deserve an exact cache. Quantized weights are rounded already, so integers are enough.
+        integer_cache = self.quantize != "float32"
+        self._model = _new_model(self._library, checkpoint, self.threads, integer_cache)
         # Not at exit: there a daemon thread may still be using it.
         weakref.finalize(self, self._library.specbeam_model_delete, self._model).atexit = False
         encoder = config.encoder
@@ -141,15 +139,15 @@ class CpuBackend(Backend):
         return slots
 
     @fork_guard
-    def forward(self, segments: list[Segment]) -> NDArray[np.float32]:
+    def forward(self, segments: list[TreeBatch]) -> NDArray[np.float32]:
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
         vocab = logits_wanted(segments, self.vocab_size)
         logits = np.empty((len(wanted), vocab), np.float32)
-        structs, kept = _structs(segments)
+        structs, kept = _pack_segments(self._library, segments)
         with self._one_pass:
             wrong = self._library.specbeam_forward(
-                self._model, address(structs), len(segments), address(wanted), len(wanted), vocab, address(logits)
+                self._model, structs, len(segments), address(wanted), len(wanted), vocab, address(logits)
             )
         del kept  # until here this frame kept alive all that the pass reads: self, the segments and their arrays
         if wrong:
@@ -159,7 +157,7 @@ class CpuBackend(Backend):
     @fork_guard
     def forward_ahead(
         self,
-        segments: list[Segment],
+        segments: list[TreeBatch],
         requests: Sequence[SelectionRequest],
         beams: Sequence[NextBeams | None],
         passes: int,
@@ -173,17 +171,17 @@ class CpuBackend(Backend):
             return self.choose(self.forward(segments), asked)
         logits = np.empty((rows[-1].stop, vocab), np.float32)
         choice = Choice(logits, asked, passes)
-        structs, kept = _structs(segments)
-        ahead, kept_ahead = _ahead_structs(segments, beams, passes)
+        structs, kept = _pack_segments(self._library, segments)
+        ahead, kept_ahead = _pack_ahead(self._library, segments, beams, passes)
         last, done = np.array([*ends], np.int64), np.zeros(1, np.int64)
         with self._one_pass:
             wrong = self._library.specbeam_forward_ahead(
                 self._model,
-                address(structs),
+                structs,
                 len(segments),
-                address(ahead),
+                ahead,
                 address(logits),
-                choice.address,
+                choice.packed,
                 passes,
                 address(last),
                 len(last),
@@ -228,7 +226,7 @@ class CpuBackend(Backend):
     ) -> list[Selection]:
         choice = Choice(np.ascontiguousarray(logits), requests)
         with self._one_pass:
-            wrong = self._library.specbeam_choose(self._model, choice.address)
+            wrong = self._library.specbeam_choose(self._model, choice.packed)
         if wrong:
             raise RuntimeError(f"a selection request was refused: {wrong.decode()}")
         return choice.selections()
@@ -307,45 +305,25 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
     return quantize
 
 
-def _new_model(native: ctypes.CDLL, checkpoint: Checkpoint, threads: int, whole: bool) -> int:
-    config, model = checkpoint.config, ctypes.c_void_p()
-    encoder = None if config.encoder is None else ctypes.byref(_config_struct(config.encoder, whole))
-    if wrong := native.specbeam_model_new(
-        ctypes.byref(_config_struct(config, whole)), encoder, threads, ctypes.byref(model)
-    ):
+def _new_model(native: Library, checkpoint: Checkpoint, threads: int, integer_cache: bool) -> int:
+    structure, config, model = native.structures["ModelConfig"], checkpoint.config, ctypes.c_void_p()
+
+    def pack(part: Config) -> bytes:
+        """All fields but one have the names of the configuration's."""
+        values = {}
+        for name, cpp in structure.types.items():
+            value = integer_cache if name == "integer_cache" else getattr(part, name)
+            values[name] = native.enums[cpp][value] if isinstance(value, str) else value or 0
+        return structure.pack([values])
+
+    encoder = None if config.encoder is None else pack(config.encoder)
+    if wrong := native.specbeam_model_new(pack(config), encoder, threads, ctypes.byref(model)):
         raise SpecbeamError(f"{checkpoint.path}: the cpu backend refuses the configuration: {wrong.decode()}")
     return int(model.value or 0)
 
 
-def _config_struct(config: Config, whole: bool) -> ModelConfigStruct:
-    return ModelConfigStruct(
-        vocab=config.vocab_size,
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        layers=config.num_layers,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        context=config.context_length,
-        bands=config.bands or 0,
-        layer_norm=config.norm == "layer",
-        activation=ACTIVATIONS.index(config.activation),
-        gated=config.gated_mlp,
-        parallel=config.parallel,
-        whole_cache=whole,
-        norm_eps=config.norm_eps,
-        attention_scale=config.attention_scale,
-        embedding_scale=config.embedding_scale,
-        attention_softcap=config.attention_softcap or 0.0,
-        logits_softcap=config.logits_softcap or 0.0,
-    )
-
-
-def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
-    """The segments as native structures, a row for each, and the arrays that they point into.
-
-    All fields of ``SegmentStruct`` are as long as an int64, so it takes no Python for each field.
-    """
+def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[bytes, list[NDArray[Any]]]:
+    """The segments as native structures, and the arrays that they point into."""
     kept: list[NDArray[Any]] = [
         np.concatenate([getattr(s, name) for s in segments], dtype=np.int64) for name in NODE_ARRAYS
     ]
@@ -359,38 +337,56 @@ def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArr
         suffixes = np.ascontiguousarray(s.suffixes, np.int64)
         source = NO_SOURCE if s.source is None else np.ascontiguousarray(s.source, np.int64)
         kept += [prefix, suffixes, source]
-        places = tokens + start, positions + start, slots + start, address(prefix), address(suffixes), address(source)
-        rows.append((n, len(prefix), columns, len(source), *places, *_watch_fields(s.watch, kept)))
+        watched, watched_rows, shown, heads, scores = NO_PROBE if s.probe is None else _probe_fields(s.probe, kept)
+        rows.append(
+            {
+                "nodes": n,
+                "prefix_length": len(prefix),
+                "suffix_columns": columns,
+                "source_length": len(source),
+                "tokens": tokens + start,
+                "positions": positions + start,
+                "slots": slots + start,
+                "prefix": address(prefix),
+                "suffixes": address(suffixes),
+                "source": address(source),
+                "watched": watched,
+                "rows": watched_rows,
+                "shown": shown,
+                "heads": heads,
+                "scores": scores,
+            }
+        )
         start += n * INT64_BYTES
-    return np.array(rows, dtype=np.int64), kept
+    return native.structures["Segment"].pack(rows), kept
 
 
-def _watch_fields(watch: Watch | None, kept: list[NDArray[Any]]) -> tuple[int, ...]:
-    """The last fields of a segment. The arrays that they point into are added to the kept ones."""
-    if watch is None:
-        return 0, 0, 0, 0, 0
-    scores = watch.scores
-    if scores.dtype != np.float32 or not scores.flags.c_contiguous or len(scores) != len(watch.heads):
+def _probe_fields(probe: AttentionProbe, kept: list[NDArray[Any]]) -> tuple[int, int, int, int, int]:
+    """The heads, rows and positions whose scores a pass writes, and where. The arrays are added to the kept ones."""
+    scores = probe.scores
+    if scores.dtype != np.float32 or not scores.flags.c_contiguous or len(scores) != len(probe.heads):
         raise RuntimeError("a pass was refused: the scores of watched heads are no array of float32 for each head")
-    kept.append(heads := np.array(watch.heads, np.int64))
-    return *scores.shape, address(heads), address(scores)
+    kept.append(heads := np.array(probe.heads, np.int64))
+    watched, rows, shown = scores.shape
+    return watched, rows, shown, address(heads), address(scores)
 
 
-def _ahead_structs(
-    segments: Sequence[Segment], beams: Sequence[NextBeams | None], passes: int
-) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+def _pack_ahead(
+    native: Library, segments: Sequence[TreeBatch], beams: Sequence[NextBeams | None], passes: int
+) -> tuple[bytes, list[NDArray[Any]]]:
     """How the segments go on, as native structures, and the arrays that they point into."""
-    rows: list[tuple[int, int, float, float]] = []
+    rows: list[dict[str, float]] = []
     kept: list[NDArray[Any]] = []
     for s, own in zip(segments, beams, strict=True):
         if len(s.ahead) != (passes - 1) * len(s.tokens):
             raise RuntimeError("passes were refused: a segment lacks slots of the nodes to come, or has more")
         kept.append(slots := np.ascontiguousarray(s.ahead, np.int64))
         if own is None:
-            rows.append((address(slots), 0, 0.0, 0.0))
+            rows.append({"slots": address(slots), "scores": 0, "best_above": 0.0, "all_above": 0.0})
         elif len(own.scores) != len(s.tokens):
             raise RuntimeError("passes were refused: the beams have no scores, or too many")
         else:
             kept.append(scores := np.ascontiguousarray(own.scores, np.float32))
-            rows.append((address(slots), address(scores), own.best_above, own.all_above))
-    return np.array(rows, dtype=AHEAD_DTYPE), kept
+            above = {"best_above": own.best_above, "all_above": own.all_above}
+            rows.append({"slots": address(slots), "scores": address(scores), **above})
+    return native.structures["Ahead"].pack(rows), kept

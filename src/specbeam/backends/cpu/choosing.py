@@ -1,4 +1,4 @@
-"""Selections in native code, for requests of ``specbeam.core.selection``. Fills the structures of native/select.h."""
+"""Selections in native code, for requests of ``specbeam.core.selection``."""
 
 from __future__ import annotations
 
@@ -9,28 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, SelectionRequestStruct, address
+from specbeam.backends.cpu.library import address, library
 from specbeam.core.callers import returned_scores
 from specbeam.core.selection import MASKED, Edit, Selection, SelectionRequest
 from specbeam.options.declared import SHAPING
 
-EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2, "set": 3, "raise": 4}
-"""As ``EditKind`` in native/select.h."""
-REQUEST_DTYPE, EDIT_DTYPE = np.dtype(SelectionRequestStruct), np.dtype(EditStruct)
-CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
-"""All of them are as long as an int64."""
+JOINED = ("edit_rows", "edit_tokens", "edit_values", "given", "allowed", "streams", "positions")
+"""The arrays of a ``Choice`` that join parts of all requests."""
+NOTHING = np.empty(0, np.uint8)
 NO_WARPERS = SHAPING | {"typical_p": 0.0}  # where 1 would not be exact
-WARPER_FIELDS = [name for name, *_ in SelectionRequestStruct._fields_ if name in SHAPING]
-JOINED = {
-    "edit_rows": np.int32,
-    "edit_tokens": np.int32,
-    "edit_values": np.float32,
-    "given": np.int64,
-    "allowed": np.uint8,
-    "streams": np.uint32,
-    "positions": np.uint32,
-}
-"""The arrays that join parts of all requests, by the names in ``ChoiceStruct``."""
 
 
 class Choice:
@@ -41,7 +28,7 @@ class Choice:
         passes: make room for the results of this many passes.
 
     Attributes:
-        address: of the structure.
+        packed: the structure, for native code.
 
     Raises:
         ValueError: a request does not fit the logits.
@@ -51,63 +38,61 @@ class Choice:
         self, logits: NDArray[np.float32], requests: Sequence[tuple[slice, SelectionRequest]], passes: int = 1
     ) -> None:
         self.logits, self.requests, self.passes = logits, requests, passes
-        self._joined = {name: Joined(dtype) for name, dtype in JOINED.items()}
-        self._edits: list[tuple[int, int, int, int]] = []
+        self._columns = logits.shape[1]
+        native = library()
+        structure = native.structures["Choice"]
+        dtypes = structure.dtypes
+        self._joined = {name: Joined(dtypes[name]) for name in JOINED}
+        self._edit_kinds = native.enums["EditKind"]
+        self._edits: list[dict[str, int]] = []
         self._one_of: list[int] = []
         self._top_count = self._row_count = 0
         self._fields = [self._add(rows, request) for rows, request in requests]
-        inputs = {
-            "requests": np.array(self._fields, REQUEST_DTYPE),
-            "edits": np.array(self._edits, EDIT_DTYPE),
-            "one_of": np.array(self._one_of, np.int64),
+        inputs: dict[str, NDArray[Any]] = {
+            "logits": logits,
+            "requests": np.frombuffer(bytearray(native.structures["SelectionRequest"].pack(self._fields)), np.uint8),
+            "edits": np.frombuffer(bytearray(native.structures["Edit"].pack(self._edits)), np.uint8),
+            "one_of": np.array(self._one_of, dtypes["one_of"]),
             **{name: joined.array() for name, joined in self._joined.items()},
         }
         top, rows_of_all, given = self._top_count, self._row_count, len(inputs["given"])
         noises = top if len(inputs["streams"]) else 0
-        space = Space(passes * (8 * (top + noises) + 4 * (2 * top + given + 2 * rows_of_all)))
-        outputs = {
-            "tokens": space.take(passes * top, np.int64),
-            "noise": space.take(passes * noises, np.float64),
-            "log_probs": space.take(passes * top, np.float32),
-            "scores": space.take(passes * top, np.float32),
-            "given_log_probs": space.take(passes * given, np.float32),
-            "normalizers": space.take(passes * rows_of_all, np.float32),
-            "totals": space.take(passes * rows_of_all, np.float32),
-        }
+        # Arrays of 8-byte numbers are first, so that all have their alignment.
+        sizes = {"tokens": top, "noise": noises, "log_probs": top, "scores": top, "given_log_probs": given}
+        sizes |= {"normalizers": rows_of_all, "totals": rows_of_all}
+        space = Space(8 * passes * sum(sizes.values()))
+        outputs = {name: space.take(passes * size, dtypes[name]) for name, size in sizes.items()}
         values = {
             "logit_rows": logits.shape[0],
-            "logit_columns": logits.shape[1],
-            "request_count": len(inputs["requests"]),
-            "edit_count": len(inputs["edits"]),
+            "logit_columns": self._columns,
+            "request_count": len(requests),
+            "edit_count": len(self._edits),
             "entry_count": len(inputs["edit_rows"]),
             "value_count": len(inputs["edit_values"]),
-            "one_of_count": len(inputs["one_of"]),
+            "one_of_count": len(self._one_of),
             "given_count": given,
             "allowed_bytes": len(inputs["allowed"]),
             "noise_count": len(inputs["streams"]),
             "top_count": top,
             "row_count": rows_of_all,
-            "logits": address(logits),
             **{name: address(array) for name, array in inputs.items()},
             **{name: at for name, (_, at) in outputs.items()},
         }
-        self._struct = np.array([values[name] for name in CHOICE_FIELDS], np.int64)
+        self.packed = structure.pack([values])
         self._inputs = inputs
         self._outputs = [array for array, _ in outputs.values()]
-        self.address = address(self._struct)
 
     def selections(self, done: int = 1) -> list[Selection]:
         """The selections from the logits of the passes that were done. Only the last one has its logits."""
         by_pass = [array.reshape(self.passes, -1) for array in self._outputs]
         tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = by_pass
-        columns = self.logits.shape[1]
         selections = []
         for (rows, request), fields in zip(self.requests, self._fields, strict=True):
-            _, n, vocab, top, at, width, given_at, row, *_ = fields
-            here = self.logits if vocab == columns else self.logits[:, :vocab]
+            n, vocab, top, width = fields["rows"], fields["vocab"], fields["top"], fields["given"]
+            at, row, given = fields["top_place"], fields["row_place"], fields["given_place"]
+            here = self.logits if vocab == self._columns else self.logits[:, :vocab]
             of_rows = slice(row, row + n)
             found, shape = slice(at, at + n * top), (done * n, top)
-            given = slice(given_at, given_at + n * width)
             selections.append(
                 Selection(
                     tokens[:done, found].reshape(shape),
@@ -115,16 +100,18 @@ class Choice:
                     scores[:done, found].reshape(shape),
                     normalizers[:done, of_rows].reshape(-1),
                     None if request.noise is None else noise[:done, found].reshape(shape),
-                    None if request.given is None else given_log_probs[:done, given].reshape(done * n, width),
+                    None
+                    if request.given is None
+                    else given_log_probs[:done, given : given + n * width].reshape(done * n, width),
                     totals[:done, of_rows].reshape(-1) if request.total else None,
                     ((here, rows),),
                 )
             )
         return selections
 
-    def _add(self, rows: slice, request: SelectionRequest) -> tuple[Any, ...]:
-        """Add a request's parts. Returns the fields of its ``SelectionRequestStruct``."""
-        joined, n, columns = self._joined, rows.stop - rows.start, self.logits.shape[1]
+    def _add(self, rows: slice, request: SelectionRequest) -> dict[str, Any]:
+        """Add a request's parts. Returns the fields of its structure."""
+        joined, columns, n = self._joined, self._columns, rows.stop - rows.start
         vocab = columns if request.vocab is None else min(request.vocab, columns)
         top = min(request.top, vocab)
         top_place, row_place = self._top_count, self._row_count
@@ -142,7 +129,8 @@ class Choice:
                 joined["edit_tokens"].add(edit.tokens, edit.rows.shape)
                 if edit.kind != "ban":
                     joined["edit_values"].add(edit.values, edit.rows.shape)
-                self._edits.append((EDIT_KINDS[edit.kind], begin, joined["edit_rows"].size, values))
+                kind, end = self._edit_kinds[edit.kind], joined["edit_rows"].size
+                self._edits.append({"kind": kind, "begin": begin, "end": end, "values": values})
         if request.one_of:
             one_of = len(self._one_of)
             self._one_of += request.one_of
@@ -152,29 +140,31 @@ class Choice:
         if request.noise is not None:
             seed, noise_place = request.noise.seed, joined["streams"].add(request.noise.streams, (n,))
             joined["positions"].add(request.noise.positions, (n,))
-        warpers = NO_WARPERS | dict(request.warpers)
-        return (
-            rows.start,
-            n,
-            vocab,
-            top,
-            top_place,
-            given,
-            given_place,
-            row_place,
-            edits,
-            edits + len(request.edits),
-            one_of,
-            one_of + len(request.one_of),
-            *(request.together or (0, 0)),
-            allowed_place,
-            noise_place,
-            request.normalize,
-            request.renormalize,
-            request.total,
-            *(warpers[name] for name in WARPER_FIELDS),
-            seed,
-        )
+        together_begin, together_end = request.together or (0, 0)
+        return {
+            "first_row": rows.start,
+            "rows": n,
+            "vocab": vocab,
+            "top": top,
+            "top_place": top_place,
+            "given": given,
+            "given_place": given_place,
+            "row_place": row_place,
+            "edits_begin": edits,
+            "edits_end": edits + len(request.edits),
+            "one_of_begin": one_of,
+            "one_of_end": one_of + len(request.one_of),
+            "together_begin": together_begin,
+            "together_end": together_end,
+            "allowed_place": allowed_place,
+            "noise_place": noise_place,
+            "normalize": request.normalize,
+            "renormalize": request.renormalize,
+            "total": request.total,
+            **NO_WARPERS,
+            **dict(request.warpers),
+            "seed": seed,
+        }
 
 
 class Space:
@@ -215,7 +205,7 @@ class Joined:
 
     def array(self) -> NDArray[Any]:
         if not self.arrays:
-            return np.empty(0, self.dtype)
+            return NOTHING
         return np.concatenate(self.arrays, dtype=self.dtype, casting="same_kind")
 
 

@@ -1,4 +1,4 @@
-"""Finds and loads the native libraries, and declares the types of their functions.
+"""Finds and loads the native libraries. Each says the types of its functions and structures (native/interface.def).
 
 There is a library for each instruction set, with the same functions. The one that any processor can run is loaded
 first. It packs weights, and asks the processor which of the others may be loaded.
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import struct
 import sys
-from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from functools import cache
+from collections.abc import Iterable, Mapping
+from ctypes import c_char, c_char_p, c_int64, c_void_p
+from functools import cache, cached_property
+from itertools import starmap
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.errors import SpecbeamError
@@ -22,109 +28,80 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 BASELINE = "portable"
 """The instruction set that any processor has."""
 
-ABI_VERSION = 15
-"""As in native/model.h. Raise both when a function changes."""
+ABI_VERSION = 1622500556
+"""A hash of the native/interface.def that this source is for. After a change of that file, the refusal of the new
+library has the new hash. A name that gets another meaning does not change the hash, so it needs to be another name."""
 
 
-class ModelConfigStruct(ctypes.Structure):
-    """``ModelConfig`` of native/model.h."""
+class Structure:
+    """A structure of native code.
 
-    _fields_ = [
-        *(
-            (name, c_int64)
-            for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context")
-        ),
-        ("bands", c_int64),
-        *((name, c_int64) for name in ("layer_norm", "activation", "gated", "parallel", "whole_cache")),
-        *((name, c_double) for name in ("norm_eps", "attention_scale", "embedding_scale")),
-        *((name, c_double) for name in ("attention_softcap", "logits_softcap")),
-    ]
+    Attributes:
+        types: the C++ type of each field.
+    """
 
+    def __init__(self, types: dict[str, str]) -> None:
+        self.types = types
+        self._values = itemgetter(*types)
+        self._pack = struct.Struct("".join(c_type(cpp)._type_ for cpp in types.values())).pack
 
-class SegmentStruct(ctypes.Structure):
-    """``Segment`` of native/model.h."""
+    @cached_property
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """Of the arrays that fields point to."""
+        return {
+            name: np.dtype(c_type(cpp.removeprefix("const ").removesuffix(" *")))
+            for name, cpp in self.types.items()
+            if cpp.endswith("*")
+        }
 
-    _fields_ = [
-        *((name, c_int64) for name in ("nodes", "prefix_length", "suffix_columns", "source_length")),
-        *((name, c_void_p) for name in ("tokens", "positions", "slots", "prefix", "suffixes", "source")),
-        *((name, c_int64) for name in ("watched", "rows", "shown")),
-        *((name, c_void_p) for name in ("heads", "scores")),
-    ]
-
-
-class EditStruct(ctypes.Structure):
-    """``Edit`` of native/select.h."""
-
-    _fields_ = [(name, c_int64) for name in ("kind", "begin", "end", "values")]
+    def pack(self, rows: Iterable[Mapping[str, Any]]) -> bytes:
+        """Structures, one after another. A row has the value of each field by its name."""
+        return b"".join(starmap(self._pack, map(self._values, rows)))
 
 
-class SelectionRequestStruct(ctypes.Structure):
-    """``SelectionRequest`` of native/select.h."""
+class Library(ctypes.CDLL):
+    """A native library, with typed functions. They release the GIL while they work.
 
-    _fields_ = [
-        *((name, c_int64) for name in ("first_row", "rows", "vocab", "top", "top_place", "given", "given_place")),
-        *((name, c_int64) for name in ("row_place", "edits_begin", "edits_end", "one_of_begin", "one_of_end")),
-        *((name, c_int64) for name in ("together_begin", "together_end")),
-        *((name, c_int64) for name in ("allowed_place", "noise_place", "normalize", "renormalize", "total", "top_k")),
-        *((name, c_double) for name in ("temperature", "top_p", "min_p", "typical_p")),
-        ("seed", c_uint64),
-    ]
+    Attributes:
+        enums: the numbers of each enumeration's names, in lower case.
+        structures: by their names.
+        functions: their names, which begin with "specbeam_" in the library.
+
+    Raises:
+        OSError: it cannot be loaded.
+        SpecbeamError: it is of another version than this file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        if (version := self.specbeam_abi_version()) != ABI_VERSION:
+            raise SpecbeamError(
+                f"the native CPU kernels in {path} are of another version (ABI {version}) than this specbeam "
+                f"(ABI {ABI_VERSION}): reinstall specbeam"
+            )
+        self.specbeam_interface.restype = c_char_p
+        text = self.specbeam_interface().decode()
+        self.enums, self.structures, self.functions = {}, {}, []
+        for line in text.splitlines():
+            head, name, body = re.split(r" (\w+)[{(]", line[:-1], maxsplit=1)
+            if head == "enum":
+                self.enums[name] = {one: number for number, one in enumerate(body.lower().split(", "))}
+            elif head == "struct":
+                fields = (field.rpartition(" ") for field in body.split(";")[:-1])
+                self.structures[name] = Structure({field: cpp for cpp, _, field in fields})
+            else:
+                self.functions.append(name)
+                function = getattr(self, f"specbeam_{name}")
+                function.restype, function.argtypes = c_type(head), [c_type(cpp) for cpp in body.split(", ")]
 
 
-class ChoiceStruct(ctypes.Structure):
-    """``Choice`` of native/select.h."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("logit_rows", "logit_columns", "request_count", "edit_count", "entry_count")),
-        *((name, c_int64) for name in ("value_count", "one_of_count", "given_count", "allowed_bytes", "noise_count")),
-        *((name, c_int64) for name in ("top_count", "row_count")),
-        *((name, c_void_p) for name in ("logits", "requests", "edits", "edit_rows", "edit_tokens", "edit_values")),
-        *((name, c_void_p) for name in ("one_of", "given", "allowed", "streams", "positions", "tokens", "log_probs")),
-        *((name, c_void_p) for name in ("scores", "noise", "given_log_probs", "normalizers", "totals")),
-    ]
-
-
-class AheadStruct(ctypes.Structure):
-    """``Ahead`` of native/ahead.h."""
-
-    _fields_ = [("slots", c_void_p), ("scores", c_void_p), ("best_above", c_double), ("all_above", c_double)]
-
-
-STRUCTURES = (ModelConfigStruct, SegmentStruct, EditStruct, SelectionRequestStruct, ChoiceStruct, AheadStruct)
-
-"""Is called during passes ahead with the number of passes so far. Returns 0 if there is to be no further one."""
-
-FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "abi_version": (c_int32, []),
-    "offset": (c_int64, [c_char_p]),
-    "isa": (c_char_p, [c_char_p]),
-    "matrix_bytes": (c_int64, [c_int32, c_int64, c_int64]),
-    "format_of": (c_int32, [c_int32]),
-    "pack": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
-    "quantize": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p]),
-    "model_new": (c_char_p, [*[POINTER(ModelConfigStruct)] * 2, c_int32, POINTER(c_void_p)]),
-    "model_delete": (None, [c_void_p]),
-    "model_threads": (c_int32, [c_void_p]),
-    "model_matrix": (c_int32, [c_void_p, c_int64, c_char_p, c_int32, c_int64, c_int64, c_void_p, c_int64]),
-    "model_vector": (c_int32, [c_void_p, c_int64, c_char_p, c_void_p, c_int64]),
-    "model_rope": (c_int32, [c_void_p, c_void_p, c_int64, c_float]),
-    "model_layer": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
-    "model_incomplete": (c_char_p, [c_void_p]),
-    "cache_reserve": (c_char_p, [c_void_p, c_int64]),
-    "cache_slot_bytes": (c_int64, [c_void_p]),
-    "cache_release": (c_int32, [c_void_p, c_int64, c_int64]),
-    "encode": (c_char_p, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
-    "place": (c_char_p, [c_void_p, c_void_p, c_void_p, c_int64]),
-    "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
-    "choose": (c_char_p, [c_void_p, c_void_p]),
-    "forward_ahead": (
-        c_char_p,
-        [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, *[c_void_p] * 2],
-    ),
-    "multiply": (c_int32, [c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
-    "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
-}
-"""The result and the arguments of each function ``specbeam_...`` in native/."""
+def c_type(cpp: str) -> Any:
+    """The type of ctypes for a C++ type. Enumerations are int64."""
+    if cpp == "void":
+        return None
+    if cpp.endswith("*"):
+        return c_char_p if cpp == "const char *" else c_void_p
+    return getattr(ctypes, f"c_{cpp.removesuffix('_t')}", c_int64)
 
 
 def address(array: NDArray[Any]) -> int:
@@ -144,8 +121,8 @@ def find(isa: str = BASELINE) -> Path | None:
 
 
 @cache
-def library(isa: str = BASELINE) -> ctypes.CDLL:
-    """The library of an instruction set, with typed functions. They release the GIL while they work.
+def library(isa: str = BASELINE) -> Library:
+    """The library of an instruction set.
 
     Args:
         isa: a result of :func:`choose_isa`. The processor must have it.
@@ -160,35 +137,9 @@ def library(isa: str = BASELINE) -> ctypes.CDLL:
             "Install a wheel of specbeam, or install g++ or clang++ and reinstall specbeam, or use backend='torch'"
         )
     try:
-        loaded = ctypes.CDLL(str(path))
+        return Library(path)
     except OSError as error:
         raise SpecbeamError(f"the native CPU kernels cannot be loaded ({error}): reinstall specbeam") from error
-    if (version := loaded.specbeam_abi_version()) != ABI_VERSION:
-        raise SpecbeamError(
-            f"the native CPU kernels in {path} are of another version (ABI {version}) than this specbeam "
-            f"(ABI {ABI_VERSION}): reinstall specbeam"
-        )
-    for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(loaded, f"specbeam_{name}")
-        function.restype, function.argtypes = result, arguments
-    for name, offset in offsets().items():
-        if (found := loaded.specbeam_offset(name.encode())) != offset:
-            raise SpecbeamError(
-                f"the native CPU kernels in {path} have {name} at {found} and this specbeam has it at {offset}: "
-                "reinstall specbeam"
-            )
-    return loaded
-
-
-def offsets() -> dict[str, int]:
-    """The offset of each field, such as "Segment.nodes", and the size of each structure, such as "Segment"."""
-    found = {}
-    for structure in STRUCTURES:
-        owner = structure.__name__.removesuffix("Struct")
-        found[owner] = ctypes.sizeof(structure)
-        for name, *_ in structure._fields_:
-            found[f"{owner}.{name}"] = getattr(structure, name).offset
-    return found
 
 
 def choose_isa(isa: str = "") -> str:

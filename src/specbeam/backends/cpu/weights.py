@@ -28,8 +28,6 @@ logger = logging.getLogger("specbeam")
 
 LAYOUT_VERSION = 5
 """Of the packed files. A file of another version is packed again: before 5, its header had no digest."""
-F32, Q8, Q4_MIN = 0, 1, 6
-"""The formats of native/formats.h that weights are quantized to here."""
 NOT_FINITE = -2
 """As in native/api.cpp."""
 FILE_MAGIC, PAGE_BYTES, ALIGNMENT_BYTES = b"specbeam", 4096, 64
@@ -173,21 +171,23 @@ def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
     """The parts of all parameters, and their size in bytes."""
     shapes = parameter_shapes(checkpoint.config)
     checkpoint.check_tensors(shapes)
+    formats = library().enums["Format"]
+    f32, q8, q4 = (formats[name] for name in ("f32_rows", "q8", "q4_min"))
     parts, offset = [], 0
     for name, shape in shapes.items():
         for source in checkpoint.sources(name):
             rows = checkpoint.shape(source)[0]
             if len(shape) == 1:
-                parts.append(Part(name, source, F32, 1, rows, False, offset, 4 * rows))
+                parts.append(Part(name, source, f32, 1, rows, False, offset, 4 * rows))
             else:
                 kind = checkpoint.blocks(source)
                 own = -1 if kind is None else library().specbeam_format_of(kind)
                 raw = mode == "keep" and own >= 0
                 near = name.startswith(("embedding", "positions", "head"))
                 exact = name.endswith(EXACT) or (name.startswith("positions") and checkpoint.config.encoder is not None)
-                other = Q8 if kind is not None else F32  # a quantized file is too large in float32
-                chosen = own if raw else {"keep": other, "int8": Q8, "int4": Q8 if near else Q4_MIN}.get(mode, F32)
-                chosen = F32 if exact else chosen
+                other = q8 if kind is not None else f32  # a quantized file is too large in float32
+                chosen = own if raw else {"keep": other, "int8": q8, "int4": q8 if near else q4}.get(mode, f32)
+                chosen = f32 if exact else chosen
                 size = library().specbeam_matrix_bytes(chosen, rows, shape[1])
                 parts.append(Part(name, source, chosen, rows, shape[1], raw, offset, size))
             offset += -(-parts[-1].size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

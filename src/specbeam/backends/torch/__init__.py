@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Segment, logits_wanted
+from specbeam.backends.contract import TreeBatch, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.digest import digest_of
@@ -105,7 +105,7 @@ class TorchBackend(TensorBackend):
         return slots
 
     @torch.inference_mode()
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[TreeBatch]) -> Tensor:
         tokens = np.concatenate([s.tokens for s in segments])
         positions = np.concatenate([s.positions for s in segments])
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
@@ -116,7 +116,7 @@ class TorchBackend(TensorBackend):
             parts = [self._part(s, start) for s, start in zip(segments, starts.tolist(), strict=False)]
             return self.model(inputs[0], inputs[1], parts, inputs[2], vocab).float()
 
-    def _part(self, segment: Segment, start: int) -> TreeSegment:
+    def _part(self, segment: TreeBatch, start: int) -> TreeSegment:
         """A segment whose nodes begin at a row of the batch."""
         seen = seen_by(segment)
         masks = {window: seen.near(segment.positions, window) for window in self._windows}
@@ -127,7 +127,7 @@ class TorchBackend(TensorBackend):
             seen=index(seen.slots, self.device),
             visible={w: None if mask is None else to_device(mask, self.device) for w, mask in masks.items()},
             source=None if segment.source is None else index(segment.source, self.device),
-            watch=None if segment.watch is None else (segment.watch, segment.positions),
+            probe=None if segment.probe is None else (segment.probe, segment.positions),
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.backends.torch.transfer import to_device
 from specbeam.core.selection import MASKED, NextBeams, Selection
 
@@ -125,7 +125,7 @@ class Suffixes:
     """
 
     def __init__(
-        self, segments: Sequence[Segment], shapes: Sequence[tuple[tuple[int, int], int] | None], device: str
+        self, segments: Sequence[TreeBatch], shapes: Sequence[tuple[tuple[int, int], int] | None], device: str
     ) -> None:
         room = max(shape[0][1] for shape in shapes if shape is not None)
         places, ends = list[NDArray[np.int64]](), list[NDArray[np.int64]]()

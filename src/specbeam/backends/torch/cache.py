@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.backends.torch.transfer import to_device
 
 MIN_CAPACITY = 64
@@ -82,7 +82,7 @@ class Seen(NamedTuple):
         return near if self.visible is None else near & self.visible
 
 
-def seen_by(segment: Segment) -> Seen:
+def seen_by(segment: TreeBatch) -> Seen:
     """The slots that the nodes of a segment see."""
     positions = segment.positions
     prefix = segment.prefix[: positions.max() + 1]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Segment, logits_wanted
+from specbeam.backends.contract import TreeBatch, logits_wanted
 from specbeam.backends.devices import DTYPES
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.ahead import PASSES_IN_FLIGHT, Flags, Group, Suffixes, go_ahead
@@ -104,7 +104,7 @@ class GpuBackend(TorchBackend):
                 self._store.reserve(max(slots, MIN_CAPACITY))
 
     @torch.inference_mode()
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[TreeBatch]) -> Tensor:
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         inputs, queries = self._inputs(segments)
@@ -129,7 +129,7 @@ class GpuBackend(TorchBackend):
     @torch.inference_mode()
     def forward_ahead(
         self,
-        segments: list[Segment],
+        segments: list[TreeBatch],
         requests: Sequence[SelectionRequest],
         beams: Sequence[NextBeams | None],
         passes: int,
@@ -158,7 +158,7 @@ class GpuBackend(TorchBackend):
             going = Chosen(self, ready, segments, requests, beams, inputs.suffixes, last, vocab)
             return go_ahead(going, passes, flags, halt)
 
-    def _inputs(self, segments: list[Segment], more: int = 0) -> tuple[Inputs, int]:
+    def _inputs(self, segments: list[TreeBatch], more: int = 0) -> tuple[Inputs, int]:
         """The numbers of a pass, and how many queries read keys together at most."""
         queries = queries_of(max(len(s.tokens) for s in segments), self._group, self.dtype)
         return make_inputs(segments, queries // self._group, more), queries
@@ -294,7 +294,7 @@ class Likeliest:
     """
 
     def __init__(
-        self, backend: GpuBackend, ready: Pass, segments: Sequence[Segment], passes: int, ends: Tensor, vocab: int
+        self, backend: GpuBackend, ready: Pass, segments: Sequence[TreeBatch], passes: int, ends: Tensor, vocab: int
     ) -> None:
         self._backend, self._ready, self._vocab, self._count = backend, ready, vocab, len(segments)
         nodes, _ = ready.sizes.views(ready.numbers)
@@ -338,7 +338,7 @@ class Chosen:
         self,
         backend: GpuBackend,
         ready: Pass,
-        segments: Sequence[Segment],
+        segments: Sequence[TreeBatch],
         requests: Sequence[SelectionRequest],
         beams: Sequence[NextBeams | None],
         suffixes: Sequence[tuple[tuple[int, int], int] | None],

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import TreeBatch
 from specbeam.backends.torch.kernels import TILE_POSITIONS, Ancestors
 
 
@@ -64,7 +64,7 @@ class Inputs:
         return np.concatenate([nodes.ravel(), blocks.ravel(), self.slots])
 
 
-def make_inputs(segments: Sequence[Segment], per_block: int, more: int = 0) -> Inputs:
+def make_inputs(segments: Sequence[TreeBatch], per_block: int, more: int = 0) -> Inputs:
     """The numbers of a pass.
 
     Args:

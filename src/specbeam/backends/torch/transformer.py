@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.checkpoints.config import Config, Rope
 from specbeam.checkpoints.parameters import FILTER_FRAMES
-from specbeam.core.selection import Watch
+from specbeam.core.selection import AttentionProbe
 
 MAX_ROWS_TRANSPOSED = 64
 """Up to this many rows, a product of float32 on a CPU is formed transposed: see :func:`linear`."""
@@ -100,7 +100,7 @@ class TreeSegment:
         seen: the slots that any of the nodes sees, likewise.
         visible: by the window of a layer, which of these slots each node sees, bool [n, c]; None where nodes see all.
         source: the slots of the encoder's output, all of which the nodes see; None without an encoder.
-        watch: heads of cross-attention to be shown, and the positions of the nodes, int64 [n]; None for none.
+        probe: heads of cross-attention to be captured, and the positions of the nodes, int64 [n]; None for none.
     """
 
     store: KeyValues
@@ -109,7 +109,7 @@ class TreeSegment:
     seen: slice | Tensor
     visible: dict[int | None, Tensor | None]
     source: slice | Tensor | None = None
-    watch: tuple[Watch, NDArray[np.int64]] | None = None
+    probe: tuple[AttentionProbe, NDArray[np.int64]] | None = None
 
 
 class Attention(nn.Module):
@@ -161,16 +161,16 @@ class CrossAttention(nn.Module):
         for s in segments:
             keys, values = (of[:, s.source] for of in s.store.layer(self.layer))
             outs.append(attend(q[s.rows], keys, values, None, self.scale, self.softcap))
-            if s.watch is not None:
-                self._show(*s.watch, q[s.rows], keys)
+            if s.probe is not None:
+                self._capture(*s.probe, q[s.rows], keys)
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
 
-    def _show(self, watch: Watch, positions: NDArray[np.int64], q: Tensor, keys: Tensor) -> None:
+    def _capture(self, probe: AttentionProbe, positions: NDArray[np.int64], q: Tensor, keys: Tensor) -> None:
         """Write the scores of this layer's watched heads, from q [n, heads, head_dim], keys [kv_heads, p, head_dim]."""
-        for number, (layer, head) in enumerate(watch.heads):
+        for number, (layer, head) in enumerate(probe.heads):
             if layer == self.layer:
-                own = keys[head * len(keys) // q.shape[1], : watch.scores.shape[2]]
-                watch.scores[number, positions] = (q[:, head] @ own.t() * self.scale).float().cpu().numpy()
+                own = keys[head * len(keys) // q.shape[1], : probe.scores.shape[2]]
+                probe.scores[number, positions] = (q[:, head] @ own.t() * self.scale).float().cpu().numpy()
 
     def place(self, states: Tensor, store: KeyValues, slots: slice | Tensor) -> None:
         """The same for this layer alone as :meth:`Transformer.place`."""

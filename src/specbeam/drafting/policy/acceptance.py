@@ -41,12 +41,12 @@ class Acceptance:
         self._weights = np.full_like(self._first, PRIOR_WEIGHT)
 
     @property
-    def chances(self) -> NDArray[np.float64]:
-        """The chance that a draft token of each bucket is accepted, float64 [buckets]."""
+    def rates(self) -> NDArray[np.float64]:
+        """The probability that a draft token of each bucket is accepted, float64 [buckets]."""
         return np.minimum(self._rates, 1.0)
 
     def surviving(self, matched: ArrayLike, depth: int) -> NDArray[np.float64]:
-        """The chances that draft tokens after matches of these lengths are accepted down to each level.
+        """The probabilities that draft tokens after matches of these lengths are accepted down to each level.
 
         Args:
             matched: in tokens, one or [n]. An accepted token makes the match longer. 0 counts as 1.
@@ -54,7 +54,7 @@ class Acceptance:
         Returns:
             float64 [depth] or [n, depth].
         """
-        return np.cumprod(self.chances[match_bucket(np.add.outer(np.maximum(matched, 1), np.arange(depth)))], axis=-1)
+        return np.cumprod(self.rates[match_bucket(np.add.outer(np.maximum(matched, 1), np.arange(depth)))], axis=-1)
 
     def learn(self, bucket: int, accepted: float, proposed: float) -> None:
         """Take in how many of a bucket's draft tokens were accepted in a round."""

@@ -18,18 +18,27 @@ from numpy.typing import NDArray
 from specbeam.core.tree import Nodes, Tree
 from specbeam.drafting.policy import SKIPPED, Cost, DraftTokens
 from specbeam.drafting.policy.acceptance import Acceptance, Rounds, match_bucket
-from specbeam.drafting.policy.sizes import Shape, Sizes
+from specbeam.options.declared import MAX_SIZES
 
 MATCH_PRIOR = (0.2, 0.45, 0.65, 0.75, 0.9)
-"""By the length of a match, the chance to assume below a single tip (docs/decisions/lookup-matches.md)."""
+"""By the length of a match, the probability to assume below a single tip (docs/decisions/lookup-matches.md)."""
 TYPICAL_MATCH = 2
 """The match to expect, in tokens, where none has been looked up yet."""
 LEVEL_PRIOR = 2 / 3
-"""The chance to assume that a step chooses among a level of draft tokens."""
+"""The probability to assume that a step chooses among a level of draft tokens."""
 MIN_GAIN = 1.05
 """Draft only if that promises this many times as many steps per second. The drafting itself takes time, too."""
 FURTHER_TOKENS = 64
 """Sequences are expected to get this much longer at most. A draft model that reads the prompt must pay by then."""
+MAX_ADAPTIVE_DEPTH = 12
+"""Tokens drafted ahead, where ``num_draft_tokens`` adapts."""
+MAX_ADAPTIVE_DRAFT_TOKENS = 128
+"""Draft tokens per pass of the target, where sizes adapt."""
+MAX_ADAPTIVE_DRAFT_TOKENS_PER_BEAM = 8
+"""The same for many beams, if that is more."""
+
+Shape = tuple[int, int]
+"""Width and depth of a draft: draft tokens per level (with chains: chains per tip), and levels."""
 
 
 def fewest_seconds(
@@ -131,13 +140,13 @@ class Controller:
         """The most tokens of a level of a tree."""
         return self._now.sizes.widths[-1]
 
-    def expanded(self, level: NDArray[np.float64], depth: int, chances: NDArray[np.float64], spent: float) -> int:
+    def expanded(self, level: NDArray[np.float64], depth: int, probabilities: NDArray[np.float64], spent: float) -> int:
         """How many nodes of a level to draft below.
 
         Args:
             level: the nodes' probabilities by the draft, the likeliest first, float64 [n].
             depth: of the level below the tip.
-            chances: the probabilities of all draft tokens so far, float64 [n].
+            probabilities: of all draft tokens so far, float64 [n].
             spent: seconds of the draft's passes so far.
         """
         sizes = self._now.sizes
@@ -145,20 +154,20 @@ class Controller:
             return 0
         if sizes.num_draft_tokens is not None and sizes.draft_width is not None:
             return len(level)
-        seconds_per_token, draft_tokens = self._best_count(chances, spent)
+        seconds_per_token, draft_tokens = self._best_count(probabilities, spent)
         one_more_draft_token = self._target(2 + draft_tokens) - self._target(1 + draft_tokens)
         nodes = 0
-        for chance in level.tolist():
+        for probability in level.tolist():
             cost = self.draft_cost(nodes + 1) - self.draft_cost(nodes) + one_more_draft_token
-            if self._trust * chance * seconds_per_token <= cost:
+            if self._trust * probability * seconds_per_token <= cost:
                 break
             nodes += 1
         return max(nodes, int(not depth or sizes.num_draft_tokens is not None))
 
-    def worthwhile(self, chances: NDArray[np.float64], spent: float) -> int:
+    def worthwhile(self, probabilities: NDArray[np.float64], spent: float) -> int:
         """How many of the likeliest draft tokens to verify, after this many seconds of drafting."""
         sizes = self._now.sizes
-        wanted = len(chances) if sizes.draft_tokens_are_fixed else self._best_count(chances, spent)[1]
+        wanted = len(probabilities) if sizes.draft_tokens_are_fixed else self._best_count(probabilities, spent)[1]
         return min(wanted, sizes.max_draft_tokens)
 
     @property
@@ -208,7 +217,7 @@ class Controller:
             for level in range(proposed):
                 now.acceptance.learn(match_bucket(max(1, self._matched) + level), level < accepted, 1)
         elif sizes.is_tree:
-            now.acceptance.learn(0, accepted, float(draft_tokens.chances.sum()))
+            now.acceptance.learn(0, accepted, float(draft_tokens.probabilities.sum()))
         else:
             needed = [_needed_width(draft_tokens, tree, tips, sizes.chains) for tips in steps[:accepted]]
             for bucket, width in enumerate(sizes.widths):
@@ -237,20 +246,20 @@ class Controller:
         return (least + reading if best[1] else plain), best
 
     def _surviving(self, drafts: Drafts, width: int, depth: int, matched: int | None) -> NDArray[np.float64]:
-        """The chances that draft tokens down to each level are accepted, float64 [depth]."""
+        """The probabilities that draft tokens down to each level are accepted, float64 [depth]."""
         if matched is not None:
             return drafts.acceptance.surviving(matched, depth)
-        chance = drafts.acceptance.chances[0 if drafts.sizes.is_tree else drafts.sizes.widths.index(width)]
-        return np.cumprod(np.full(depth, chance))
+        rate = drafts.acceptance.rates[0 if drafts.sizes.is_tree else drafts.sizes.widths.index(width)]
+        return np.cumprod(np.full(depth, rate))
 
     @property
     def _trust(self) -> float:
         """The factor from the draft's probabilities in a tree to the observed rates."""
-        return float(self._now.acceptance.chances[0])
+        return float(self._now.acceptance.rates[0])
 
-    def _best_count(self, chances: NDArray[np.float64], spent: float) -> tuple[float, int]:
+    def _best_count(self, probabilities: NDArray[np.float64], spent: float) -> tuple[float, int]:
         """The number of draft tokens that gives the most tokens per second, and the seconds per token."""
-        tokens = (1 + self._trust * np.cumsum(np.sort(chances)[::-1])).tolist()
+        tokens = (1 + self._trust * np.cumsum(np.sort(probabilities)[::-1])).tolist()
         counts = range(1, 1 + len(tokens))
         return fewest_seconds(counts, tokens, lambda count: spent + self._target(1 + count), spent + self._target(1))
 
@@ -269,3 +278,104 @@ def _needed_width(draft_tokens: DraftTokens, tree: Tree, tips: Nodes, chains: bo
     depths = tree.depths(draft_tokens.nodes)  # the levels of the draft's search, each the likeliest first
     among = draft_tokens.nodes[depths == depths[np.isin(draft_tokens.nodes, tips)].max(initial=0)]
     return 1 + int(np.flatnonzero(np.isin(among, tips)).max(initial=0))
+
+
+class Sizes:
+    """The sizes of drafts below some tips. A size that was asked for is fixed, and the others adapt.
+
+    Args:
+        num_draft_tokens: the draft length; None adapts.
+        draft_width: draft tokens per level below all tips; with chains, chains per tip; None adapts.
+        draft_budget: the most draft tokens per pass of the target; None adapts.
+        num_tips: 1, or the number of beams.
+        chains: draft tokens come in chains below each tip, not in levels below all of them.
+        one_width: all chains that adapt have a width of 1.
+        room: the most draft tokens whose logits fit into memory. Sizes that were asked for may have more.
+
+    Attributes:
+        widths: the allowed widths, ascending.
+        depths: the allowed depths, ascending. If the depth adapts, the first is 0, which is no draft. It is the only
+            one if the narrowest level does not fit into memory.
+        allowed: by width, the depths of drafts that have no more than ``max_draft_tokens``, ascending. The narrowest
+            has one at least, which :meth:`within_budget` cuts.
+    """
+
+    def __init__(
+        self,
+        num_draft_tokens: int | None,
+        draft_width: int | None,
+        draft_budget: int | None,
+        num_tips: int,
+        chains: bool,
+        one_width: bool = False,
+        room: int = MAX_SIZES["draft_budget"],
+    ) -> None:
+        self.num_draft_tokens = num_draft_tokens
+        self.draft_width = draft_width
+        self.draft_budget = draft_budget
+        self.num_tips = n = num_tips
+        self.chains = chains
+        levels = [1, 2, 4] if n == 1 else [n, n + (n + 1) // 2, 2 * n, 3 * n]
+        adaptive = [1] if one_width else [1, 2] if chains else levels
+        self.widths = adaptive if draft_width is None else [draft_width]
+        self.depths = [*range(MAX_ADAPTIVE_DEPTH + 1)] if num_draft_tokens is None else [num_draft_tokens]
+        self._max_adaptive = max(MAX_ADAPTIVE_DRAFT_TOKENS, MAX_ADAPTIVE_DRAFT_TOKENS_PER_BEAM * n)
+        if draft_budget is None:
+            self._fit_into(room)
+        most, depths = self.max_draft_tokens, [*filter(None, self.depths)]
+        self.allowed = {w: [depth for depth in depths if self.draft_tokens(w, depth) <= most] for w in self.widths}
+        self.allowed[self.widths[0]] = self.allowed[self.widths[0]] or depths[:1]
+
+    def _fit_into(self, room: int) -> None:
+        """Leave out the sizes that adapt and have more draft tokens than there is room for."""
+        least_depth = self.num_draft_tokens or 1
+        self.widths = [w for w in self.widths if self.draft_tokens(w, least_depth) <= room] or self.widths[:1]
+        if self.num_draft_tokens is None:
+            deepest = room // self.draft_tokens(self.widths[0], 1)
+            self.depths = self.depths[: 1 + (deepest if self.draft_width is None else max(1, deepest))]
+        self._max_adaptive = min(self._max_adaptive, max(room, self.draft_tokens(self.widths[0], least_depth)))
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts are trees, of the likeliest tokens below one tip."""
+        return self.num_tips == 1 and not self.chains
+
+    @property
+    def draft_tokens_are_fixed(self) -> bool:
+        """Whether a width or a budget was asked for: the target then verifies as many draft tokens as that allows."""
+        return self.draft_width is not None or self.draft_budget is not None
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most draft tokens in a pass of the target."""
+        most = self.draft_tokens(self.widths[-1], self.depths[-1])
+        if self.draft_budget is not None:
+            return min(most, self.draft_budget)
+        fixed = self.num_draft_tokens is not None and self.draft_width is not None
+        return min(most, MAX_SIZES["draft_budget"] if fixed else self._max_adaptive)
+
+    @property
+    def max_drafted(self) -> int:
+        """The most nodes that a draft model evaluates in a round. Some may not become draft tokens."""
+        return self.widths[-1] * self.depths[-1]
+
+    @property
+    def max_drafted_at_once(self) -> int:
+        """The most nodes at which a pass of a draft model needs logits: of one level."""
+        return self.num_tips if self.chains else max(self.num_tips, self.widths[-1])
+
+    @property
+    def none(self) -> Shape:
+        """No draft."""
+        return self.widths[0], 0
+
+    def within_budget(self, width: int, depth: int) -> Shape:
+        """A shape, made smaller if it has more draft tokens than are allowed."""
+        if not depth:
+            return self.none
+        most = self.max_draft_tokens
+        return min(width, most), min(depth, max(1, most // self.draft_tokens(width, 1)))
+
+    def draft_tokens(self, width: int, depth: int) -> int:
+        """The number of draft tokens in a shape."""
+        return width * depth * (self.num_tips if self.chains else 1)

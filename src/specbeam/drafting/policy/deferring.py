@@ -71,7 +71,7 @@ class LikelyNeeded:
     what the best hypothesis lost per token so far.
 
     Args:
-        longest: the length of the longest hypotheses, in new tokens.
+        max_length: the length of the longest hypotheses, in new tokens.
         num_beams: of the search.
         cost: of a pass.
         plain_cost: of a pass over all beams, without lazy steps.
@@ -83,7 +83,7 @@ class LikelyNeeded:
 
     def __init__(
         self,
-        longest: int,
+        max_length: int,
         num_beams: int,
         cost: Cost,
         plain_cost: Cost,
@@ -91,7 +91,7 @@ class LikelyNeeded:
         num_returned: int = 1,
         later: Rounds | None = None,
     ) -> None:
-        self._longest = longest
+        self._max_length = max_length
         self._num_beams = num_beams
         self._num_returned = num_returned
         self._cost = cost
@@ -100,32 +100,32 @@ class LikelyNeeded:
         self._later_rounds = later
         self._best = {0: 0.0}  # the score of the best hypothesis, by its length, since RECENT_TOKENS ago
 
-    def pays(self, scores: Scores, length: int) -> bool:
+    def should_defer(self, scores: Scores, length: int) -> bool:
         """Whether to defer beams from here on.
 
         Args:
             scores: of all beams of a step, float32 [num_beams].
             length: of the beams, in new tokens.
         """
-        costs, chances = self._costs(), self._chances(scores, np.ones(len(scores), bool), 0, length)
-        wanted = self._cheapest(chances, np.full(len(scores), length), costs)
+        costs, probabilities = self._costs(), self._probabilities(scores, np.ones(len(scores), bool), 0, length)
+        wanted = self._cheapest(probabilities, np.full(len(scores), length), costs)
         plain_cost = self._plain_cost(self._num_beams)
-        return bool(costs[wanted.sum() - 1] < plain_cost) or self._drafts_pay(chances[1:], length, plain_cost)
+        return bool(costs[wanted.sum() - 1] < plain_cost) or self._should_draft(probabilities[1:], length, plain_cost)
 
-    def drafts_pay(self, deferred: Deferred, count: int) -> bool:
+    def should_draft(self, deferred: Deferred, count: int) -> bool:
         """Whether to draft below the best beam, where this many beams are evaluated."""
         best = deferred.best
         length = int(deferred.lengths[best])
-        chances = self._chances(deferred.scores, deferred.leading, best, length)
-        return self._drafts_pay(np.delete(chances, best), length, self._cost(count))
+        probabilities = self._probabilities(deferred.scores, deferred.leading, best, length)
+        return self._should_draft(np.delete(probabilities, best), length, self._cost(count))
 
-    def _drafts_pay(self, chances: NDArray[np.float64], length: int, cost: float) -> bool:
+    def _should_draft(self, probabilities: NDArray[np.float64], length: int, cost: float) -> bool:
         """Whether drafts below the best beam alone are expected to make steps cheaper than they are without.
 
-        The square of the highest chance fits measured costs of later passes (docs/decisions/deferred-beams.md).
+        The square of the highest probability fits measured costs of later passes (docs/decisions/deferred-beams.md).
 
         Args:
-            chances: that each other beam is needed, float64 [n].
+            probabilities: that each other beam is needed, float64 [n].
             length: of the best beam, in new tokens.
             cost: of a step without drafts, in seconds.
         """
@@ -133,39 +133,41 @@ class LikelyNeeded:
             return False
         if self._drafts.reading_seconds and length < RECENT_TOKENS:  # paid at once, and more will soon be known
             return False
-        later = chances.max(initial=0.0) ** 2 * self._later(cost)
-        pay = self._drafts.seconds_per_step(self._longest - length) <= (1 - MIN_DRAFTS_SAVING) * cost - later
-        if not pay:
+        later = probabilities.max(initial=0.0) ** 2 * self._later(cost)
+        saves = self._drafts.seconds_per_step(self._max_length - length) <= (1 - MIN_DRAFTS_SAVING) * cost - later
+        if not saves:
             self._drafts.skip()
-        return pay
+        return saves
 
     def choose(self, deferred: Deferred) -> Mask:
         """The beams to evaluate in the next pass, at least one of them, bool [n]."""
         best = deferred.best
-        chances = self._chances(deferred.scores, deferred.leading, best, int(deferred.lengths[best]))
-        return self._cheapest(chances, deferred.lengths, self._costs())
+        probabilities = self._probabilities(deferred.scores, deferred.leading, best, int(deferred.lengths[best]))
+        return self._cheapest(probabilities, deferred.lengths, self._costs())
 
-    def _cheapest(self, chances: NDArray[np.float64], lengths: NDArray[np.int64], costs: NDArray[np.float64]) -> Mask:
+    def _cheapest(
+        self, probabilities: NDArray[np.float64], lengths: NDArray[np.int64], costs: NDArray[np.float64]
+    ) -> Mask:
         """The likeliest beams, as many as have the lowest expected costs, bool [n].
 
         A beam that is deferred but needed costs what it adds to a later pass. All beams of one length can share that
-        pass. So the pass itself is needed with the chance of the likeliest deferred beam of this length.
+        pass. So the pass itself is needed with the probability of the likeliest deferred beam of this length.
 
         Args:
-            chances: that each beam is needed, float64 [n].
+            probabilities: that each beam is needed, float64 [n].
             lengths: of the beams, in new tokens, int64 [n].
         """
-        likeliest = (-chances).argsort(kind="stable")
-        chances, lengths = chances[likeliest], lengths[likeliest]
+        likeliest = (-probabilities).argsort(kind="stable")
+        probabilities, lengths = probabilities[likeliest], lengths[likeliest]
         by_length = lengths.argsort(kind="stable")
         first, second = by_length[:-1], by_length[1:]
-        next_chances = np.zeros(len(chances))
-        next_chances[first] = chances[second] * (lengths[first] == lengths[second])
+        of_next = np.zeros(len(probabilities))
+        of_next[first] = probabilities[second] * (lengths[first] == lengths[second])
         added = (costs[-1] - costs[0]) / max(1, len(costs) - 1)
-        later = chances * added + (chances - next_chances) * LATER_PASS_COST * self._later(costs[0])
-        most = min(len(chances), len(costs))
+        later = probabilities * added + (probabilities - of_next) * LATER_PASS_COST * self._later(costs[0])
+        most = min(len(probabilities), len(costs))
         count = 1 + int((costs[:most] - later[:most].cumsum()).argmin())
-        cheapest = np.zeros(len(chances), bool)
+        cheapest = np.zeros(len(probabilities), bool)
         cheapest[likeliest[:count]] = True
         return cheapest
 
@@ -177,8 +179,8 @@ class LikelyNeeded:
         """Of passes over 1 node, 2 nodes, and so on up to all beams, float64 [num_beams]."""
         return np.maximum.accumulate([self._cost(nodes) for nodes in range(1, self._num_beams + 1)])
 
-    def _chances(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
-        """The chances that beams with these scores, float32 [n], are needed. The best one surely is.
+    def _probabilities(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
+        """The probabilities that beams with these scores, float32 [n], are needed. The best one surely is.
 
         Args:
             leading: those from which the search can go on, bool [n].
@@ -188,11 +190,11 @@ class LikelyNeeded:
         possible = np.maximum(scores.astype(np.float64), IMPOSSIBLE_SCORE)
         returned = np.sort(possible[leading])[::-1][: self._num_returned] if leading.any() else possible[[best]]
         gaps = np.maximum(returned[-1] - possible, 0.0)
-        loss = self._loss_per_token(float(possible[best]), length) * max(1, self._longest - length)
+        loss = self._loss_per_token(float(possible[best]), length) * max(1, self._max_length - length)
         deviations = (math.log(loss) - np.log(gaps + MIN_LOSS)) / LOSS_DEVIATION
-        chances = np.asarray(1 / (1 + np.exp(np.clip(-LOGISTIC * deviations, -30, 30))))
-        chances[gaps == 0] = chances[best] = 1.0
-        return chances
+        probabilities = np.asarray(1 / (1 + np.exp(np.clip(-LOGISTIC * deviations, -30, 30))))
+        probabilities[gaps == 0] = probabilities[best] = 1.0
+        return probabilities
 
     def _loss_per_token(self, score: float, length: int) -> float:
         """The log-probability that the best hypothesis, with this score and length, will probably lose per token."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from specbeam.errors import ConstraintError
 from specbeam.structured import JsonSchema
 from specbeam.structured.grammar import Parsed
+from specbeam.structured.tools.formats import ToolFormat
 from specbeam.structured.tools.reader import FENCE, SPACE, THOUGHTS, bare
-from specbeam.structured.tools.tool_format import ToolFormat
 from specbeam.structured.trials import byte_tokenizer, limits
 
 KEYS = ("arguments", "parameters")

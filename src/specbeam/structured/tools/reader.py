@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import reduce
 
-from specbeam.structured.tools.tool_format import ToolFormat
+from specbeam.structured.tools.formats import ToolFormat
 
 THOUGHTS = ("<think>", "</think>")
 SPACE = r"[ \n\r\t]*"

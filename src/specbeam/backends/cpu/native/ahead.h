@@ -7,16 +7,8 @@
 #include <vector>
 
 #include "model.h"
-#include "select.h"
 
 namespace specbeam {
-
-// How the nodes of a segment go on. AheadStruct in library.py mirrors this structure.
-struct Ahead {
-  const int64_t *slots;  // [passes - 1, nodes], of the nodes to come
-  const float *scores;   // [nodes], of beams; null for one sequence, which goes on by the highest token
-  double best_above, all_above;
-};
 
 // A sequence, or the beams of one search.
 class Continuation {

@@ -43,7 +43,7 @@ struct Loaded {
   static Model with_layers(const ModelConfig &config) {
     Model empty{};
     empty.config = config;
-    empty.layers.resize(config.layers);
+    empty.layers.resize(config.num_layers);
     return empty;
   }
 
@@ -84,8 +84,29 @@ static const char *fill_slots(Cache &cache, const Segment *segments, int64_t cou
 
 using namespace specbeam;
 
+static const char *const INTERFACE =
+#define ENUM(name, ...) "enum " #name "{" #__VA_ARGS__ "}\n"
+#define STRUCTURE(name) "struct " #name "{"
+#define FIELD(type, name) #type " " #name ";"
+#define END "}\n"
+#define FUNCTION(result, name, ...) #result " " #name "(" #__VA_ARGS__ ")\n"
+#include "interface.def"
+    ;
+
 #pragma GCC visibility push(default)
 extern "C" {
+
+#define FUNCTION(result, name, ...) result specbeam_##name(__VA_ARGS__);
+#include "interface.def"
+
+const char *specbeam_interface() { return INTERFACE; }
+
+// A hash of the interface (FNV-1a), which library.py compares with its own when it loads a library.
+int32_t specbeam_abi_version() {
+  uint32_t hash = 2166136261u;
+  for (const char *c = INTERFACE; *c; c++) hash = (hash ^ uint8_t(*c)) * 16777619u;
+  return int32_t(hash >> 1);
+}
 
 int64_t specbeam_matrix_bytes(int32_t format, int64_t rows, int64_t columns) {
   if (format < 0 || format >= FORMAT_COUNT) return -1;
@@ -94,7 +115,7 @@ int64_t specbeam_matrix_bytes(int32_t format, int64_t rows, int64_t columns) {
   return __builtin_mul_overflow(blocks_of(rows), block_bytes(Format(format), columns), &bytes) ? -1 : bytes;
 }
 
-int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMAT_COUNT ? -1 : format_of(type); }
+int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMAT_COUNT ? -1 : int32_t(format_of(type)); }
 
 // Returns 0, -1 if the sizes do not fit, or NOT_FINITE.
 int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_t rows, int64_t columns,
@@ -177,7 +198,7 @@ int32_t specbeam_model_vector(void *model, int64_t layer, const char *name, cons
 // Returns the rotation's number, or -1. frequencies: [count], copied
 int32_t specbeam_model_rope(void *model, const float *frequencies, int64_t count, float scale) {
   Model &m = static_cast<Loaded *>(model)->model;
-  if (!frequencies || count < 1 || count > m.config.head_dim / 2 || int64_t(m.ropes.size()) >= m.config.layers)
+  if (!frequencies || count < 1 || count > m.config.head_dim / 2 || int64_t(m.ropes.size()) >= m.config.num_layers)
     return -1;
   try {
     m.ropes.push_back({{frequencies, frequencies + count}, scale});
@@ -232,11 +253,11 @@ const char *specbeam_encode(void *model, const float *features, int64_t bands, i
   if (!encoder) return "the model has no encoder";
   if (const char *reason = incomplete(loaded.model)) return reason;
   if (!features || !states) return "an array is missing";
-  if (bands != encoder->config.bands || frames != 2 * encoder->config.context)
+  if (bands != encoder->config.bands || frames != 2 * encoder->config.context_length)
     return "the features have another shape than the encoder reads";
-  if (first < 0 || first >= end || end > encoder->config.layers) return "there are no such layers";
+  if (first < 0 || first >= end || end > encoder->config.num_layers) return "there are no such layers";
   try {
-    if (const char *reason = loaded.one_layer->reserve(encoder->config.context)) return reason;
+    if (const char *reason = loaded.one_layer->reserve(encoder->config.context_length)) return reason;
     encode(*encoder, *loaded.one_layer, loaded.pool(), *loaded.workspace, features, first, end, states);
     return nullptr;
   } catch (const std::exception &) {
@@ -277,7 +298,8 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   if (const char *reason = incomplete(loaded.model)) return reason;
   Cache &cache = loaded.cache;
   if (const char *reason = wrong(loaded.model, cache, segments, count, wanted, wanted_count)) return reason;
-  if (vocab < 1 || vocab > loaded.model.config.vocab) return "vocab is not between 1 and the size of the vocabulary";
+  if (vocab < 1 || vocab > loaded.model.config.vocab_size)
+    return "vocab is not between 1 and the size of the vocabulary";
   if (wanted_count && !logits) return "there is no room for the logits";
   const char *reason = fill_slots(cache, segments, count);
   if (!reason) reason = wrong_ancestors(loaded.model, cache, segments, count);

@@ -201,8 +201,9 @@ template <bool WHOLE> class Work {
     const int64_t head_dim = a.config.head_dim;
     for (int64_t row = 0; row < rows; row++)
       Sums(sums + row * sums_size(width), width)
-          .finish(a.out + ((tile.node + row / group) * a.config.heads + item.kv_head * group + row % group) * head_dim,
-                  head_dim);
+          .finish(
+              a.out + ((tile.node + row / group) * a.config.num_heads + item.kv_head * group + row % group) * head_dim,
+              head_dim);
   }
 
  private:
@@ -212,7 +213,7 @@ template <bool WHOLE> class Work {
     while (from < to) {
       const bool on_prefix = start + from < segment.prefix_length;
       const int64_t stop = on_prefix ? std::min(to, segment.prefix_length - start) : to;
-      const int64_t *path = segment.path(tile.first + node, start + from);
+      const int64_t *path = ancestors(segment, tile.first + node, start + from);
       for (int64_t t = from; t < stop; t++) slots[t] = std::max<int64_t>(path[t - from], 0);
       from = stop;
     }
@@ -562,7 +563,7 @@ void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, 
          const float *values) {
   static thread_local Buffer<uint32_t> numbers;
   uint32_t *key = room(numbers, cache.lanes);
-  for (int64_t h = 0; h < c.kv_heads; h++, keys += c.head_dim, values += c.head_dim) {
+  for (int64_t h = 0; h < c.num_kv_heads; h++, keys += c.head_dim, values += c.head_dim) {
     uint8_t *base = cache.first_block(layer, h), *value = base + cache.value_at(slot);
     if (cache.whole) {
       const float scales[] = {
@@ -602,13 +603,13 @@ void join(const Attention &a, int64_t node) {
   const Tile &tile = a.tiles[a.tile_of[node]];
   if (tile.parts < 0) return;
   const int64_t group = a.group(), rows = tile.count * group, width = a.cache.width;
-  for (int64_t h = 0; h < a.config.heads; h++) {
+  for (int64_t h = 0; h < a.config.num_heads; h++) {
     const int64_t row = (node - tile.node) * group + h % group, splits = tile.end - tile.split;
     float *parts = a.parts + tile.parts + (h / group * splits * rows + row) * sums_size(width);
     Sums sums(parts, width);
     for (int64_t split = 1; split < splits; split++)
       sums.add(Sums(parts + split * rows * sums_size(width), width), width);
-    sums.finish(a.out + (node * a.config.heads + h) * a.config.head_dim, a.config.head_dim);
+    sums.finish(a.out + (node * a.config.num_heads + h) * a.config.head_dim, a.config.head_dim);
   }
 }
 

@@ -41,7 +41,7 @@ struct Attention {
   const std::vector<int32_t> &tile_of;  // by node
   float *parts;                         // [kv head, split, row of the tile, sums_size(width)] for each tile
 
-  int64_t group() const { return config.heads / config.kv_heads; }
+  int64_t group() const { return config.num_heads / config.num_kv_heads; }
   int64_t first_seen(int64_t position) const { return specbeam::first_seen(position, window); }
 };
 

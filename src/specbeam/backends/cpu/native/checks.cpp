@@ -7,22 +7,36 @@
 
 namespace specbeam {
 
+// The first value in a structure that its type does not allow, or null.
+template <class T> const char *wrong_value(const T &) { return nullptr; }
+inline const char *wrong_value(double number) {
+  return !std::isfinite(number) ? "a number is not finite" : number < 0 ? "a number is negative" : nullptr;
+}
+#define ENUM(name, ...)                             \
+  inline const char *wrong_value(name value) {      \
+    for (name one : {__VA_ARGS__})                  \
+      if (value == one) return nullptr;             \
+    return "a value is not one of those of " #name; \
+  }
+#define STRUCTURE(name) inline const char *wrong_value(const name &s) {
+#define FIELD(type, name) \
+  if (const char *reason = wrong_value(s.name)) return reason;
+#define END       \
+  return nullptr; \
+  }
+#include "interface.def"
+
 const char *wrong(const ModelConfig &c) {
-  for (int64_t size : {c.vocab, c.hidden, c.inner, c.layers, c.heads, c.kv_heads, c.head_dim, c.context})
+  for (int64_t size : {c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads, c.num_kv_heads,
+                       c.head_dim, c.context_length})
     if (size < 1 || size > INT32_MAX) return "a size is not between 1 and 2^31 - 1";
-  if (c.layers > MAX_LAYERS) return "there are too many layers";
+  if (c.num_layers > MAX_LAYERS) return "there are too many layers";
   if (c.bands < 0 || c.bands > INT32_MAX ||
-      (c.bands && std::max({3 * c.bands, 3 * c.hidden, 2 * c.context}) > INT32_MAX))
+      (c.bands && std::max({3 * c.bands, 3 * c.hidden_size, 2 * c.context_length}) > INT32_MAX))
     return "the frames of sound are too large, or too many";
-  if (c.heads % c.kv_heads) return "the number of heads is not a multiple of the number of key heads";
-  if (c.heads > INT32_MAX / 3 / c.head_dim || c.inner > INT32_MAX / 2) return "a layer is too wide";
-  if (c.activation < SILU || c.activation > GELU_TANH) return "the activation is not known";
-  for (int64_t flag : {c.layer_norm, c.gated, c.parallel, c.whole_cache})
-    if (flag != 0 && flag != 1) return "a flag is neither 0 nor 1";
-  for (double number : {c.norm_eps, c.attention_scale, c.embedding_scale, c.attention_softcap, c.logits_softcap})
-    if (!std::isfinite(number)) return "a number is not finite";
-  if (c.norm_eps < 0 || c.attention_softcap < 0 || c.logits_softcap < 0) return "a number is negative";
-  return nullptr;
+  if (c.num_heads % c.num_kv_heads) return "the number of heads is not a multiple of the number of key heads";
+  if (c.num_heads > INT32_MAX / 3 / c.head_dim || c.intermediate_size > INT32_MAX / 2) return "a layer is too wide";
+  return wrong_value(c);
 }
 
 const char *wrong(const ModelConfig &c, const ModelConfig &encoder) {
@@ -40,30 +54,34 @@ const char *incomplete(const Model &m) {
   };
   const auto sized = [](const Norm &norm, int64_t size) { return norm && norm.size == size; };
   if (c.bands) {
-    if (!shaped(m.conv1, c.hidden, 3 * c.bands) || !shaped(m.conv2, c.hidden, 3 * c.hidden)) return "a convolution";
+    if (!shaped(m.conv1, c.hidden_size, 3 * c.bands) || !shaped(m.conv2, c.hidden_size, 3 * c.hidden_size))
+      return "a convolution";
     if (!m.positions) return "the positions";
   } else {
-    if (!shaped(m.embedding, c.vocab, c.hidden) || m.embedding.parts.size() != 1) return "the embedding";
-    if (!shaped(m.head, c.vocab, c.hidden)) return "the head";
+    if (!shaped(m.embedding, c.vocab_size, c.hidden_size) || m.embedding.parts.size() != 1) return "the embedding";
+    if (!shaped(m.head, c.vocab_size, c.hidden_size)) return "the head";
   }
-  if (m.positions && (!shaped(m.positions, c.context, c.hidden) || m.positions.parts.size() != 1))
+  if (m.positions && (!shaped(m.positions, c.context_length, c.hidden_size) || m.positions.parts.size() != 1))
     return "the positions";
-  if (!sized(m.norm, c.hidden)) return "the last norm";
+  if (!sized(m.norm, c.hidden_size)) return "the last norm";
   for (const Layer &l : m.layers) {
-    if (!sized(l.attention_norm, c.hidden)) return "a norm";
-    if ((l.mlp_norm || !c.parallel) && !sized(l.mlp_norm, c.hidden)) return "a norm";
+    if (!sized(l.attention_norm, c.hidden_size)) return "a norm";
+    if ((l.mlp_norm || !c.parallel) && !sized(l.mlp_norm, c.hidden_size)) return "a norm";
     for (const Norm &norm : {l.post_attention_norm, l.post_mlp_norm})
-      if (norm && norm.size != c.hidden) return "a norm";
+      if (norm && norm.size != c.hidden_size) return "a norm";
     for (const Norm &norm : {l.q_norm, l.k_norm})
       if (norm && norm.size != c.head_dim) return "a norm of heads";
-    if (!shaped(l.qkv, (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden)) return "query, key and value";
-    if (!shaped(l.output, c.hidden, c.heads * c.head_dim)) return "the attention's output";
-    if (!shaped(l.up, c.inner * (c.gated ? 2 : 1), c.hidden) || !shaped(l.down, c.hidden, c.inner)) return "the MLP";
+    if (!shaped(l.qkv, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)) return "query, key and value";
+    if (!shaped(l.output, c.hidden_size, c.num_heads * c.head_dim)) return "the attention's output";
+    if (!shaped(l.up, c.intermediate_size * (c.gated_mlp ? 2 : 1), c.hidden_size) ||
+        !shaped(l.down, c.hidden_size, c.intermediate_size))
+      return "the MLP";
     if (m.encoder) {
-      const int64_t width = c.heads * c.head_dim, both = 2 * c.kv_heads * c.head_dim;
-      if (!sized(l.cross_norm, c.hidden)) return "a norm of cross-attention";
-      if (!shaped(l.cross_query, width, c.hidden) || !shaped(l.cross_key_value, both, m.encoder->config.hidden) ||
-          !shaped(l.cross_output, c.hidden, width))
+      const int64_t width = c.num_heads * c.head_dim, both = 2 * c.num_kv_heads * c.head_dim;
+      if (!sized(l.cross_norm, c.hidden_size)) return "a norm of cross-attention";
+      if (!shaped(l.cross_query, width, c.hidden_size) ||
+          !shaped(l.cross_key_value, both, m.encoder->config.hidden_size) ||
+          !shaped(l.cross_output, c.hidden_size, width))
         return "cross-attention";
     } else if (l.cross_query) {
       return "an encoder";
@@ -95,7 +113,8 @@ static const char *wrong_heads(const ModelConfig &c, const Segment &s) {
   if (s.rows < 1 || s.rows > INT32_MAX || s.shown < 1 || s.shown > s.source_length)
     return "the scores of watched heads have no room, or are about more positions than the source has";
   for (int64_t i = 0; i < s.watched; i++)
-    if (s.heads[2 * i] < 0 || s.heads[2 * i] >= c.layers || s.heads[2 * i + 1] < 0 || s.heads[2 * i + 1] >= c.heads)
+    if (s.heads[2 * i] < 0 || s.heads[2 * i] >= c.num_layers || s.heads[2 * i + 1] < 0 ||
+        s.heads[2 * i + 1] >= c.num_heads)
       return "a watched head is not in the model";
   for (int64_t n = 0; n < s.nodes; n++)
     if (s.positions[n] >= s.rows) return "the scores of watched heads have no row for a position";
@@ -113,11 +132,11 @@ const char *wrong(const Model &m, const Cache &cache, const Segment *segments, i
     if (bool(m.encoder) != (s->source_length > 0)) return "a segment lacks its source, or has one without an encoder";
     if (s->suffix_columns > cache.capacity) return "the suffixes are longer than the cache";
     for (int64_t n = 0; n < s->nodes; n++) {
-      if (s->tokens[n] < 0 || s->tokens[n] >= c.vocab) return "a token is not in the vocabulary";
+      if (s->tokens[n] < 0 || s->tokens[n] >= c.vocab_size) return "a token is not in the vocabulary";
       if (s->slots[n] < 0 || s->slots[n] >= cache.capacity) return "a slot is not in the cache";
       if (s->positions[n] < 0 || s->positions[n] >= s->prefix_length + s->suffix_columns)
         return "a position is beyond the prefix and the suffixes";
-      if (m.positions && s->positions[n] >= c.context) return "a position is beyond the context";
+      if (m.positions && s->positions[n] >= c.context_length) return "a position is beyond the context";
     }
     if (s->watched)
       if (const char *reason = wrong_heads(c, *s)) return reason;
@@ -139,13 +158,13 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
     int64_t seen = *least;  // the first position that a node sees in any layer
     for (const Layer &layer : m.layers) seen = std::min(seen, first_seen(*least, layer.window));
     for (int64_t p = 0; p < std::min(*deepest + 1, s->prefix_length); p++)
-      if (!holds(s->prefix[p], p) && (p >= seen || s->prefix[p] != Segment::NO_SLOT)) return reason;
+      if (!holds(s->prefix[p], p) && (p >= seen || s->prefix[p] != NO_SLOT)) return reason;
     for (int64_t p = 0; p < s->source_length; p++)
       if (!holds(s->source[p], p)) return "the slots of a source are empty or hold something else";
     for (int64_t n = 0; n < s->nodes; n++) {
       for (int64_t p = s->prefix_length; p <= s->positions[n]; p++)
-        if (!holds(*s->path(n, p), p)) return reason;
-      if (*s->path(n, s->positions[n]) != s->slots[n]) return "a node does not see its own slot";
+        if (!holds(*ancestors(*s, n, p), p)) return reason;
+      if (*ancestors(*s, n, s->positions[n]) != s->slots[n]) return "a node does not see its own slot";
     }
   }
   return nullptr;
@@ -177,7 +196,7 @@ const char *wrong(const Choice &c) {
       std::any_of(c.edit_tokens, c.edit_tokens + c.entry_count, negative))
     return "a token is negative";
   for (const Edit *e = c.edits; e != c.edits + c.edit_count; e++) {
-    if (e->kind < ADD || e->kind > RAISE) return "the kind of an edit is not known";
+    if (const char *reason = wrong_value(*e)) return reason;
     if (e->begin > e->end || e->begin < 0 || e->end > c.entry_count) return "an edit has more entries than there are";
     if (e->kind != BAN && !inside(e->values, e->end - e->begin, 1, c.value_count)) return "an edit lacks values";
   }
@@ -208,13 +227,12 @@ const char *wrong(const Choice &c) {
       return "a request lacks a part of its mask";
     if (r->noise_place != -1 && !inside(r->noise_place, r->rows, 1, c.noise_count))
       return "a request lacks streams or positions";
-    for (int64_t flag : {r->normalize, r->renormalize, r->total})
-      if (flag != 0 && flag != 1) return "a flag is neither 0 nor 1";
     if (!(r->temperature > 0) || !std::isfinite(r->temperature)) return "the temperature is not a positive number";
     if (float(r->temperature) == 0) return "the temperature is too small for float32";
     if (r->top_k < 0) return "top_k is negative";
     for (double p : {r->top_p, r->min_p, r->typical_p})
       if (!(p >= 0 && p <= 1)) return "top_p, min_p or typical_p is not in [0, 1]";
+    if (const char *reason = wrong_value(*r)) return reason;
   }
   return nullptr;
 }

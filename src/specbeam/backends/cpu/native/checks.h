@@ -3,7 +3,6 @@
 
 #include "ahead.h"
 #include "model.h"
-#include "select.h"
 
 namespace specbeam {
 

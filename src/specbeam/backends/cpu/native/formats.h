@@ -16,20 +16,9 @@
 #include <cstdint>
 
 #include "half.h"
+#include "interface.h"
 
 namespace specbeam {
-
-enum Format : int32_t {
-  F32_ROWS,  // float32, 16 lanes for each column
-  Q8,        // 8 bits, a half-float scale per group (Q8_0, our int8)
-  Q6_K,      // 6 bits, an 8-bit signed scale per 16 columns, a half-float super scale per 8 groups
-  Q5,        // 6 bits, a half-float scale per group (Q5_0)
-  Q5_MIN,    // 6 bits, a half-float scale and minimum per group (Q5_1)
-  Q5_K,      // 6 bits, an 8-bit scale and minimum per group, a half-float super scale of each per 8 groups
-  Q4_MIN,    // 4 bits, a half-float scale and minimum per group (Q4_0, Q4_1, our int4)
-  Q4_K,      // 4 bits, with the scales of Q5_K
-  FORMAT_COUNT
-};
 
 constexpr int BLOCK_ROWS = 16, GROUP_COLUMNS = 32, GROUPS_PER_SUPER = 8;
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "model.h"
-#include "select.h"
 #include "threads.h"
 
 namespace specbeam {

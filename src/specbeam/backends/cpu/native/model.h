@@ -14,20 +14,6 @@
 
 namespace specbeam {
 
-// The version of the functions that Python calls. When one changes, raise it here and in library.py.
-constexpr int32_t ABI_VERSION = 15;
-
-enum Activation : int64_t { SILU, GELU, GELU_TANH };
-
-// The numbers of checkpoints/config.py. ModelConfigStruct in library.py mirrors this structure.
-struct ModelConfig {
-  int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, context;
-  int64_t bands;  // numbers per frame of sound that an encoder reads; 0: it is no encoder
-  int64_t layer_norm, activation, gated, parallel, whole_cache;  // activation: an Activation; the others: 0 or 1
-  double norm_eps, attention_scale, embedding_scale;
-  double attention_softcap, logits_softcap;  // 0: no softcap
-};
-
 constexpr int MAX_PARTS = 8, MAX_THREADS = 1024;
 constexpr int64_t MAX_LAYERS = 1 << 16;
 
@@ -108,19 +94,19 @@ class Cache {
   std::vector<int32_t> positions;  // [capacity], of each slot's node in its sequence; EMPTY: no node
   static constexpr int32_t EMPTY = -1;
 
-  explicit Cache(const ModelConfig &c) : Cache(c, c.layers) {}
+  explicit Cache(const ModelConfig &c) : Cache(c, c.num_layers) {}
   // layers: 1 for a cache that holds one layer at a time
   Cache(const ModelConfig &c, int64_t layers)
-      : whole(c.whole_cache),
+      : whole(c.integer_cache),
         width(padded(c.head_dim)),
         lanes(whole ? width / 2 + 2 : width),
         value(whole ? width : width * int64_t(sizeof(float))),
         panel(PANEL_SLOTS * lanes * int64_t(sizeof(float))),
         keys(SLOTS_PER_BLOCK / PANEL_SLOTS * panel),
         head(keys + SLOTS_PER_BLOCK * value),
-        block(layers * c.kv_heads * head),
+        block(layers * c.num_kv_heads * head),
         layers(layers),
-        heads(c.kv_heads) {}
+        heads(c.num_kv_heads) {}
   ~Cache() {
     if (room) munmap(room, bytes + STEP_BYTES);
   }
@@ -184,24 +170,12 @@ class Cache {
   }
 };
 
-// The nodes of one tree in a pass: see backends/contract.py. SegmentStruct in library.py mirrors this structure.
-struct Segment {
-  int64_t nodes, prefix_length, suffix_columns, source_length;
-  const int64_t *tokens, *positions, *slots;  // [nodes]
-  const int64_t *prefix;    // [prefix_length], the slots of the ancestors that all nodes share; NO_SLOT: not seen
-  const int64_t *suffixes;  // [nodes, suffix_columns], the slots of each node's further ancestors
-  const int64_t *source;    // [source_length], the slots of the encoder's output, which all nodes see
-  // Heads of cross-attention whose scores at the first `shown` positions of the source are written, before the softmax.
-  int64_t watched = 0, rows = 0, shown = 0;
-  const int64_t *heads = nullptr;  // [watched, 2], the layer and the head of each
-  float *scores = nullptr;         // [watched, rows, shown]; a node's row is its position
+constexpr int64_t NO_SLOT = -1;
 
-  static constexpr int64_t NO_SLOT = -1;
-
-  // The slots of a node's ancestors from a position on, up to the end of the prefix or of the suffix.
-  const int64_t *path(int64_t node, int64_t position) const {
-    return position < prefix_length ? prefix + position : suffixes + node * suffix_columns + position - prefix_length;
-  }
-};
+// The slots of a node's ancestors from a position on, up to the end of the prefix or of the suffix.
+inline const int64_t *ancestors(const Segment &s, int64_t node, int64_t position) {
+  return position < s.prefix_length ? s.prefix + position
+                                    : s.suffixes + node * s.suffix_columns + position - s.prefix_length;
+}
 
 }  // namespace specbeam

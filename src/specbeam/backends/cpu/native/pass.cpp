@@ -132,7 +132,7 @@ struct Pass {
 
   // row_of: a node's row of queries, by its place among the nodes that go on, and by its number
   template <class RowOf> void divide(Tiling &to, const Segment *seen, const RowOf &row_of) {
-    const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / (c.heads / c.kv_heads));  // nodes of a tile
+    const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / (c.num_heads / c.num_kv_heads));  // nodes of a tile
     to.tiles.clear(), to.tile_of.resize(nodes);
     for (size_t i = 0; i < space.going.size(); i++) {
       const int64_t n = space.going[i], row = row_of(int64_t(i), n);
@@ -158,15 +158,15 @@ struct Pass {
       const int64_t *first = tile.segment->positions + tile.first;
       const auto [least, most] = std::minmax_element(first, first + tile.count);
       tile.split = a.first_seen(*least) / SPLIT, tile.end = *most / SPLIT + 1;
-      splits += (tile.end - tile.split) * c.kv_heads;
+      splits += (tile.end - tile.split) * c.num_kv_heads;
     }
     const int64_t run = std::max<int64_t>(1, splits / (threads.count() * ITEMS_PER_THREAD));
     space.attention_items.clear();
     for (Tile &tile : rows.tiles) {
       const bool whole = threads.count() == 1 || tile.end - tile.split <= run;
       tile.parts = whole ? -1 : parts;
-      if (!whole) parts += c.heads * (tile.end - tile.split) * tile.count * sums_size(cache.width);
-      for (int64_t h = 0; h < c.kv_heads; h++)
+      if (!whole) parts += c.num_heads * (tile.end - tile.split) * tile.count * sums_size(cache.width);
+      for (int64_t h = 0; h < c.num_kv_heads; h++)
         for (int64_t split = tile.split; split < tile.end; split += whole ? tile.end : run)
           space.attention_items.push_back(
               {&tile - rows.tiles.data(), h, split, whole ? tile.end : std::min(split + run, tile.end)});
@@ -177,7 +177,7 @@ struct Pass {
 
   void norm_row(const Norm &norm, const float *x, float *out, int64_t size) const {
     float mean = 0;
-    if (c.layer_norm && norm.bias) {
+    if (c.norm == LAYER && norm.bias) {
       double total = 0;
       for (int64_t i = 0; i < size; i++) total += x[i];
       mean = float(total / size);
@@ -210,11 +210,11 @@ struct Pass {
   }
 
   void activate_row(const float *in, float *out) const {
-    for (int64_t i = 0; i < c.inner; i += LANES) {
+    for (int64_t i = 0; i < c.intermediate_size; i += LANES) {
       prefetch(in + i + ACTIVATIONS_AHEAD);
-      const int64_t here = c.inner - i;
+      const int64_t here = c.intermediate_size - i;
       const F32 y = activate(load_some(in + i, here));
-      store_some(out + i, c.gated ? y * load_some(in + c.inner + i, here) : y, here);
+      store_some(out + i, c.gated_mlp ? y * load_some(in + c.intermediate_size + i, here) : y, here);
     }
   }
 
@@ -236,21 +236,21 @@ struct Pass {
 
   void block(int64_t l, float *x) {
     const Layer &layer = model.layers[l];
-    const int64_t heads = c.heads + c.kv_heads, qkv_rows = (c.heads + 2 * c.kv_heads) * c.head_dim;
-    const int64_t inner_rows = c.inner * (c.gated ? 2 : 1);
+    const int64_t heads = c.num_heads + c.num_kv_heads, qkv_rows = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim;
+    const int64_t inner_rows = c.intermediate_size * (c.gated_mlp ? 2 : 1);
     const int64_t kept = std::min(l, cache.layers - 1);  // where the cache has the layer
     const int64_t qkv_stride = stride_of(qkv_rows), inner_stride = stride_of(inner_rows),
-                  out_stride = stride_of(c.hidden);
+                  out_stride = stride_of(c.hidden_size);
     Activations &a = space.activations;
-    float *normed = room(space.normed, nodes * c.hidden);
+    float *normed = room(space.normed, nodes * c.hidden_size);
     float *wide = room(space.wide, nodes * std::max(qkv_stride, inner_stride));
-    float *attended = room(space.attended, nodes * c.heads * c.head_dim);
+    float *attended = room(space.attended, nodes * c.num_heads * c.head_dim);
     float *out = room(space.out, nodes * out_stride);
 
     a.resize(nodes, layer.qkv.parts);
     threads.each(nodes, 4, [&](int64_t n) {
-      norm_row(layer.attention_norm, x + n * c.hidden, normed + n * c.hidden, c.hidden);
-      a.set(n, normed + n * c.hidden);
+      norm_row(layer.attention_norm, x + n * c.hidden_size, normed + n * c.hidden_size, c.hidden_size);
+      a.set(n, normed + n * c.hidden_size);
     });
     multiply(layer.qkv, threads, a, wide, qkv_stride);
 
@@ -262,21 +262,21 @@ struct Pass {
     threads.each(nodes, 4, [&](int64_t n) {
       float *row = wide + n * qkv_stride;
       // The next node's keys and values come from far away.
-      for (int64_t i = c.heads * c.head_dim; i < qkv_rows; i += LANES) prefetch(row + qkv_stride + i);
+      for (int64_t i = c.num_heads * c.head_dim; i < qkv_rows; i += LANES) prefetch(row + qkv_stride + i);
       for (int64_t h = 0; h < heads; h++) {
         float *head = row + h * c.head_dim;
-        const Norm &norm = h < c.heads ? layer.q_norm : layer.k_norm;
+        const Norm &norm = h < c.num_heads ? layer.q_norm : layer.k_norm;
         if (norm) norm_row(norm, head, head, c.head_dim);
         if (layer.rope >= 0) {
           const int64_t at = n * rope_total + rope_start;
           rotate(head, model.ropes[layer.rope], &space.cos[at], &space.sin[at]);
         }
       }
-      put(c, cache, kept, segment(n).slots[space.row_in[n]], row + c.heads * c.head_dim, row + heads * c.head_dim);
+      put(c, cache, kept, segment(n).slots[space.row_in[n]], row + c.num_heads * c.head_dim, row + heads * c.head_dim);
     });
 
     std::vector<int64_t> &going = space.going;
-    if (l == c.layers - 1) {  // of other nodes, only keys and values are needed
+    if (l == c.num_layers - 1) {  // of other nodes, only keys and values are needed
       going.assign(wanted, wanted + wanted_count);
       std::sort(going.begin(), going.end());
       going.erase(std::unique(going.begin(), going.end()), going.end());
@@ -289,16 +289,16 @@ struct Pass {
     a.resize(rows, layer.output.parts);
     threads.each(rows, 4, [&](int64_t i) {
       join(attention, going[i]);
-      a.set(i, attended + going[i] * c.heads * c.head_dim);
+      a.set(i, attended + going[i] * c.num_heads * c.head_dim);
     });
     multiply(layer.output, threads, a, out, out_stride);
     if (layer.cross_query) {
-      const int64_t width = c.heads * c.head_dim, query_stride = stride_of(width);
+      const int64_t width = c.num_heads * c.head_dim, query_stride = stride_of(width);
       a.resize(rows, layer.cross_query.parts);
       threads.each(rows, 4, [&](int64_t r) {
-        float *row = x + going[r] * c.hidden, *o = out + r * out_stride, *from = normed + going[r] * c.hidden;
-        for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
-        norm_row(layer.cross_norm, row, from, c.hidden);
+        float *row = x + going[r] * c.hidden_size, *o = out + r * out_stride, *from = normed + going[r] * c.hidden_size;
+        for (int64_t i = 0; i < c.hidden_size; i++) row[i] += o[i];
+        norm_row(layer.cross_norm, row, from, c.hidden_size);
         a.set(r, from);
       });
       multiply(layer.cross_query, threads, a, wide, query_stride);
@@ -316,26 +316,26 @@ struct Pass {
     a.resize(rows, layer.up.parts);
     threads.each(rows, 4, [&](int64_t r) {
       const int64_t n = going[r];
-      float *row = x + n * c.hidden, *o = out + r * out_stride, *from = normed + n * c.hidden;
-      if (layer.post_attention_norm) norm_row(layer.post_attention_norm, o, o, c.hidden);
-      if (c.parallel && layer.mlp_norm) norm_row(layer.mlp_norm, row, from, c.hidden);
-      for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
-      if (!c.parallel) norm_row(layer.mlp_norm, row, from, c.hidden);
+      float *row = x + n * c.hidden_size, *o = out + r * out_stride, *from = normed + n * c.hidden_size;
+      if (layer.post_attention_norm) norm_row(layer.post_attention_norm, o, o, c.hidden_size);
+      if (c.parallel && layer.mlp_norm) norm_row(layer.mlp_norm, row, from, c.hidden_size);
+      for (int64_t i = 0; i < c.hidden_size; i++) row[i] += o[i];
+      if (!c.parallel) norm_row(layer.mlp_norm, row, from, c.hidden_size);
       a.set(r, from);
     });
     multiply(layer.up, threads, a, wide, inner_stride);
     a.resize(rows, layer.down.parts);
     threads.each(rows, 1, [&](int64_t r) {
       static thread_local Buffer<float> activated;
-      float *row = room(activated, c.inner);
+      float *row = room(activated, c.intermediate_size);
       activate_row(wide + r * inner_stride, row);
       a.set(r, row);
     });
     multiply(layer.down, threads, a, out, out_stride);
     threads.each(rows, 4, [&](int64_t r) {
-      float *row = x + going[r] * c.hidden, *o = out + r * out_stride;
-      if (layer.post_mlp_norm) norm_row(layer.post_mlp_norm, o, o, c.hidden);
-      for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
+      float *row = x + going[r] * c.hidden_size, *o = out + r * out_stride;
+      if (layer.post_mlp_norm) norm_row(layer.post_mlp_norm, o, o, c.hidden_size);
+      for (int64_t i = 0; i < c.hidden_size; i++) row[i] += o[i];
     });
   }
 
@@ -352,7 +352,7 @@ struct Pass {
         threads.each(s.shown, 64, [&](int64_t t) {
           static thread_local Buffer<float> numbers;
           float *key = room(numbers, cache.width);
-          get_key(cache, l, head * c.kv_heads / c.heads, s.source[t], key);
+          get_key(cache, l, head * c.num_kv_heads / c.num_heads, s.source[t], key);
           for (int64_t r = first; r < end; r++) {
             const float *query = queries + r * stride + head * c.head_dim;
             F32 products{};
@@ -367,26 +367,26 @@ struct Pass {
 
   // logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary.
   void run(int64_t vocab, float *logits) {
-    float *x = room(space.x, nodes * c.hidden);
+    float *x = room(space.x, nodes * c.hidden_size);
     rotations();
     const Matrix &embedding = model.embedding.parts[0];
     threads.each(nodes, 1, [&](int64_t n) {
       const int64_t token = segment(n).tokens[space.row_in[n]];
-      for (int64_t i = 0; i < c.hidden; i++) {
+      for (int64_t i = 0; i < c.hidden_size; i++) {
         float value = weight_at(embedding, token, i);
         if (model.positions) value += weight_at(model.positions.parts[0], position(n), i);
-        x[n * c.hidden + i] = value * float(c.embedding_scale);
+        x[n * c.hidden_size + i] = value * float(c.embedding_scale);
       }
     });
-    for (int64_t l = 0; l < c.layers; l++) block(l, x);
+    for (int64_t l = 0; l < c.num_layers; l++) block(l, x);
     if (!wanted_count) return;
     Activations &a = space.activations;
     const Product head = model.head.first(vocab);
-    float *normed = room(space.normed, wanted_count * c.hidden);
+    float *normed = room(space.normed, wanted_count * c.hidden_size);
     a.resize(wanted_count, head.parts);
     threads.each(wanted_count, 1, [&](int64_t i) {
-      norm_row(model.norm, x + wanted[i] * c.hidden, normed + i * c.hidden, c.hidden);
-      a.set(i, normed + i * c.hidden);
+      norm_row(model.norm, x + wanted[i] * c.hidden_size, normed + i * c.hidden_size, c.hidden_size);
+      a.set(i, normed + i * c.hidden_size);
     });
     multiply(head, threads, a, logits, vocab);
     if (c.logits_softcap > 0) {
@@ -401,28 +401,29 @@ struct Pass {
   // A convolution over three frames is a product whose rows overlap. x: [frames + 2, ...], `step` numbers from row to
   // row; out: [rows, hidden], after the activation
   void convolve(const Product &weights, const float *x, int64_t rows, int64_t step, float *out) {
-    const int64_t stride = stride_of(c.hidden);
+    const int64_t stride = stride_of(c.hidden_size);
     Activations &a = space.activations;
     float *wide = room(space.wide, rows * stride);
     a.resize(rows, weights.parts);
     threads.each(rows, 16, [&](int64_t r) { a.set(r, x + r * step); });
     multiply(weights, threads, a, wide, stride);
     threads.each(rows, 16, [&](int64_t r) {
-      for (int64_t i = 0; i < c.hidden; i += LANES)
-        store_some(out + r * c.hidden + i, activate(load<F32>(wide + r * stride + i)), c.hidden - i);
+      for (int64_t i = 0; i < c.hidden_size; i += LANES)
+        store_some(out + r * c.hidden_size + i, activate(load<F32>(wide + r * stride + i)), c.hidden_size - i);
     });
   }
 
   // features: [bands, 2 * nodes]; states: [nodes, hidden], between layers what the next one reads
   void encode(const float *features, int64_t first, int64_t end, float *states) {
-    float *x = room(space.x, nodes * c.hidden);
+    float *x = room(space.x, nodes * c.hidden_size);
     if (first == 0) begin(features, x);
-    else std::copy_n(states, nodes * c.hidden, x);
+    else std::copy_n(states, nodes * c.hidden_size, x);
     for (int64_t l = first; l < end; l++) block(l, x);
-    if (end < c.layers) std::copy_n(x, nodes * c.hidden, states);
+    if (end < c.num_layers) std::copy_n(x, nodes * c.hidden_size, states);
     else
-      threads.each(nodes, 16,
-                   [&](int64_t n) { norm_row(model.norm, x + n * c.hidden, states + n * c.hidden, c.hidden); });
+      threads.each(nodes, 16, [&](int64_t n) {
+        norm_row(model.norm, x + n * c.hidden_size, states + n * c.hidden_size, c.hidden_size);
+      });
   }
 
   // Two convolutions, and the embeddings of positions.
@@ -430,17 +431,17 @@ struct Pass {
     const int64_t frames = 2 * nodes;
     // Frame by frame, with zeros before the first one and after the last one.
     float *padded = room(space.normed, (frames + 2) * c.bands);
-    float *between = room(space.attended, (frames + 2) * c.hidden);
+    float *between = room(space.attended, (frames + 2) * c.hidden_size);
     const auto pad = [frames](float *frame, int64_t size) {
       std::fill_n(frame, size, 0.0f), std::fill_n(frame + (frames + 1) * size, size, 0.0f);
     };
-    pad(padded, c.bands), pad(between, c.hidden);
+    pad(padded, c.bands), pad(between, c.hidden_size);
     for (int64_t band = 0; band < c.bands; band++)
       for (int64_t t = 0; t < frames; t++) padded[(t + 1) * c.bands + band] = features[band * frames + t];
-    convolve(model.conv1, padded, frames, c.bands, between + c.hidden);
-    convolve(model.conv2, between, nodes, 2 * c.hidden, x);
+    convolve(model.conv1, padded, frames, c.bands, between + c.hidden_size);
+    convolve(model.conv2, between, nodes, 2 * c.hidden_size, x);
     threads.each(nodes, 16, [&](int64_t n) {
-      for (int64_t i = 0; i < c.hidden; i++) x[n * c.hidden + i] += weight_at(model.positions.parts[0], n, i);
+      for (int64_t i = 0; i < c.hidden_size; i++) x[n * c.hidden_size + i] += weight_at(model.positions.parts[0], n, i);
     });
   }
 };
@@ -459,10 +460,12 @@ void forward(const Model &model, const Cache &cache, Threads &threads, Workspace
 
 void encode(const Model &encoder, const Cache &one_layer, Threads &threads, Workspace &workspace, const float *features,
             int64_t first, int64_t end, float *states) {
-  const int64_t nodes = encoder.config.context;
+  const int64_t nodes = encoder.config.context_length;
   std::vector<int64_t> numbers(nodes), last(nodes, nodes - 1);  // all nodes see all nodes
   std::iota(numbers.begin(), numbers.end(), 0);
-  const Segment all{nodes, nodes, 0, 0, nullptr, last.data(), numbers.data(), numbers.data(), nullptr, nullptr};
+  Segment all;
+  all.nodes = all.prefix_length = nodes;
+  all.positions = last.data(), all.slots = all.prefix = numbers.data();
   Pass pass(encoder, one_layer, threads, workspace, &all, 1, numbers.data(), nodes);
   const Threads::Awake awake(threads);
   pass.encode(features, first, end, states);
@@ -471,10 +474,11 @@ void encode(const Model &encoder, const Cache &one_layer, Threads &threads, Work
 void place(const Model &model, const Cache &cache, Threads &threads, Workspace &workspace, const float *states,
            const int64_t *slots, int64_t count) {
   const ModelConfig &c = model.config;
-  const int64_t hidden = model.encoder->config.hidden, width = c.kv_heads * c.head_dim, stride = stride_of(2 * width);
+  const int64_t hidden = model.encoder->config.hidden_size, width = c.num_kv_heads * c.head_dim,
+                stride = stride_of(2 * width);
   float *both = room(workspace.wide, count * stride);
   const Threads::Awake awake(threads);
-  for (int64_t l = 0; l < c.layers; l++) {
+  for (int64_t l = 0; l < c.num_layers; l++) {
     const Product &product = model.layers[l].cross_key_value;
     workspace.activations.resize(count, product.parts);
     threads.each(count, 16, [&](int64_t n) { workspace.activations.set(n, states + n * hidden); });

@@ -64,15 +64,13 @@ constexpr int MAX_FEW_ROWS = 6;  // with more, GCC moves sums to memory and back
 //
 // - Four-bit weights leave room for all eight vectors of a group: 8 * 2 * 15 * 127 = 30,480.
 // - Six-bit weights leave room for two vectors: 2 * 2 * 63 * 127 = 32,004.
-// - Eight-bit weights are signed here. Only their magnitudes leave room, for one vector: 2 * 128 * 127 = 32,512.
+// - Eight-bit weights leave none. They are multiplied as shorts (pairs_product).
 template <int BITS> constexpr bool HAS_SHORT_SUMS = BITS == 4 && !HAS_DOT4;
-template <int BITS> constexpr bool IS_SIGNED = BITS == 8 && !HAS_DOT4;
 template <int BITS> constexpr int VECTORS_PER_SUM = BITS == 6 && !HAS_DOT4 ? 2 : 1;
 
 // Unpacks vector j of half of a group's weights: four of the first 16 columns (half = 0), or of the last 16.
 template <int BITS> __attribute__((always_inline)) inline __m256i unpack(const uint8_t *p, int half, int j) {
   const auto at = [p](int line) { return _mm256_loadu_si256((const __m256i *)(p + 64 * line)); };
-  if constexpr (IS_SIGNED<BITS>) return _mm256_xor_si256(at(4 * half + j), _mm256_set1_epi8(-128));
   if constexpr (BITS == 8) return at(4 * half + j);
   const __m256i lower = _mm256_and_si256(half ? _mm256_srli_epi16(at(j), 4) : at(j), _mm256_set1_epi8(15));
   if constexpr (BITS == 4) return lower;
@@ -88,9 +86,7 @@ __attribute__((always_inline)) inline __m256i add_dots(__m256i sum, const __m256
   return _mm256_dpbusd_avx_epi32(sum, w[0], x[0]);
 #else
   if constexpr (BITS == 4) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[0], x[0]));
-  const __m256i shorts = BITS == 8
-                             ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[0]), _mm256_sign_epi8(x[0], w[0]))
-                             : _mm256_add_epi16(_mm256_maddubs_epi16(w[0], x[0]), _mm256_maddubs_epi16(w[1], x[1]));
+  const __m256i shorts = _mm256_add_epi16(_mm256_maddubs_epi16(w[0], x[0]), _mm256_maddubs_epi16(w[1], x[1]));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(shorts, _mm256_set1_epi16(1)));
 #endif
 }
@@ -99,7 +95,7 @@ __attribute__((always_inline)) inline __m256i add_dots(__m256i sum, const __m256
 // halves: the sums of the row's bytes in the halves of the group.
 template <Format FORMAT>
 __attribute__((always_inline)) inline Register finished(__m256i sum, const int32_t *halves, int half) {
-  constexpr int BITS = LAYOUTS[FORMAT].bits, ZERO = IS_SIGNED<BITS> ? 0 : ZERO_POINT<FORMAT>;
+  constexpr int BITS = LAYOUTS[FORMAT].bits, ZERO = ZERO_POINT<FORMAT>;
   if constexpr (HAS_SHORT_SUMS<BITS>) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
   if constexpr (ZERO != 0) {
     I32::Half zeros = (I32::Half)_mm256_set1_epi32(halves[half]);
@@ -109,11 +105,67 @@ __attribute__((always_inline)) inline Register finished(__m256i sum, const int32
   return (Register)_mm256_cvtepi32_ps(sum);
 }
 
+// The same as block_product, of 8-bit weights as shorts: the even columns of a vector, and then the odd ones. Of
+// ROWS rows at a time, the sums over a group stay in registers.
+template <int M>
+inline void pairs_product(const uint8_t *weights, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
+                          F32 (*out)[1]) {
+  constexpr int ROWS = std::min(M, 5), VECTORS = GROUP_COLUMNS / 4;
+  Register y[M][2] = {};
+  const uint8_t *scales = weights + weight_bytes(Q8, columns);
+  for (int64_t g = 0; g < x.groups; g++) {
+    for (int j = 0; j < ahead.lines; j++, ahead.from += 64) prefetch(ahead.from);
+    const int64_t at = row * x.groups + g * M;  // of the first row
+#pragma GCC unroll 2
+    for (int from = 0; from < M; from += ROWS) {
+      const int rows = std::min(ROWS, M - from);
+      __m256i sums[ROWS][2];
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; j++) {
+        __m256i even[2], odd[2];
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+          const __m256i four = _mm256_loadu_si256((const __m256i *)(weights + 64 * j + 32 * part));
+          even[part] = _mm256_and_si256(four, _mm256_set1_epi16(255)), odd[part] = _mm256_srli_epi16(four, 8);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) {
+          const int32_t *pairs = (const int32_t *)&x.pairs[(at + from + m) * GROUP_COLUMNS] + 2 * j;
+          const __m256i first = _mm256_set1_epi32(pairs[0]), second = _mm256_set1_epi32(pairs[1]);
+#pragma GCC unroll 2
+          for (int part = 0; part < 2; part++) {
+            const __m256i sum = j == 0 ? _mm256_setzero_si256() : sums[m][part];
+            sums[m][part] = _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even[part], first)),
+                                             _mm256_madd_epi16(odd[part], second));
+          }
+          // GCC would order the additions in a way that needs more registers than there are.
+          asm volatile("" : "+x"(sums[m][0]), "+x"(sums[m][1]));
+        }
+      }
+      const Scales s[2] = {scales_at<Q8>(scales, scales, 0), scales_at<Q8>(scales, scales, 8)};
+#pragma GCC unroll 8
+      for (int m = 0; m < rows; m++) {
+        const Register scale = every(x.scales[at + from + m]);
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+          const Register sum = finished<Q8>(sums[m][part], &x.halves[2 * (at + from + m)], 1);
+          y[from + m][part] = multiply_add(sum * scale, s[part].first, y[from + m][part]);
+        }
+      }
+      asm volatile("" : "+r"(weights));  // GCC would keep the rows' common weights in memory
+    }
+    scales += LAYOUTS[Q8].group_scales;
+    weights += VECTORS * 64;
+  }
+  for (int m = 0; m < M; m++) std::memcpy(&out[m][0], y[m], sizeof y[m]);
+}
+
 // The product of M rows of activations, from `row` on, with a block: sixteen outputs per row.
 template <Format FORMAT, int M, int B>
 inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
                           F32 (*out)[B]) {
   static_assert(B == 1);
+  if constexpr (FORMAT == Q8 && HAS_PAIRS) return pairs_product<M>(block, columns, x, row, ahead, out);
   constexpr int BITS = LAYOUTS[FORMAT].bits, VECTORS = VECTORS_PER_SUM<BITS>;
   constexpr int KEPT = M <= MAX_FEW_ROWS ? VECTORS : 4;  // vectors of weights in registers, of each part
   const int64_t groups = x.groups;

@@ -25,6 +25,12 @@ constexpr int TILE_BLOCKS = 2;
 #else
 constexpr int TILE_BLOCKS = 1;
 #endif
+// Whether 8-bit weights are multiplied as shorts, in pairs: AVX2 cannot add products of such bytes without overflow.
+#if defined(SPECBEAM_EIGHT_LANES) && !defined(__AVXVNNI__)
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
 // A product goes through all weights at once for at least this many rows.
 constexpr int64_t MIN_SWEEP_ROWS = 64;
 
@@ -51,20 +57,25 @@ inline int64_t tile_start(int64_t row, int64_t rows) {
 // tile lie together group by group, because a kernel reads them group by group.
 struct Activations {
   int64_t rows = 0, columns = 0, groups = 0;
-  bool quantized = false, exact = false;
+  bool quantized = false, exact = false, paired = false;
   Buffer<float> values;    // [rows, columns]
   Buffer<int8_t> bytes;    // [tile, group, row of the tile, 32]
+  Buffer<int16_t> pairs;   // [tile, group, row of the tile, 32]: of each four bytes the even ones, then the odd ones
   Buffer<float> scales;    // [tile, group, row of the tile]
   Buffer<float> sums;      // [tile, group, row of the tile]: the sum of the quantized values, for the minimum
   Buffer<int32_t> halves;  // [tile, group, row of the tile, 2]: the sums of 16 bytes each, for the zero point
 
   void resize(int64_t n, const std::vector<Matrix> &parts) {
     rows = n, columns = parts[0].columns, groups = groups_of(columns);
-    quantized = exact = false;
-    for (const Matrix &part : parts) (part.format == F32_ROWS ? exact : quantized) = true;
+    quantized = exact = paired = false;
+    for (const Matrix &part : parts) {
+      (part.format == F32_ROWS ? exact : quantized) = true;
+      if (part.format == Q8) paired = HAS_PAIRS;
+    }
     if (exact) room(values, n * columns);
     if (!quantized) return;
     room(bytes, n * groups * GROUP_COLUMNS);
+    if (paired) room(pairs, n * groups * GROUP_COLUMNS);
     room(scales, n * groups);
     room(sums, n * groups);
     room(halves, n * groups * 2);
@@ -96,6 +107,9 @@ struct Activations {
       int8_t *q = &bytes[at * GROUP_COLUMNS];
       store_bytes(q, qa);
       store_bytes(q + LANES, qb);
+#if defined(SPECBEAM_EIGHT_LANES)
+      if (paired) store_pairs(&pairs[at * GROUP_COLUMNS], qa), store_pairs(&pairs[at * GROUP_COLUMNS + LANES], qb);
+#endif
       const int32_t sa = sum_of_bytes(qa), sb = sum_of_bytes(qb);
       scales[at] = scale;
       sums[at] = scale * float(sa + sb);

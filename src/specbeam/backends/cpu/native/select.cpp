@@ -2,8 +2,6 @@
 // its request alone. It has the same bits on every instruction set: no multiplication is fused, and vectors are as wide
 // on all.
 
-#include "select.h"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "interface.h"
 #include "kernels.h"
 #include "simd.h"
 

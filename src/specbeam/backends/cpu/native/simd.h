@@ -258,6 +258,11 @@ inline Register load_bytes(const int8_t *p) {
 inline __m256i shorts(I32 x) {
   return _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)x.low, (__m256i)x.high), 0xd8);
 }
+
+// Stores the lanes in 16 bits, of each four the even ones first.
+inline void store_pairs(int16_t *p, I32 x) {
+  _mm256_storeu_si256((__m256i *)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(shorts(x), 0xd8), 0xd8));
+}
 #endif
 
 inline void store_bytes(int8_t *p, I32 x) {

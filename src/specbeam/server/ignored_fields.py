@@ -1,6 +1,6 @@
-"""Fields that change no text: OpenAI's for other models, and samplers of other servers that are switched off.
+"""Ignored fields: OpenAI's for other models, and samplers of other servers that are switched off.
 
-Many clients send them along. They are declared with the values that change nothing, and refused with others.
+Many clients send them along. They are declared with the values that change no text, and refused with others.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, cr
 M = TypeVar("M", bound=BaseModel)
 
 
-def given(values: Any) -> Any:
-    """The values of an object. Null stands for a field that is not given, and is left out."""
+def without_nulls(values: Any) -> Any:
+    """The values of an object. Null means that a field is left out."""
     return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
 
 
@@ -29,7 +29,7 @@ class Fields(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _without_nulls(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        return handler(given(values))
+        return handler(without_nulls(values))
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -50,8 +50,8 @@ Off, One = Literal[0], Literal[1]
 NO_EFFECT = "Accepted, and has no effect."
 SHARED_PREFIXES = "Accepted: prefixes are shared in any case."
 CACHED = dict.fromkeys(("cache_control", "prompt_cache_breakpoint"), (dict[str, Any], SHARED_PREFIXES))
-WINDOWS = ("repeat_last_n", "rep_pen_range", "repetition_penalty_range", "rep_pen_slope")
-"""Over which of the last tokens other servers count penalties. Here they count over all tokens."""
+PENALTY_WINDOWS = ("repeat_last_n", "rep_pen_range", "repetition_penalty_range", "rep_pen_slope")
+"""The last tokens over which other servers count penalties. Here they count over all tokens."""
 OTHER_SAMPLERS: dict[str, Any] = {
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "skew", "min_keep"), Off),
     **dict.fromkeys(("tfs", "tfs_z", "guidance_scale", "encoder_repetition_penalty"), One),
@@ -60,14 +60,14 @@ OTHER_SAMPLERS: dict[str, Any] = {
     **dict.fromkeys(("dry_multiplier", "xtc_probability"), Off),
     **dict.fromkeys(("dynamic_temperature", "temperature_last"), Literal[False]),
     "adaptive_target": Annotated[float, Field(le=0)],
-    # What the samplers above have no use for while they are off:
+    # The parameters of the samplers above, which have no effect while these are off:
     **dict.fromkeys(("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "smoothing_curve"), float),
     **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "xtc_threshold", "adaptive_decay"), float),
     "dry_sequence_breakers": str | list[str],
     "negative_prompt": str,
-    **dict.fromkeys(WINDOWS, (float, "Only -1, if there are penalties: they count over all tokens.")),
+    **dict.fromkeys(PENALTY_WINDOWS, (float, "Only -1, if there are penalties: they count over all tokens.")),
 }
-"""The samplers of llama.cpp and text-generation-webui that are not here, as SillyTavern sends them."""
+"""Samplers of llama.cpp and text-generation-webui that are not implemented here, as SillyTavern sends them."""
 OTHER_SERVERS: dict[str, Any] = {
     "cache_prompt": (bool, SHARED_PREFIXES),
     **dict.fromkeys(("id_slot", "n_keep"), (int, NO_EFFECT)),
@@ -84,7 +84,7 @@ OTHER_SERVERS: dict[str, Any] = {
 """Further fields of llama.cpp, vLLM, text-generation-webui and SillyTavern."""
 GIVEN_BACK = "Accepted in answers that are given back."
 PARSED = (Any, "Accepted in answers that are given back: what OpenAI's client made of the text.")
-NEUTRAL: dict[str, dict[str, Any]] = {
+IGNORED: dict[str, dict[str, Any]] = {
     "OpenAIDecoding": {
         "safety_identifier": (str, NO_EFFECT),
         "prompt_cache_key": (str, SHARED_PREFIXES),
@@ -157,10 +157,10 @@ A field may also be left out, or null. Some have a description beside their type
 """
 
 
-def with_neutral_fields(model: type[M]) -> type[M]:
-    """The class of an object of a request, with the fields that :data:`NEUTRAL` has for it. They come last."""
-    made: dict[str, Any] = {}
-    for name, entry in NEUTRAL[model.__name__].items():
-        kind, says = entry if isinstance(entry, tuple) else (entry, None)
-        made[name] = (NoneType if kind is None else kind | None, Field(None, description=says))
-    return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **made)
+def with_ignored_fields(model: type[M]) -> type[M]:
+    """A class decorator: adds the fields that :data:`IGNORED` has for the class, after its others."""
+    ignored: dict[str, Any] = {}
+    for name, entry in IGNORED[model.__name__].items():
+        kind, description = entry if isinstance(entry, tuple) else (entry, None)
+        ignored[name] = (NoneType if kind is None else kind | None, Field(None, description=description))
+    return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **ignored)

@@ -136,13 +136,13 @@ class Blind:
         raise AssertionError
 
 
-FILE = r"tests.drafting.test_own:\S+ \(.*test_own.py, line \d+\)"
+FILE = r"tests.drafting.test_custom:\S+ \(.*test_custom.py, line \d+\)"
 
 
 @pytest.mark.parametrize(
     ("draft", "says"),
     [
-        (raising, rf"the drafter {FILE} failed: KeyError: 'missing' \(.*test_own.py, line \d+\)"),
+        (raising, rf"the drafter {FILE} failed: KeyError: 'missing' \(.*test_custom.py, line \d+\)"),
         (yielding, rf"the drafter {FILE} returned the generator <.*>: return a list of token ids, \[\] for none"),
         (lambda tokens, lm: None, rf"{FILE} returned None: return a list of token ids"),
         (lambda tokens, lm: "the", rf"{FILE} returned the str 'the': return a list of token ids"),
@@ -151,7 +151,7 @@ FILE = r"tests.drafting.test_own:\S+ \(.*test_own.py, line \d+\)"
         (lambda tokens, lm: [[True]], rf"{FILE} proposed the bool True: return whole numbers"),
         (lambda tokens, lm: [259], rf"{FILE} proposed the token 259, and the vocabulary has 259: .* 0 to 258"),
         (lambda tokens, lm: [[3], [-1]], rf"{FILE} proposed the token -1, and the vocabulary has 259"),
-        (Forgetful, r"the drafter tests.drafting.test_own:Forgetful proposed the list \[9\]: return DraftTokens"),
+        (Forgetful, r"the drafter tests.drafting.test_custom:Forgetful proposed the list \[9\]: return DraftTokens"),
         (Wild, r"Wild proposed the token 70000, and the vocabulary has 259: draft with chains.draft"),
     ],
 )
@@ -180,7 +180,7 @@ def test_the_error_has_the_traceback_of_the_drafter(lm):
             rf"the drafter {FILE} takes \(tokens\), but it is called with the token ids so far and the",
         ),
         (int, r"the drafter builtins:int is a class without the method propose"),
-        (Blind, r"the drafter tests.drafting.test_own:Blind has no attribute tree"),
+        (Blind, r"the drafter tests.drafting.test_custom:Blind has no attribute tree"),
         (
             "no_such_module:draft",
             r"'no_such_module:draft': there is no module 'no_such_module' on Python's path",
@@ -201,13 +201,13 @@ def test_a_model_of_transformers_is_no_function(tiny):
 
 def test_a_name_stands_for_the_function(lm):
     with pytest.raises(SpecbeamError, match=rf"{FILE} failed"):
-        specbeam.generate(lm, PROMPT, draft="tests.drafting.test_own:raising", num_draft_tokens=2)
+        specbeam.generate(lm, PROMPT, draft="tests.drafting.test_custom:raising", num_draft_tokens=2)
 
 
 def test_an_entry_point_stands_for_the_function_unless_a_model_has_its_name(lm, monkeypatch, tmp_path):
     from tests.test_plugins import declare
 
-    declare(monkeypatch, ("mine", "tests.drafting.test_own:raising"))
+    declare(monkeypatch, ("mine", "tests.drafting.test_custom:raising"))
     with pytest.raises(SpecbeamError, match=rf"{FILE} failed"):
         specbeam.generate(lm, PROMPT, draft="mine", num_draft_tokens=2)
     monkeypatch.chdir(tmp_path)

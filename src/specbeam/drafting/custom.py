@@ -1,4 +1,4 @@
-"""Drafters of the user's own: a function that continues a sequence as it likes, or a class with all that ours have."""
+"""User-defined drafters: a function of the sequence and the model, or a class with all that our own drafters have."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from specbeam import plugins
 from specbeam.core.tree import Nodes, Tree
-from specbeam.drafting.chains import Chains
-from specbeam.drafting.drafter import Drafter, Proposal
+from specbeam.drafting.drafter import Chains, Drafter, Proposal
 from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.policy.controller import Controller
 from specbeam.errors import SpecbeamError
@@ -87,8 +86,8 @@ class FunctionDrafter:
         return PluginError(f"the drafter {plugins.described(self._propose)} {what}: {instead}")
 
 
-class OwnDrafter:
-    """A drafter of a class of the user's own. An error in it becomes one that names it.
+class CustomDrafter:
+    """A drafter of a user-defined class. An error in it becomes one that names it.
 
     Args:
         make: the class.

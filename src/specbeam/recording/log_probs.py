@@ -1,7 +1,7 @@
-"""What is noted of the model's distribution after each node, beside what the strategy asks for.
+"""Per-node log-probabilities of the model, beside the selections that the strategy asks for.
 
-The probabilities are the model's own, at temperature 1. They belong to nodes and not to steps, so it makes no
-difference which method evaluated a node, or whether it was a draft token.
+They are the model's own, at temperature 1, and belong to nodes and not to steps. So it makes no difference which method
+evaluated a node, or whether it was a draft token.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ MIN_FORGOTTEN = 64
 """Look for dead nodes only after this many new ones, or after as many as were alive at the last look."""
 
 
-class NodeNotes(ABC, Generic[V]):
+class NodeLogProbs(ABC, Generic[V]):
     """A value for each evaluated node, for as long as the node lives.
 
     Args:
-        otherwise: the value of a node that was not evaluated: a caller's strategy may add tokens without any logits.
+        default: the value of a node that was not evaluated: a custom strategy may add tokens without any logits.
     """
 
-    def __init__(self, tree: Tree, otherwise: V) -> None:
+    def __init__(self, tree: Tree, default: V) -> None:
         self._tree = tree
-        self._otherwise = otherwise
+        self._default = default
         self._values: dict[int, V] = {}
         self._max_values = MIN_FORGOTTEN
 
     @abstractmethod
     def selection_request(self, own: SelectionRequest | None) -> SelectionRequest | None:
-        """The request at nodes, beside the strategy's own there. None if nothing can be noted."""
+        """The request at nodes, beside the strategy's own there; None if there can be none."""
 
     @abstractmethod
     def values(self, selection: Selection) -> Iterable[V]:
@@ -49,10 +49,10 @@ class NodeNotes(ABC, Generic[V]):
 
     def after(self, node: int) -> V:
         """The value of a live node."""
-        return self._values.get(node, self._otherwise)
+        return self._values.get(node, self._default)
 
 
-class Alternatives(NodeNotes[dict[int, float]]):
+class Alternatives(NodeLogProbs[dict[int, float]]):
     """The log-probabilities of the k likeliest tokens after each node, by token id, the likeliest first."""
 
     def __init__(self, tree: Tree, k: int) -> None:
@@ -67,7 +67,7 @@ class Alternatives(NodeNotes[dict[int, float]]):
         return (dict(zip(*row, strict=True)) for row in rows)
 
 
-class AllowedMass(NodeNotes[float]):
+class AllowedMass(NodeLogProbs[float]):
     """The log-probability of all tokens together that a constraint allows after each node."""
 
     def __init__(self, tree: Tree) -> None:

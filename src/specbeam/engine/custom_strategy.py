@@ -1,4 +1,4 @@
-"""Decoding methods of the user's own, with every mistake named: where it is, what is wrong and what to do."""
+"""User-defined strategies. What they yield and return is checked, and their errors name them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from specbeam import plugins
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
+from specbeam.decoding.setup import MakeStrategy, Setup
 from specbeam.drafting.drafter import Drafter
-from specbeam.engine.setup import MakeStrategy, Setup
 from specbeam.errors import SpecbeamError, shown
 from specbeam.plugins import PluginError
 
@@ -26,7 +26,7 @@ def load_strategy(given: Any) -> MakeStrategy | None:
     """
     if isinstance(given, str):
         given = plugins.resolve(given, "strategy")
-    if given is None or isinstance(given, OwnStrategy):
+    if given is None or isinstance(given, CustomStrategy):
         return given
     if not callable(given):
         raise SpecbeamError(
@@ -39,10 +39,10 @@ def load_strategy(given: Any) -> MakeStrategy | None:
             "setup and the drafter: give it these two parameters, or call it first if it makes a strategy"
         )
     make: MakeStrategy = given
-    return make if plugins.qualified_name(given).startswith(OURS) else OwnStrategy(given)
+    return make if plugins.qualified_name(given).startswith(OURS) else CustomStrategy(given)
 
 
-class OwnStrategy:
+class CustomStrategy:
     """A strategy of the user's own. An error in it becomes one that names it, and ends its request alone.
 
     Args:

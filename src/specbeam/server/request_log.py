@@ -1,4 +1,4 @@
-"""The server's state of one request: what the log and the counts need of it, and its turn."""
+"""What the server knows of one request: what its line of the log and the counts need, and its turn."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from starlette.types import Scope
 
 from specbeam.engine import Request
 from specbeam.server.call import Call
-from specbeam.server.metrics import Tally
+from specbeam.server.usage import Tally
 
 KEY = "specbeam"
-"""The key of a request's scope that has its notes."""
+"""The key of a request's scope that has its log."""
 
 
 @dataclass(eq=False)
-class Notes:
-    """Notes on a request, in its scope from the guard's check on.
+class RequestLog:
+    """In the scope of a request from the middleware's check on.
 
-    With replicas, the front and the replica have notes of their own. At the end the replica's go to the front.
+    With replicas, the front and the replica have one each. At the end the front takes the replica's values.
 
     Attributes:
         id: in the log and in the answer's headers.
         status: of the answer. An answer that never begins is a failure of the server.
-        outcome: None if the status says it.
+        outcome: None if it follows from the status.
         endpoint: the path of its route, for the counts; empty until :meth:`settle`.
         turn: lets the next request begin when it is closed. It is empty but in the process of the client's connection.
         call: its requests to the engine, until :meth:`settle`; None if there are none.
-        prompts: for the log; None if the log has no prompts.
+        prompts: None if the log has no prompts.
         tally: the cost of the call, from :meth:`settle` on.
     """
 
@@ -45,24 +45,21 @@ class Notes:
     tally: Tally | None = None
 
     @staticmethod
-    def of(scope: Scope) -> Notes:
-        notes: Notes = scope[KEY]
-        return notes
+    def of(scope: Scope) -> RequestLog:
+        log: RequestLog = scope[KEY]
+        return log
 
-    def take(self, theirs: Notes) -> None:
-        """Add what a replica's notes have at the end. The status and the turn are the front's own."""
-        self.endpoint, self.outcome = theirs.endpoint, theirs.outcome
-        self.prompts, self.tally = theirs.prompts, theirs.tally
+    def take(self, replica: RequestLog) -> None:
+        """Add what a replica logged. It keeps its status and its turn."""
+        self.endpoint, self.outcome = replica.endpoint, replica.outcome
+        self.prompts, self.tally = replica.prompts, replica.tally
 
     def settle(self, scope: Scope, take_later: Callable[[Tally], object]) -> bool:
-        """Make the notes of a request that has ended plain data, which another process can read.
+        """Replace the call by its cost, so that another process can read this log. Returns whether the cost is final.
 
         Args:
             take_later: is given the cost that is not in the tally. If the client went away, requests to the engine may
-                be left, and end later.
-
-        Returns:
-            Whether nothing is left.
+                end later.
         """
         self.endpoint = self.endpoint or getattr(scope.get("route"), "path", "other")
         if (call := self.call) is None:

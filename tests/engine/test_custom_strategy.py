@@ -9,7 +9,7 @@ from specbeam.recording.receipts import Saved
 from tests.conftest import run_alone
 
 PROMPT = [5, 6, 7]
-FILE = r"the strategy tests.engine.test_own_strategy:\S+ \(.*test_own_strategy.py, line \d+\)"
+FILE = r"the strategy tests.engine.test_custom_strategy:\S+ \(.*test_custom_strategy.py, line \d+\)"
 
 
 def greedy(setup, drafter):
@@ -29,7 +29,7 @@ def starred(stars):
     return greedy
 
 
-@pytest.mark.parametrize("strategy", [greedy, "tests.engine.test_own_strategy:greedy"])
+@pytest.mark.parametrize("strategy", [greedy, "tests.engine.test_custom_strategy:greedy"])
 def test_every_function_takes_a_strategy(lm, strategy):
     plain = specbeam.generate(lm, PROMPT, max_new_tokens=6)
     own = specbeam.generate(lm, PROMPT, max_new_tokens=6, num_beams=2, strategy=strategy)
@@ -59,7 +59,7 @@ def test_a_strategy_may_use_a_drafter(lm):
 
 def test_the_receipt_names_the_strategy_and_nobody_pretends_to_make_it_again(lm):
     result = specbeam.generate(lm, PROMPT, max_new_tokens=3, strategy=greedy)
-    assert result.inputs["objects"] == ["strategy tests.engine.test_own_strategy:greedy"]
+    assert result.inputs["objects"] == ["strategy tests.engine.test_custom_strategy:greedy"]
     assert result.receipt != specbeam.generate(lm, PROMPT, max_new_tokens=3).receipt
     with pytest.raises(SpecbeamError, match=r"made with strategy tests.*:greedy, which no file can hold"):
         Saved.read(result.to_dict()).check(lm)
@@ -132,7 +132,7 @@ def raises(setup, drafter):
         (returns_texts, r"returned a list with the str 'a text': return a list of Hypothesis"),
         (returns_a_node_that_is_not_there, r"returned the node 99: give the last node of a sequence, below 3"),
         (returns_no_hypothesis, r"returned no hypothesis: return a list of Hypothesis.*, or change the options"),
-        (raises, r"failed: AttributeError: .*toknes.* \(.*test_own_strategy.py, line \d+\)"),
+        (raises, r"failed: AttributeError: .*toknes.* \(.*test_custom_strategy.py, line \d+\)"),
     ],
 )
 def test_a_mistake_ends_its_request_alone_and_is_named(lm, strategy, says):
@@ -150,7 +150,7 @@ def test_a_mistake_ends_its_request_alone_and_is_named(lm, strategy, says):
     [
         (starred, rf"{FILE} takes \(stars\), but it is called with the setup and the drafter: .* or call it first"),
         (7, r"strategy=7 is not allowed: give a function of the setup and the drafter, module:name"),
-        ("tests.engine.test_own_strategy:gredy", r"has no 'gredy' \(did you mean 'greedy'\?\)"),
+        ("tests.engine.test_custom_strategy:gredy", r"has no 'gredy' \(did you mean 'greedy'\?\)"),
         ("beam", r"unknown strategy 'beam': no package declares a strategy; give one of your own as module:name"),
     ],
 )
