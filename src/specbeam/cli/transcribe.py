@@ -109,7 +109,7 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     add("--hotwords", metavar="TEXT", help="words that are likely in all of the file")
     yes_or_no("--suppress-blank", help="no text begins with a space (default)")
     about = "ids of tokens that never follow; -1 for symbols that nobody speaks (default -1)"
-    add("--suppress-tokens", type=whole_numbers, metavar="ID,ID,...", help=about)
+    add("--suppress-tokens", type=integers, metavar="ID,ID,...", help=about)
     yes_or_no("--without-timestamps", help="write one segment for each window")
     add("--max-initial-timestamp", type=float, metavar="S", help="the latest start of a window's text (default 1)")
     add("--max-new-tokens", type=int, metavar="N", help="of a window of 30 seconds (default 224)")
@@ -129,11 +129,11 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def whole_numbers(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-numbers.__name__ = whole_numbers.__name__ = "list of numbers"
+numbers.__name__ = integers.__name__ = "list of numbers"
 
 
 def number_or_none(text: str) -> float | None:

@@ -169,9 +169,9 @@ class GenerationDefaults(dict[str, Any]):
         return SpecbeamError(f"the model's {self.file}: {name}={shown(self[name])} is not allowed: give {allowed}")
 
 
-def is_number(value: Any, whole: bool = False) -> bool:
-    """Whether a value is a number, or a whole number, that arrays can hold."""
-    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+def is_number(value: Any, integer: bool = False) -> bool:
+    """Whether a value is a number, or an integer, that arrays can hold."""
+    if not isinstance(value, Integral if integer else Real) or isinstance(value, bool):
         return False
     number: Any = value
     return bool(abs(number) < 2**63)

@@ -202,7 +202,7 @@ def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
     """The new tokens that a checkpoint asks for at least. Its min_length counts the tokens that it begins with, too."""
     for name, before in ("min_new_tokens", 0), ("min_length", begin):
         if (least := defaults.get(name)) is not None:
-            if not is_number(least, whole=True):
+            if not is_number(least, integer=True):
                 raise defaults.refused(name, "a whole number, or set min_new_tokens yourself")
             return int(least) - before
     return 0

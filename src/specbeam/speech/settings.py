@@ -121,7 +121,7 @@ class Settings:
             option, value = OPTIONS.get(own.name), getattr(self, own.name)
             if option is not None and option.speech and (value is not None or own.default is not None):
                 object.__setattr__(self, own.name, checked(option, value))
-        self._check("best_of", _is_number(self.best_of, whole=True) and self.best_of >= 1, "at least 1")
+        self._check("best_of", _is_number(self.best_of, integer=True) and self.best_of >= 1, "at least 1")
         for name in ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold"):
             value = getattr(self, name)
             self._check(name, value is None or _is_number(value), "a number, or None")
@@ -149,7 +149,7 @@ class Settings:
         self._check("num_return_sequences", several <= most, f"at most {limit}={most}")
         suppressed = () if self.suppress_tokens is None else self.suppress_tokens
         object.__setattr__(self, "suppress_tokens", suppressed)
-        self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", whole=True)
+        self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", integer=True)
         self._make_clips()
         self._make_initial_prompt()
 
@@ -184,7 +184,7 @@ class Settings:
         check_names(given, own, "VAD parameter")
         for name, value in given.items():
             milliseconds = name.endswith("_ms")
-            fits = _is_number(value, whole=milliseconds) and value >= 0 if value is not None else defaults[name] is None
+            fits = _is_number(value, milliseconds) and value >= 0 if value is not None else defaults[name] is None
             allowed = "milliseconds, 0 or more" if milliseconds else "a number, 0 or more"
             if not fits:
                 raise SpecbeamError(f"vad_parameters: {name}={shown(value)} is not allowed: give {allowed}")
@@ -203,15 +203,15 @@ class Settings:
     def _make_initial_prompt(self) -> None:
         given = self.initial_prompt
         if given is not None and not isinstance(given, str):
-            self._numbers("initial_prompt", "a text, or token ids", whole=True)
+            self._numbers("initial_prompt", "a text, or token ids", integer=True)
 
-    def _numbers(self, name: str, allowed: str, whole: bool = False) -> tuple[Any, ...]:
+    def _numbers(self, name: str, allowed: str, integer: bool = False) -> tuple[Any, ...]:
         """Check one number or several, and make them a tuple."""
         given = getattr(self, name)
         several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
         numbers = tuple(given) if several else (given,)
-        self._check(name, all(_is_number(number, whole) for number in numbers), allowed)
-        numbers = tuple(int(number) if whole else float(number) for number in numbers)
+        self._check(name, all(_is_number(number, integer) for number in numbers), allowed)
+        numbers = tuple(int(number) if integer else float(number) for number in numbers)
         object.__setattr__(self, name, numbers)
         return numbers
 
@@ -220,5 +220,5 @@ class Settings:
             raise SpecbeamError(f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}")
 
 
-def _is_number(value: Any, whole: bool = False) -> bool:
-    return is_number(value, whole) and isfinite(value)
+def _is_number(value: Any, integer: bool = False) -> bool:
+    return is_number(value, integer) and isfinite(value)
