@@ -60,13 +60,13 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
-        given, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         for word in rest:
             if word == "--":
                 break
             if word.startswith("-"):  # this command's names are suggested, no other command's
                 self.error(f"unknown option {word}{self._hint(word)}")
-        return given, rest
+        return parsed, rest
 
     def _hint(self, word: str) -> str:
         names = {name.strip("-").replace("-", "_"): name for name in self._option_string_actions}
@@ -145,20 +145,20 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     end = words.index("--") if "--" in words else len(words)
-    given, rest = parser.parse_known_args([*map(_dashes, words[:end]), *words[end:]])
-    if given.command == "study" and not any(word.startswith("-") and word != "--" for word in rest):
-        given.words += [word for word in rest if word != "--"]  # argparse stops taking words at an option
+    args, rest = parser.parse_known_args([*map(_dashes, words[:end]), *words[end:]])
+    if args.command == "study" and not any(word.startswith("-") and word != "--" for word in rest):
+        args.words += [word for word in rest if word != "--"]  # argparse stops taking words at an option
     elif rest:
-        hint = f": did you mean --model {rest[0]}?" if given.command in ("chat", "serve", "demo") else ""
+        hint = f": did you mean --model {rest[0]}?" if args.command in ("chat", "serve", "demo") else ""
         parser.error(f"unexpected arguments: {' '.join(rest)}{hint}")
-    if given.version:
+    if args.version:
         from specbeam.version import __version__
 
         print(__version__)
         return 0
-    if given.command is None:
+    if args.command is None:
         parser.error(f"give a command: {', '.join(commands.choices)}")
-    status: int = given.run(given)
+    status: int = args.run(args)
     return status
 
 
