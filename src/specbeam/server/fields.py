@@ -15,7 +15,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.options.names import OTHER_NAMES
 from specbeam.options.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
-from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
+from specbeam.server.formats import MakeOutputSpec, ResponseFormat, StructuredOutputs, output_spec_of
 from specbeam.server.ignored_fields import PENALTY_WINDOWS, Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -155,20 +155,20 @@ class Decoding(OpenAIDecoding):
         """The form that an answer must have; None for any."""
         return self.response_format
 
-    def describe(self) -> tuple[Describe | None, str]:
-        """What describes the constraint that the fields ask for, if they do, and the field that asks for it.
+    def output_spec(self) -> tuple[MakeOutputSpec | None, str]:
+        """The maker of the output spec, if the fields have one, and the field that has it.
 
         Raises:
             Refusal: two fields ask for one.
         """
-        describe = describe_of(self.format)
+        output_spec = output_spec_of(self.format)
         if self.structured_outputs is None:
-            return describe, self.format_field
-        if describe is not None:
+            return output_spec, self.format_field
+        if output_spec is not None:
             raise Refusal(
                 f"{self.format_field} and structured_outputs both give the form: leave one out", "structured_outputs"
             )
-        return self.structured_outputs.describe(), "structured_outputs"
+        return self.structured_outputs.output_spec(), "structured_outputs"
 
     def check(self) -> None:
         """Refuse fields that contradict each other."""
@@ -201,9 +201,9 @@ class Decoding(OpenAIDecoding):
         asked: int | None = getattr(self, field)
         max_tokens = default if asked is None else limits.max_tokens if asked == -1 else min(asked, limits.max_tokens)
         n = self.n or 1
-        describe, constrained_by = self.describe()
+        output_spec, constrained_by = self.output_spec()
         choices = () if self.structured_outputs is None else self.structured_outputs.choices
-        if describe is not None and self.ignore_eos:
+        if output_spec is not None and self.ignore_eos:
             raise Refusal(f"ignore_eos contradicts {constrained_by}, which says where a text ends", "ignore_eos")
         beams = self.num_beams or ((self.best_of or n) if self.use_beam_search else 1)
         searches = bool(self.use_beam_search) or beams > 1
@@ -254,7 +254,7 @@ class Decoding(OpenAIDecoding):
             draft=model.draft(self.draft),
             priority=self.priority or 0,
             names=names,
-            describe=describe,
+            output_spec=output_spec,
         )
 
 
@@ -278,7 +278,7 @@ class Plan:
         searches: by beams, so that each text has a score.
         draft, priority: as for :meth:`specbeam.Engine.submit`.
         names: fields of the request by the options that they set.
-        describe: describes what the texts may be; None for any.
+        output_spec: makes the spec of the texts; None for any text.
     """
 
     options: Options
@@ -288,4 +288,4 @@ class Plan:
     draft: Any
     priority: int
     names: dict[str, str]
-    describe: Describe | None
+    output_spec: MakeOutputSpec | None
