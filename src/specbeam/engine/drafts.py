@@ -22,6 +22,7 @@ from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
 from specbeam.logits.selector import Selector, warpers_of
 from specbeam.models.model import LanguageModel
+from specbeam.options.declared import OPTIONS
 from specbeam.options.options import Options
 
 Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
@@ -60,8 +61,9 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     Raises:
         SpecbeamError: says what does not fit, and what to give instead.
     """
-    for name in ("draft_temperature", "draft_top_k"):
-        if getattr(options, name) is not None and not isinstance(draft, LanguageModel):
+    for name, option in OPTIONS.items():
+        of_model = {"draft", "sampling"} <= option.needs
+        if of_model and getattr(options, name) is not None and not isinstance(draft, LanguageModel):
             raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):
@@ -111,9 +113,7 @@ def make_drafter(
     looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_custom)
     sizes = [
         Sizes(
-            num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
-            draft_width=setup.options.draft_size("draft_width"),
-            draft_budget=setup.options.draft_size("draft_budget"),
+            **setup.options.draft_sizes,
             num_tips=num_tips,
             chains=not shares_tokenizer,
             one_width=looks_up,

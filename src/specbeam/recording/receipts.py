@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import SpecbeamError, shown
+from specbeam.options.declared import OBJECTS, names_where
 from specbeam.options.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS, GenerationDefaults
 from specbeam.options.options import Options
 from specbeam.results import DIGITS, INPUTS_FORMAT, Result, Sequence, receipt_of
@@ -24,13 +25,8 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
 
 CUT_SHORT = ("cancelled", "timeout")
 """The reasons of an end that no other run has at the same token."""
-CHANGE_NO_TOKEN = (
-    *("num_draft_tokens", "draft_width", "draft_budget", "draft_temperature", "draft_top_k"),
-    *("bound_rule", "share_prefix", "top_logprobs", "trace"),
-)
+CHANGE_NO_TOKEN = names_where(lambda option: not option.changes_text)
 """Options on which no token and no score depends. So a speculative run has the receipt of its plain twin."""
-OBJECTS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-"""Options that are objects of the caller, which no file can hold. A constraint may be described by plain data."""
 DESCRIBED = tuple(OUTPUT_SPECS.values())
 
 

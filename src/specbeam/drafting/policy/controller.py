@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from specbeam.core.tree import Nodes, Tree
 from specbeam.drafting.policy import SKIPPED, Cost, DraftTokens
 from specbeam.drafting.policy.acceptance import Acceptance, Rounds, match_bucket
-from specbeam.options.options import MAX_DRAFT_SIZES
+from specbeam.options.declared import MAX_SIZES
 
 MATCH_PRIOR = (0.2, 0.45, 0.65, 0.75, 0.9)
 """By the length of a match, the probability to assume below a single tip (docs/decisions/lookup-matches.md)."""
@@ -308,7 +308,7 @@ class Sizes:
         num_tips: int,
         chains: bool,
         one_width: bool = False,
-        max_rows: int = MAX_DRAFT_SIZES["draft_budget"],
+        max_rows: int = MAX_SIZES["draft_budget"],
     ) -> None:
         self.num_draft_tokens = num_draft_tokens
         self.draft_width = draft_width
@@ -352,7 +352,7 @@ class Sizes:
         if self.draft_budget is not None:
             return min(in_shape, self.draft_budget)
         fixed = self.num_draft_tokens is not None and self.draft_width is not None
-        return min(in_shape, MAX_DRAFT_SIZES["draft_budget"] if fixed else self._max_adaptive)
+        return min(in_shape, MAX_SIZES["draft_budget"] if fixed else self._max_adaptive)
 
     @property
     def max_drafted(self) -> int:

@@ -34,8 +34,8 @@ from specbeam.integrations.transformers.processors import BatchRows, check_proce
 from specbeam.integrations.transformers.prompts import Prompts, refuse
 from specbeam.integrations.transformers.steps import Details, Steps
 from specbeam.models.model import LanguageModel, warn_of_settings
+from specbeam.options.declared import MAX_SIZES
 from specbeam.options.generation_defaults import GenerationDefaults
-from specbeam.options.options import MAX_DRAFT_SIZES
 
 GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 OTHER_MODES = (
@@ -228,7 +228,7 @@ def generate(
             "early_stopping": generation_config.early_stopping,
         }
     if lookup:
-        options["num_draft_tokens"] = min(lookup, MAX_DRAFT_SIZES["num_draft_tokens"])
+        options["num_draft_tokens"] = min(lookup, MAX_SIZES["num_draft_tokens"])
 
     # Criteria may count the time, so with them no text waits for others to end.
     engine = Engine(lm, max_requests=len(input_ids)) if criteria else Engine(lm)
