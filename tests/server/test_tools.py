@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 import specbeam
 from specbeam import JsonSchema
-from specbeam.engine import setup
+from specbeam.engine import drafts
 from specbeam.server import formats
 from specbeam.server import tools as server_tools
 from specbeam.server.limits import Limits
@@ -719,12 +719,12 @@ def test_openais_client_parses_arguments(tooled):
 def test_lookups_draft_from_calls_of_the_tools(tooled, lms, monkeypatch, path):
     looked = []
 
-    class Lookup(setup.Lookup):
+    class Lookup(drafts.Lookup):
         def __init__(self, *args, before, **how):
             looked.append(lms["hermes"].decode_token(before))
             super().__init__(*args, before=before, **how)
 
-    monkeypatch.setattr(setup, "Lookup", Lookup)
+    monkeypatch.setattr(drafts, "Lookup", Lookup)
     # one of them has no schema that is enforced
     odd = {"name": "odd", "parameters": {"properties": {"a": {"properties": {"b": deep(60)}}}, "required": True}}
     tools = (
