@@ -11,7 +11,6 @@ from specbeam.cli.arguments import add_revision_to, add_source_to, check_source,
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
-from specbeam.text.tokenizer import text_of
 
 
 def add_to(commands: Any) -> None:
@@ -78,6 +77,7 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
     they are no whole character. "unknown" marks the token for words that the vocabulary lacks.
     """
     from specbeam.models.prompts import tokenize
+    from specbeam.text.tokenizer import text_of
 
     details = {"return_offsets_mapping": tokenizer.is_fast, "return_special_tokens_mask": True}
     seen = tokenize(tokenizer, text, add_special_tokens, **details)
