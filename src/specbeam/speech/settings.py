@@ -156,7 +156,7 @@ class Settings:
         return {name: getattr(self, name) for name, _ in self._shared() if OPTIONS[name].needs == {*needs}}
 
     def _shared(self) -> Iterator[tuple[str, Any]]:
-        """The names of the options that are those of generation, and their defaults here."""
+        """The names of the options that generation has, too, and their defaults here."""
         return ((one.name, one.default) for one in fields(self) if one.name in OPTIONS and OPTIONS[one.name].speech)
 
     @classmethod
