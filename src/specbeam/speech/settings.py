@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from math import isfinite
@@ -116,10 +116,9 @@ class Settings:
         self._check("language", self.language is None or isinstance(self.language, str), "a code such as 'en', or None")
         if self.language is not None:
             object.__setattr__(self, "language", code_of(self.language))
-        for own in fields(self):
-            option, value = OPTIONS.get(own.name), getattr(self, own.name)
-            if option is not None and option.speech and (value is not None or own.default is not None):
-                object.__setattr__(self, own.name, checked(option, value))
+        for name, default in self._shared():
+            if (value := getattr(self, name)) is not None or default is not None:
+                object.__setattr__(self, name, checked(OPTIONS[name], value))
         self._check("best_of", _is_number(self.best_of, integer=True) and self.best_of >= 1, "at least 1")
         for name in ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold"):
             value = getattr(self, name)
@@ -154,8 +153,11 @@ class Settings:
 
     def options_with(self, *needs: Need) -> dict[str, Any]:
         """The options of a search that have an effect with something, or always."""
-        shared = (own.name for own in fields(self) if own.name in OPTIONS and OPTIONS[own.name].speech)
-        return {name: getattr(self, name) for name in shared if OPTIONS[name].needs == {*needs}}
+        return {name: getattr(self, name) for name, _ in self._shared() if OPTIONS[name].needs == {*needs}}
+
+    def _shared(self) -> Iterator[tuple[str, Any]]:
+        """The names of the options that generation has, too, and their defaults here."""
+        return ((one.name, one.default) for one in fields(self) if one.name in OPTIONS and OPTIONS[one.name].speech)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
