@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -18,7 +18,23 @@ class SpecbeamError(ValueError):
     """An error that the caller can fix. The message says what was wrong, with which value, and what to do.
 
     The command line prints the message in one line and exits with status 2.
+
+    Args:
+        message: options stand in it as in Python.
+        option: the option that was wrong. Several if the message names several, and the first one was wrong.
+
+    Attributes:
+        options: so that the command line and the server can put their own names in place of Python's.
     """
+
+    def __init__(self, message: str = "", *, option: str | Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.options = (option,) if isinstance(option, str) else tuple(dict.fromkeys(option))
+
+    @property
+    def option(self) -> str | None:
+        """The option that was wrong, if the error is about one."""
+        return next(iter(self.options), None)
 
 
 class Unsupported(SpecbeamError):
@@ -53,7 +69,7 @@ def located(place: str) -> Iterator[None]:
     try:
         yield
     except SpecbeamError as error:
-        raise SpecbeamError(f"{place}: {error}" if place else str(error)) from error
+        raise SpecbeamError(f"{place}: {error}" if place else str(error), option=error.options) from error
 
 
 def shown(value: object) -> str:

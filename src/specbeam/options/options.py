@@ -227,14 +227,15 @@ class Options:
     def _check_ends(self) -> None:
         stops = self._make_tuple("stop_strings", self.stop_strings if self.stop_strings is not None else (), str)
         if not all(stops):
-            raise SpecbeamError("stop_strings='' is not allowed: give text that is not empty")
+            raise SpecbeamError("stop_strings='' is not allowed: give text that is not empty", option="stop_strings")
         if self.eos_token_id is not None:
             ids = self._make_tuple("eos_token_id", self.eos_token_id, Integral)
             self._check("eos_token_id", all(0 <= i < 2**63 for i in ids), "token ids")
 
     def _check_sampling(self) -> None:
         if self.do_sample and self.temperature == 0:
-            raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
+            both = ("temperature", "do_sample")
+            raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out", option=both)
         # The likeliest token is in every truncated distribution: temperature=0 honours top_p and the others.
         if self.do_sample is False and self.temperature != 0:
             for name in self._shaping:
@@ -278,7 +279,8 @@ class Options:
     def _check_beams(self) -> None:
         draws = self.samples and self.num_beams == 1
         allowed = "1 to num_beams, or do_sample=True without beams"
-        self._check("num_return_sequences", self.num_return_sequences <= self.num_beams or draws, allowed)
+        holds = self.num_return_sequences <= self.num_beams or draws
+        self._check("num_return_sequences", holds, allowed, "do_sample")
         early = self.early_stopping
         known = early is None or isinstance(early, bool) or (isinstance(early, str) and early == "never")
         self._check("early_stopping", known, 'true, false or "never"')
@@ -288,15 +290,20 @@ class Options:
         groups = self.num_beam_groups
         self._check("num_beam_groups", self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams")
         if self.diversity_penalty and groups == 1:
-            raise SpecbeamError(f"diversity_penalty={self.diversity_penalty} needs num_beam_groups of 2 or more")
+            raise SpecbeamError(
+                f"diversity_penalty={self.diversity_penalty} needs num_beam_groups of 2 or more",
+                option="diversity_penalty",
+            )
         if groups > 1 and self.samples:
             raise SpecbeamError(
-                "diverse beam search does not sample: leave out num_beam_groups or the sampling options"
+                "diverse beam search does not sample: leave out num_beam_groups or the sampling options",
+                option="num_beam_groups",
             )
         if groups > 1 and not self.diversity_penalty:
             raise SpecbeamError(
                 f"num_beam_groups={groups} needs a diversity_penalty over 0, such as 0.5: with 0 all groups find the "
-                "same hypotheses"
+                "same hypotheses",
+                option="num_beam_groups",
             )
 
     def _check_draft_sizes(self) -> None:
@@ -323,7 +330,8 @@ class Options:
         if drafts and self.num_return_sequences > self.num_beams:
             raise SpecbeamError(
                 f"num_return_sequences={self.num_return_sequences} samples cannot have a draft, which would "
-                "tie them to each other: leave one out"
+                "tie them to each other: leave one out",
+                option="num_return_sequences",
             )
 
     @classmethod
@@ -374,7 +382,8 @@ class Options:
         try:
             return replace(self, **fill)
         except SpecbeamError as error:
-            raise SpecbeamError(f"the model's {defaults.file}: {error}, or set the option yourself") from error
+            says = f"the model's {defaults.file}: {error}, or set the option yourself"
+            raise SpecbeamError(says, option=error.options) from error
 
     def _check_constraints(self) -> None:
         if (constraint := self.constraint) is not None:
@@ -391,12 +400,13 @@ class Options:
         self._check("logits_processor", all(map(callable, processors)), "one function or several")
         object.__setattr__(self, "logits_processor", processors)
 
-    def _check(self, name: str, holds: bool, allowed: str) -> None:
+    def _check(self, name: str, holds: bool, allowed: str, *named: str) -> None:
         if not holds:
-            raise SpecbeamError(f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}")
+            says = f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}"
+            raise SpecbeamError(says, option=(name, *named))
 
     def _without_effect(self, name: str, reason: str) -> SpecbeamError:
-        return SpecbeamError(f"{name}={getattr(self, name)} has no effect {reason}")
+        return SpecbeamError(f"{name}={getattr(self, name)} has no effect {reason}", option=name)
 
     def _make_number(self, name: str, make: type) -> None:
         """Check the kind of an option and make it a Python number. It may be a NumPy number."""
@@ -430,7 +440,7 @@ def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
     for name, before in ("min_new_tokens", 0), ("min_length", begin):
         if (least := defaults.get(name)) is not None:
             if not is_number(least, whole=True):
-                raise defaults.refused(name, "a whole number, or set min_new_tokens yourself")
+                raise defaults.refused(name, "a whole number, or set min_new_tokens yourself", "min_new_tokens")
             return int(least) - before
     return 0
 

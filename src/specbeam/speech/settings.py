@@ -134,7 +134,10 @@ class Settings:
         if silence is not None:
             self._check("hallucination_silence_threshold", _is_number(silence) and silence >= 0, "seconds, or None")
             if not self.word_timestamps:
-                raise SpecbeamError(f"hallucination_silence_threshold={silence:g} needs word_timestamps")
+                raise SpecbeamError(
+                    f"hallucination_silence_threshold={silence:g} needs word_timestamps",
+                    option="hallucination_silence_threshold",
+                )
         for name in ("prepend_punctuations", "append_punctuations"):
             self._check(name, isinstance(getattr(self, name), str), "a text")
         top = self.top_logprobs
@@ -146,7 +149,7 @@ class Settings:
         self._check("temperature", bool(temperatures) and known, "0, or 0.00001 to 100000")
         limit = "num_beams" if 0 in temperatures else "best_of"
         several, most = self.num_return_sequences, getattr(self, limit)
-        self._check("num_return_sequences", several <= most, f"at most {limit}={most}")
+        self._check("num_return_sequences", several <= most, f"at most {limit}={most}", limit)
         suppressed = () if self.suppress_tokens is None else self.suppress_tokens
         object.__setattr__(self, "suppress_tokens", suppressed)
         self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", whole=True)
@@ -210,9 +213,10 @@ class Settings:
         object.__setattr__(self, name, numbers)
         return numbers
 
-    def _check(self, name: str, holds: bool, allowed: str) -> None:
+    def _check(self, name: str, holds: bool, allowed: str, *named: str) -> None:
         if not holds:
-            raise SpecbeamError(f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}")
+            says = f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}"
+            raise SpecbeamError(says, option=(name, *named))
 
 
 def _is_number(value: Any, whole: bool = False) -> bool:
