@@ -72,6 +72,11 @@ def located(place: str) -> Iterator[None]:
         raise SpecbeamError(f"{place}: {error}" if place else str(error), option=error.options) from error
 
 
+def not_allowed(option: str, value: object, allowed: str, *named: str) -> SpecbeamError:
+    """The error for a value of an option, which says what is ``allowed``. That may name other options, too."""
+    return SpecbeamError(f"{option}={shown(value)} is not allowed: give {allowed}", option=(option, *named))
+
+
 def shown(value: object) -> str:
     """A value as messages show it: not all of it if it is long."""
     try:

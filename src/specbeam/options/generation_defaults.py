@@ -175,7 +175,7 @@ class GenerationDefaults(dict[str, Any]):
         return f"{self.file} asks for {listed}: not applied" if asked else ""
 
     def refused(self, name: str, allowed: str, *named: str) -> SpecbeamError:
-        """The error for the value of a field, which names the file. Other options may be named in what is allowed."""
+        """The error for the value of a field, which names the file. Options in ``allowed`` are ``named``."""
         says = f"the model's {self.file}: {name}={shown(self[name])} is not allowed: give {allowed}"
         return SpecbeamError(says, option=(name, *named))
 

@@ -9,7 +9,7 @@ from functools import wraps
 from numbers import Integral, Rational, Real
 from typing import Any, ParamSpec, TypeVar
 
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import SpecbeamError, not_allowed
 from specbeam.options.generation_defaults import GenerationDefaults, is_number
 from specbeam.options.names import nearest_name
 
@@ -227,7 +227,7 @@ class Options:
     def _check_ends(self) -> None:
         stops = self._make_tuple("stop_strings", self.stop_strings if self.stop_strings is not None else (), str)
         if not all(stops):
-            raise SpecbeamError("stop_strings='' is not allowed: give text that is not empty", option="stop_strings")
+            raise not_allowed("stop_strings", "", "text that is not empty")
         if self.eos_token_id is not None:
             ids = self._make_tuple("eos_token_id", self.eos_token_id, Integral)
             self._check("eos_token_id", all(0 <= i < 2**63 for i in ids), "token ids")
@@ -402,8 +402,7 @@ class Options:
 
     def _check(self, name: str, holds: bool, allowed: str, *named: str) -> None:
         if not holds:
-            says = f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}"
-            raise SpecbeamError(says, option=(name, *named))
+            raise not_allowed(name, getattr(self, name), allowed, *named)
 
     def _without_effect(self, name: str, reason: str) -> SpecbeamError:
         return SpecbeamError(f"{name}={getattr(self, name)} has no effect {reason}", option=name)

@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 from math import isfinite
 from typing import Any
 
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import SpecbeamError, not_allowed, shown
 from specbeam.options.generation_defaults import is_number
 from specbeam.options.options import check_names
 from specbeam.speech.languages import code_of
@@ -165,7 +165,7 @@ class Settings:
         """
         for name, (neutral, why) in OTHERS.items():
             if name in given and not any(given[name] is value or given[name] == value for value in neutral):
-                raise SpecbeamError(f"{name}={shown(given[name])} cannot be honoured: {why}")
+                raise SpecbeamError(f"{name}={shown(given[name])} cannot be honoured: {why}", option=name)
         own = {name: value for name, value in given.items() if name not in OTHERS}
         check_names(own, [one.name for one in fields(cls)], "option")
         return cls(**own)
@@ -185,7 +185,8 @@ class Settings:
             fits = _is_number(value, whole=milliseconds) and value >= 0 if value is not None else defaults[name] is None
             allowed = "milliseconds, 0 or more" if milliseconds else "a number, 0 or more"
             if not fits:
-                raise SpecbeamError(f"vad_parameters: {name}={shown(value)} is not allowed: give {allowed}")
+                says = f"vad_parameters: {name}={shown(value)} is not allowed: give {allowed}"
+                raise SpecbeamError(says, option="vad_parameters")
 
     def _make_clips(self) -> None:
         if isinstance(given := self.clip_timestamps, str):
@@ -215,8 +216,7 @@ class Settings:
 
     def _check(self, name: str, holds: bool, allowed: str, *named: str) -> None:
         if not holds:
-            says = f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}"
-            raise SpecbeamError(says, option=(name, *named))
+            raise not_allowed(name, getattr(self, name), allowed, *named)
 
 
 def _is_number(value: Any, whole: bool = False) -> bool:
