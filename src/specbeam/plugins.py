@@ -162,7 +162,8 @@ def is_own_drafter(draft: str) -> bool:
         return True
     is_entry_point = draft in entry_point_names("drafter")
     if is_entry_point and (draft in ALIASES or Path(draft).exists()):
-        raise SpecbeamError(f"draft={draft!r} is an entry point and a model: give the one's module:name, or ./{draft}")
+        says = f"draft={draft!r} is an entry point and a model: give the one's module:name, or ./{draft}"
+        raise SpecbeamError(says, option="draft")
     return is_entry_point
 
 

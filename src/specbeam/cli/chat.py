@@ -341,7 +341,8 @@ class Chat:
                 self.check_draft()
             except SpecbeamError as error:
                 self.given = before
-                raise SpecbeamError(f"{error} (/set NAME default takes an option back)") from error
+                says = f"{error} (/set NAME default takes an option back)"
+                raise SpecbeamError(says, option=error.options) from error
         options, others = self.options, []
         for one in [name] if name else SETTABLE:
             now = getattr(options, one)

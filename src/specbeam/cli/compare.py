@@ -90,7 +90,8 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for name, users in ONLY.items():
         has_own = bool({*given.strategies} - {*TWINS}) and "speculative" not in users
         if name in values and not (has_own or {*users} & {*given.strategies}):
-            raise SpecbeamError(f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies")
+            says = f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies"
+            raise SpecbeamError(says, option=name)
     names = {field.name for field in fields(Options)} & {*values}
     # A method of the user's own gets all options but the sizes of drafts: it has none.
     chosen = {
@@ -103,7 +104,8 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if strategy not in TWINS and "sample" in chosen and not Options.of({**options, "seed": None}).samples:
             options.pop("seed", None)  # it is for the samples
         if strategy in ONLY["num_beams"] and options.setdefault("num_beams", DEFAULT_BEAMS) < 2:
-            raise SpecbeamError(f"num_beams={options['num_beams']} is no beam search: give 2 or more")
+            says = f"num_beams={options['num_beams']} is no beam search: give 2 or more"
+            raise SpecbeamError(says, option="num_beams")
         Options.of(options)
     return chosen
 

@@ -10,7 +10,7 @@ from specbeam import plugins
 from specbeam.drafting.lookup import Continued, SuffixAutomaton
 from specbeam.drafting.own import MakeDrafter, Propose
 from specbeam.engine.features import described
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import SpecbeamError, not_allowed
 from specbeam.models.model import LanguageModel
 from specbeam.options.names import LOOKUPS
 from specbeam.options.options import Options
@@ -34,7 +34,7 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
         return lm.draft_model(draft)
     except SpecbeamError as error:
         raise SpecbeamError(
-            f'draft={os.fspath(draft)!r}: give "ngram", "suffix", a model or module:name; {error}'
+            f'draft={os.fspath(draft)!r}: give "ngram", "suffix", a model or module:name; {error}', option="draft"
         ) from error
 
 
@@ -51,7 +51,8 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     """
     for name in ("draft_temperature", "draft_top_k"):
         if getattr(options, name) is not None and not isinstance(draft, LanguageModel):
-            raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
+            says = f"{name}={getattr(options, name)} has no effect without a draft model: leave it out"
+            raise SpecbeamError(says, option=name)
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):
         _check_draft_model(lm, draft)
@@ -70,9 +71,11 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     elif callable(draft):
         _check_own(draft)
     elif not (draft is None or isinstance(draft, Continued) or is_lookup(draft)):
-        raise SpecbeamError(
-            f'draft={shown(draft)} is not allowed: give a model or its source, "ngram", "suffix", the automaton that '
-            "specbeam.suffix_automaton returned, or a function of your own (docs/guides/extend.md)"
+        raise not_allowed(
+            "draft",
+            draft,
+            'a model or its source, "ngram", "suffix", the automaton that specbeam.suffix_automaton returned, or a '
+            "function of your own (docs/guides/extend.md)",
         )
 
 

@@ -33,7 +33,8 @@ def infilling_prompt(lm: LanguageModel, prefix: str, suffix: str) -> list[int]:
         return [*begin, before, *ending, between, *bare]
     raise SpecbeamError(
         f"suffix: the vocabulary of {lm.source} has no tokens to fill in the middle, such as <|fim_middle|>: leave it "
-        "out, or use a model for code"
+        "out, or use a model for code",
+        option="suffix",
     )
 
 

@@ -236,8 +236,10 @@ def _weight_format(placement: Placement) -> str:
     if dtype == "auto" or (dtype == "float32" and quantize in ("auto", "float32")):
         return quantize if dtype == "auto" else "float32"
     if dtype == "float32":
-        raise SpecbeamError(f"dtype='float32' contradicts quantize={quantize!r}: leave one out")
-    raise SpecbeamError(f"the cpu backend has no dtype={dtype!r}: give quantize= keep, int8, int4 or float32 instead")
+        both = ("dtype", "quantize")
+        raise SpecbeamError(f"dtype='float32' contradicts quantize={quantize!r}: leave one out", option=both)
+    says = f"the cpu backend has no dtype={dtype!r}: give quantize= keep, int8, int4 or float32 instead"
+    raise SpecbeamError(says, option=("dtype", "quantize"))
 
 
 def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
@@ -364,7 +366,8 @@ def load_silently(
     if backend != "cpu" and (placement.quantize != "auto" or placement.threads is not None):
         by_quantize = placement.quantize != "auto"
         given = f"quantize={placement.quantize!r}" if by_quantize else f"threads={placement.threads}"
-        raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
+        says = f"{given} is for the cpu backend, and this is the {backend} backend: leave it out"
+        raise SpecbeamError(says, option="quantize" if by_quantize else "threads")
     loaded: Backend
     if backend == "transformers":
         from specbeam.backends.encoder_decoder import backend_of
@@ -374,7 +377,8 @@ def load_silently(
         try:
             model = load_model(checkpoint.path, device, dtype, checkpoint.dtype, checkpoint.adapter, check)
         except SpecbeamError as error:
-            raise error if reason is None else SpecbeamError(f"{reason}. {error}") from error
+            options = () if reason is None else (*reason.options, *error.options)
+            raise error if reason is None else SpecbeamError(f"{reason}. {error}", option=options) from error
         loaded = backend_of(model)
         checkpoint.check_tokenizer(loaded.vocab_size)
     else:
@@ -434,7 +438,8 @@ def _load_again(
     if lm.precision != precision:
         raise SpecbeamError(
             f"{origin.source} was pickled as {precision}, and is {lm.precision} here: give device= and dtype= or "
-            "quantize= where it is first loaded"
+            "quantize= where it is first loaded",
+            option=("device", "dtype", "quantize"),
         )
     if lm.weights != weights:
         raise SpecbeamError(f"{origin.source} was pickled with other weights than it has here: load it here by itself")

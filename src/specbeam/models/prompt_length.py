@@ -7,7 +7,6 @@ one has clearly too many tokens. The tokens of such a beginning are counted and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from specbeam.errors import SpecbeamError
 
@@ -26,12 +25,9 @@ class PromptTooLong(SpecbeamError):
         tokens: how many, such as "300" or "at least 8,200".
     """
 
-    def __init__(self, message: str, tokens: str) -> None:
+    def __init__(self, message: str, tokens: str = "") -> None:  # the message alone makes it again in another process
         super().__init__(message)
         self.tokens = tokens
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.tokens)  # else only the message would come to another process
 
 
 def least_tokens(text: str, most: int, count: Callable[[str], int]) -> int:

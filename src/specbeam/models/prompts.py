@@ -277,13 +277,15 @@ def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[
         messages = _messages(prompt)
     elif all(type(part) is int or (isinstance(part, Integral) and not isinstance(part, bool)) for part in prompt):
         if system is not None:
-            raise SpecbeamError("system= goes with text or messages: a prompt of token ids is taken as it is")
+            says = "system= goes with text or messages: a prompt of token ids is taken as it is"
+            raise SpecbeamError(says, option="system")
         return _in_vocabulary(lm, prompt)
     else:
         raise SpecbeamError("a prompt is text, a list of messages or a list of token ids; this list mixes kinds")
     if system is not None:
         if any(message["role"] == "system" for message in messages):
-            raise SpecbeamError("the messages have a system message, and system= gives another one: leave one out")
+            says = "the messages have a system message, and system= gives another one: leave one out"
+            raise SpecbeamError(says, option="system")
         messages = [*_messages([{"role": "system", "content": system}]), *messages]
     return messages
 

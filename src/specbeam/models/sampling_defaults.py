@@ -210,7 +210,8 @@ def _of_checkpoint(lm: LanguageModel, own: Mapping[str, float]) -> SamplingDefau
     try:
         Options.of({**settings, **own})
     except SpecbeamError as error:
-        raise SpecbeamError(f"the model's {says.file}: {error}, and correct the file") from error
+        what = f"the model's {says.file}: {error}, and correct the file"
+        raise SpecbeamError(what, option=error.options) from error
     return SamplingDefaults(settings, f"as the model's {says.file} says")
 
 

@@ -47,4 +47,4 @@ def code_of(language: str) -> str | None:
         return code
     near = nearest_name(given, [*CODES])
     hint = f"did you mean {near!r}?" if near else "give a code or an English name, such as 'de' or 'german'"
-    raise SpecbeamError(f"language={shown(language)} is not known: {hint}")
+    raise SpecbeamError(f"language={shown(language)} is not known: {hint}", option="language")

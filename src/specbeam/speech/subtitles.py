@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, not_allowed
 
 if TYPE_CHECKING:
     from specbeam.speech.results import Segment, Transcript, Word
@@ -39,12 +39,13 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("max_line_width", "max_line_count", "max_words_per_line"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise SpecbeamError(f"{name}={value} is not allowed: give at least 1")
+                raise not_allowed(name, value, "at least 1")
         if self.max_line_count is not None and self.max_line_width is None:
-            raise SpecbeamError(f"max_line_count={self.max_line_count} needs max_line_width")
+            says = f"max_line_count={self.max_line_count} needs max_line_width"
+            raise SpecbeamError(says, option="max_line_count")
         if self.max_words_per_line is not None and self.max_line_width is not None:
-            most = self.max_words_per_line
-            raise SpecbeamError(f"max_words_per_line={most} and max_line_width do not go together: leave one out")
+            says = f"max_words_per_line={self.max_words_per_line} and max_line_width do not go together: leave one out"
+            raise SpecbeamError(says, option="max_words_per_line")
 
 
 PLAIN = Layout()

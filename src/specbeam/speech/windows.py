@@ -75,16 +75,19 @@ class Transcriber:
     def _check_lengths(self) -> None:
         size = self.vocabulary.lm.backend.vocab_size
         if foreign := [token for token in self.initial_prompt if not 0 <= token < size]:
-            raise SpecbeamError(f"initial_prompt: the token id {foreign[0]} is not in the vocabulary of {size}")
+            says = f"initial_prompt: the token id {foreign[0]} is not in the vocabulary of {size}"
+            raise SpecbeamError(says, option="initial_prompt")
         most = self.max_prompt - bool(self.initial_prompt)  # whose end counts
         if (words := len(self.hotwords)) > most:
             beside = " beside initial_prompt" if self.initial_prompt else ""
             raise SpecbeamError(
-                f"hotwords: {words} tokens are too many, since a prompt holds at most {most}{beside}: give fewer"
+                f"hotwords: {words} tokens are too many, since a prompt holds at most {most}{beside}: give fewer",
+                option=("hotwords", "initial_prompt"),
             )
         most = self.context // 2
         if (new := self.settings.max_new_tokens) is not None and new > most:
-            raise SpecbeamError(f"max_new_tokens={new} is not allowed: a window has at most {most} new tokens")
+            says = f"max_new_tokens={new} is not allowed: a window has at most {most} new tokens"
+            raise SpecbeamError(says, option="max_new_tokens")
 
     @property
     def context(self) -> int:
@@ -158,12 +161,15 @@ def _check_language(vocabulary: Vocabulary, settings: Settings) -> None:
     source, language = vocabulary.lm.source, settings.language
     if vocabulary.is_multilingual:
         if language is not None and language not in vocabulary.languages:
-            raise SpecbeamError(f"language={language!r} is not known: {source} knows {', '.join(vocabulary.languages)}")
+            says = f"language={language!r} is not known: {source} knows {', '.join(vocabulary.languages)}"
+            raise SpecbeamError(says, option="language")
         return
     if language not in (None, "en"):
-        raise SpecbeamError(f"language={language!r} is not allowed: {source} knows English only")
+        says = f"language={language!r} is not allowed: {source} knows English only"
+        raise SpecbeamError(says, option="language")
     if settings.task != "transcribe":
-        raise SpecbeamError(f"task={settings.task!r} is not allowed: {source} knows English only")
+        says = f"task={settings.task!r} is not allowed: {source} knows English only"
+        raise SpecbeamError(says, option="task")
 
 
 def detect_language(transcriber: Transcriber, first: Sound) -> Generator[Attempt, Result, tuple[str, float]]:
