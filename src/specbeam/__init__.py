@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from specbeam.engine import Engine as Engine
     from specbeam.engine import Request as Request
     from specbeam.errors import NotFinite as NotFinite
+    from specbeam.errors import PromptTooLong as PromptTooLong
     from specbeam.errors import QueueFull as QueueFull
     from specbeam.errors import SpecbeamError as SpecbeamError
     from specbeam.models.model import LanguageModel as LanguageModel
     from specbeam.models.model import load as load
-    from specbeam.models.prompt_length import PromptTooLong as PromptTooLong
     from specbeam.models.prompts import show_prompt as show_prompt
     from specbeam.options.options import Options as Options
     from specbeam.results import Piece as Piece
@@ -66,7 +66,7 @@ _HOMES = {
     "NotFinite": "errors",
     "Options": "options",
     "Piece": "results",
-    "PromptTooLong": "models.prompt_length",
+    "PromptTooLong": "errors",
     "QueueFull": "errors",
     "Request": "engine",
     "Result": "results",

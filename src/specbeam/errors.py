@@ -20,11 +20,11 @@ class SpecbeamError(ValueError):
     The command line prints the message in one line and exits with status 2.
 
     Args:
-        message: options stand in it as in Python.
-        option: the option that was wrong. Several if the message names several, and the first one was wrong.
+        message: names options as Python spells them.
+        option: the option that was wrong; or all options that the message names, the wrong one first.
 
     Attributes:
-        options: so that the command line and the server can put their own names in place of Python's.
+        options: the same. The command line and the server put their own names in place of Python's.
     """
 
     def __init__(self, message: str = "", *, option: str | Iterable[str] = ()) -> None:
@@ -61,6 +61,22 @@ class ConstraintError(SpecbeamError):
 
 class QueueFull(SpecbeamError):
     """An engine has as many unfinished requests as it takes. Submit the request again later."""
+
+
+class PromptTooLong(SpecbeamError):
+    """A prompt has more tokens than it may have.
+
+    Attributes:
+        tokens: how many, such as "300" or "at least 8,200".
+    """
+
+    def __init__(self, message: str, tokens: str = "") -> None:  # the message alone makes it again in another process
+        super().__init__(message)
+        self.tokens = tokens
+
+
+class PluginError(SpecbeamError):
+    """An object of the user's own failed, or made a mistake. The message names it, and its file and line."""
 
 
 @contextmanager

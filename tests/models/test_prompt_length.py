@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 import specbeam
-from specbeam.errors import SpecbeamError
+from specbeam.errors import PromptTooLong, SpecbeamError
 from specbeam.models import prompts
-from specbeam.models.prompt_length import PromptTooLong
 from specbeam.models.prompts import encode, token_ids
 from tests.conftest import byte_tokenizer, fast_tokenizer
 

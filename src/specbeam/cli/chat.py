@@ -27,7 +27,7 @@ from specbeam.cli.generate import drain, summary
 from specbeam.cli.interrupts import CtrlCCancels
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.cli.repetition import repeated_end
-from specbeam.errors import FAILED, SpecbeamError, shown
+from specbeam.errors import FAILED, PromptTooLong, SpecbeamError, shown
 from specbeam.models.sampling_defaults import DRAWN_BY, FALLBACK, SamplingDefaults, sampling_defaults
 from specbeam.options.names import nearest_name
 from specbeam.options.options import SAMPLING_OPTIONS, Options, check_names
@@ -274,7 +274,6 @@ class Chat:
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
-        from specbeam.models.prompt_length import PromptTooLong
         from specbeam.models.prompts import encode, room
 
         most = room(self.lm)

@@ -15,9 +15,8 @@ from specbeam.drafting.chains import Chains
 from specbeam.drafting.drafter import Drafter, Proposal
 from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.policy.controller import Controller
-from specbeam.errors import SpecbeamError
+from specbeam.errors import PluginError, SpecbeamError
 from specbeam.models.model import LanguageModel
-from specbeam.plugins import PluginError
 
 Propose = Callable[[list[int], LanguageModel], Sequence[int] | Sequence[Sequence[int]]]
 """A function of the token ids of a sequence, prompt included, and the model. It returns the token ids that may follow,

@@ -11,8 +11,7 @@ from specbeam import plugins
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.drafting.drafter import Drafter
 from specbeam.engine.setup import MakeStrategy, Setup
-from specbeam.errors import SpecbeamError, not_allowed, shown
-from specbeam.plugins import PluginError
+from specbeam.errors import PluginError, SpecbeamError, not_allowed, shown
 
 OURS = "specbeam."
 """The modules whose strategies are no user's: they let a caller's errors through as they are."""

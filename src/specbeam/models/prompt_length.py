@@ -8,26 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specbeam.errors import SpecbeamError
-
 CHARACTERS_PER_TOKEN = 8
 """A text with fewer characters for each token of the limit is tokenized as a whole."""
 MAX_TORN_TOKENS = 1024
 """More tokens than the pieces of one token or word have, where a beginning of the text ends within it."""
 GROWTH = 4
 """The factor by which the next beginning of a text is longer."""
-
-
-class PromptTooLong(SpecbeamError):
-    """A prompt has more tokens than it may have.
-
-    Attributes:
-        tokens: how many, such as "300" or "at least 8,200".
-    """
-
-    def __init__(self, message: str, tokens: str = "") -> None:  # the message alone makes it again in another process
-        super().__init__(message)
-        self.tokens = tokens
 
 
 def least_tokens(text: str, most: int, count: Callable[[str], int]) -> int:

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.checkpoints.code import refusing
-from specbeam.errors import SpecbeamError
+from specbeam.errors import PromptTooLong, SpecbeamError
 from specbeam.models.model import LanguageModel
-from specbeam.models.prompt_length import PromptTooLong, least_tokens
+from specbeam.models.prompt_length import least_tokens
 from specbeam.system.machine import return_free_memory
 from specbeam.text import chat_templates
 from specbeam.text.control_tokens import ControlTokens

@@ -15,9 +15,8 @@ from specbeam.drafting.lookup import Continued
 from specbeam.engine import Request
 from specbeam.engine.drafts import Draft, is_lookup
 from specbeam.engine.setup import MakeStrategy, Setup, make_strategy
-from specbeam.errors import SpecbeamError
+from specbeam.errors import PromptTooLong, SpecbeamError
 from specbeam.models.infilling import infilling_prompt
-from specbeam.models.prompt_length import PromptTooLong
 from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, room
 from specbeam.options.options import Options
 from specbeam.results import Piece, Result

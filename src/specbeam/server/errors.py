@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
-from specbeam.errors import ConstraintError, NotFinite, QueueFull, SpecbeamError
+from specbeam.errors import ConstraintError, NotFinite, PluginError, QueueFull, SpecbeamError
 from specbeam.options.names import nearest_name
 from specbeam.options.options import Options
-from specbeam.plugins import PluginError
 from specbeam.server.json import json_response
 
 M = TypeVar("M", bound=BaseModel)
