@@ -80,12 +80,12 @@ class PluginError(SpecbeamError):
 
 
 @contextmanager
-def located(place: str) -> Iterator[None]:
-    """Put a place before the message of a SpecbeamError, unless the place is empty."""
+def located(place: str, advice: str = "") -> Iterator[None]:
+    """Put a place before the message of a SpecbeamError, unless the place is empty, and advice behind it."""
     try:
         yield
     except SpecbeamError as error:
-        raise SpecbeamError(f"{place}: {error}" if place else str(error), option=error.options) from error
+        raise SpecbeamError(f"{place}: {error}{advice}" if place else str(error), option=error.options) from error
 
 
 def not_allowed(option: str, value: object, allowed: str, *named: str) -> SpecbeamError:

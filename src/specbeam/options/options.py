@@ -9,7 +9,7 @@ from functools import wraps
 from numbers import Integral, Rational, Real
 from typing import Any, ParamSpec, TypeVar
 
-from specbeam.errors import SpecbeamError, not_allowed
+from specbeam.errors import SpecbeamError, located, not_allowed
 from specbeam.options.generation_defaults import GenerationDefaults, is_number
 from specbeam.options.names import nearest_name
 
@@ -379,11 +379,8 @@ class Options:
             fill["min_new_tokens"] = min(least, self.max_new_tokens)
         if not fill:
             return self
-        try:
+        with located(f"the model's {defaults.file}", ", or set the option yourself"):
             return replace(self, **fill)
-        except SpecbeamError as error:
-            says = f"the model's {defaults.file}: {error}, or set the option yourself"
-            raise SpecbeamError(says, option=error.options) from error
 
     def _check_constraints(self) -> None:
         if (constraint := self.constraint) is not None:
