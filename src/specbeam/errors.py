@@ -88,9 +88,14 @@ def located(place: str, advice: str = "") -> Iterator[None]:
         raise SpecbeamError(f"{place}: {error}{advice}" if place else str(error), option=error.options) from error
 
 
+def wrong_value(option: str, value: object, says: str, *named: str) -> SpecbeamError:
+    """The error for a value of an option. What it says may name other options, too."""
+    return SpecbeamError(f"{option}={shown(value)} {says}", option=(option, *named))
+
+
 def not_allowed(option: str, value: object, allowed: str, *named: str) -> SpecbeamError:
-    """The error for a value of an option, which says what is ``allowed``. That may name other options, too."""
-    return SpecbeamError(f"{option}={shown(value)} is not allowed: give {allowed}", option=(option, *named))
+    """The error for a value of an option that only has other values."""
+    return wrong_value(option, value, f"is not allowed: give {allowed}", *named)
 
 
 def shown(value: object) -> str:

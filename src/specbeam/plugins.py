@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.errors import PluginError, SpecbeamError, shown
+from specbeam.errors import PluginError, SpecbeamError, shown, wrong_value
 
 if TYPE_CHECKING:  # it imports forty modules
     from importlib.metadata import EntryPoint
@@ -158,8 +158,7 @@ def is_own_drafter(draft: str) -> bool:
         return True
     is_entry_point = draft in entry_point_names("drafter")
     if is_entry_point and (draft in ALIASES or Path(draft).exists()):
-        says = f"draft={draft!r} is an entry point and a model: give the one's module:name, or ./{draft}"
-        raise SpecbeamError(says, option="draft")
+        raise wrong_value("draft", draft, f"is an entry point and a model: give the one's module:name, or ./{draft}")
     return is_entry_point
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from specbeam.checkpoints.files import ADAPTER, INDEX, MODEL, WEIGHTS, check_links
 from specbeam.checkpoints.sources import hub, registry
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, wrong_value
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
@@ -35,8 +35,7 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
         raise SpecbeamError("the source is empty: give an alias, a folder, a .gguf file or a hub id (org/name)")
     path = _local(name)
     if revision is not None and (path is not None or name in registry.ALIASES):
-        says = f"revision={revision!r} goes with a hub id, and {name} is not a hub id"
-        raise SpecbeamError(says, option="revision")
+        raise wrong_value("revision", revision, f"goes with a hub id, and {name} is not a hub id")
     if name in registry.ALIASES:
         found = registry.fetch(name) if download else registry.find(name)
         if found is None:

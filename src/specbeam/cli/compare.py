@@ -16,7 +16,7 @@ from specbeam.cli.arguments import add_generation_to, check_sources, load_draft,
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import FAILED, SpecbeamError, located
+from specbeam.errors import FAILED, SpecbeamError, located, wrong_value
 from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
@@ -104,8 +104,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if strategy not in TWINS and "sample" in chosen and not Options.of({**options, "seed": None}).samples:
             options.pop("seed", None)  # it is for the samples
         if strategy in ONLY["num_beams"] and options.setdefault("num_beams", DEFAULT_BEAMS) < 2:
-            says = f"num_beams={options['num_beams']} is no beam search: give 2 or more"
-            raise SpecbeamError(says, option="num_beams")
+            raise wrong_value("num_beams", options["num_beams"], "is no beam search: give 2 or more")
         Options.of(options)
     return chosen
 

@@ -16,7 +16,7 @@ from specbeam.backends.contract import Backend
 from specbeam.backends.devices import DTYPES, choose_device, choose_dtype, has_kernels, kind
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.checkpoints.sources.registry import ALIASES
-from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.errors import SpecbeamError, Unsupported, wrong_value
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.options.names import BACKENDS
 from specbeam.options.options import refuse_unknown_keywords
@@ -364,10 +364,9 @@ def load_silently(
     if reason is not None:
         logger.warning("%s runs on the %s backend: %s", os.fspath(source), backend, reason)
     if backend != "cpu" and (placement.quantize != "auto" or placement.threads is not None):
-        by_quantize = placement.quantize != "auto"
-        given = f"quantize={placement.quantize!r}" if by_quantize else f"threads={placement.threads}"
-        says = f"{given} is for the cpu backend, and this is the {backend} backend: leave it out"
-        raise SpecbeamError(says, option="quantize" if by_quantize else "threads")
+        name = "quantize" if placement.quantize != "auto" else "threads"
+        says = f"is for the cpu backend, and this is the {backend} backend: leave it out"
+        raise wrong_value(name, getattr(placement, name), says)
     loaded: Backend
     if backend == "transformers":
         from specbeam.backends.encoder_decoder import backend_of

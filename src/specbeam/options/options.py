@@ -9,7 +9,7 @@ from functools import wraps
 from numbers import Integral, Rational, Real
 from typing import Any, ParamSpec, TypeVar
 
-from specbeam.errors import SpecbeamError, located, not_allowed
+from specbeam.errors import SpecbeamError, located, not_allowed, wrong_value
 from specbeam.options.generation_defaults import GenerationDefaults, is_number
 from specbeam.options.names import nearest_name
 
@@ -290,21 +290,15 @@ class Options:
         groups = self.num_beam_groups
         self._check("num_beam_groups", self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams")
         if self.diversity_penalty and groups == 1:
-            raise SpecbeamError(
-                f"diversity_penalty={self.diversity_penalty} needs num_beam_groups of 2 or more",
-                option="diversity_penalty",
-            )
+            raise wrong_value("diversity_penalty", self.diversity_penalty, "needs num_beam_groups of 2 or more")
         if groups > 1 and self.samples:
             raise SpecbeamError(
                 "diverse beam search does not sample: leave out num_beam_groups or the sampling options",
                 option="num_beam_groups",
             )
         if groups > 1 and not self.diversity_penalty:
-            raise SpecbeamError(
-                f"num_beam_groups={groups} needs a diversity_penalty over 0, such as 0.5: with 0 all groups find the "
-                "same hypotheses",
-                option="num_beam_groups",
-            )
+            needs = "needs a diversity_penalty over 0, such as 0.5: with 0 all groups find the same hypotheses"
+            raise wrong_value("num_beam_groups", groups, needs)
 
     def _check_draft_sizes(self) -> None:
         for name, largest in MAX_DRAFT_SIZES.items():
@@ -328,11 +322,8 @@ class Options:
             if not drafts and self.draft_size(name) is not None:
                 raise self._without_effect(name, "without a draft: give one, or leave it out")
         if drafts and self.num_return_sequences > self.num_beams:
-            raise SpecbeamError(
-                f"num_return_sequences={self.num_return_sequences} samples cannot have a draft, which would "
-                "tie them to each other: leave one out",
-                option="num_return_sequences",
-            )
+            says = "samples cannot have a draft, which would tie them to each other: leave one out"
+            raise wrong_value("num_return_sequences", self.num_return_sequences, says)
 
     @classmethod
     def of(cls, given: Options | Mapping[str, Any] | None = None, /, **changes: Any) -> Options:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import wrong_value
 from specbeam.options.names import nearest_name
 
 _TABLE = """
@@ -47,4 +47,4 @@ def code_of(language: str) -> str | None:
         return code
     near = nearest_name(given, [*CODES])
     hint = f"did you mean {near!r}?" if near else "give a code or an English name, such as 'de' or 'german'"
-    raise SpecbeamError(f"language={shown(language)} is not known: {hint}", option="language")
+    raise wrong_value("language", language, f"is not known: {hint}")

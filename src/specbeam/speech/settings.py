@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 from math import isfinite
 from typing import Any
 
-from specbeam.errors import SpecbeamError, not_allowed, shown
+from specbeam.errors import SpecbeamError, not_allowed, shown, wrong_value
 from specbeam.options.generation_defaults import is_number
 from specbeam.options.options import check_names
 from specbeam.speech.languages import code_of
@@ -165,7 +165,7 @@ class Settings:
         """
         for name, (neutral, why) in OTHERS.items():
             if name in given and not any(given[name] is value or given[name] == value for value in neutral):
-                raise SpecbeamError(f"{name}={shown(given[name])} cannot be honoured: {why}", option=name)
+                raise wrong_value(name, given[name], f"cannot be honoured: {why}")
         own = {name: value for name, value in given.items() if name not in OTHERS}
         check_names(own, [one.name for one in fields(cls)], "option")
         return cls(**own)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specbeam.errors import SpecbeamError, not_allowed
+from specbeam.errors import not_allowed, wrong_value
 
 if TYPE_CHECKING:
     from specbeam.speech.results import Segment, Transcript, Word
@@ -41,11 +41,10 @@ class Layout:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise not_allowed(name, value, "at least 1")
         if self.max_line_count is not None and self.max_line_width is None:
-            says = f"max_line_count={self.max_line_count} needs max_line_width"
-            raise SpecbeamError(says, option="max_line_count")
+            raise wrong_value("max_line_count", self.max_line_count, "needs max_line_width")
         if self.max_words_per_line is not None and self.max_line_width is not None:
-            says = f"max_words_per_line={self.max_words_per_line} and max_line_width do not go together: leave one out"
-            raise SpecbeamError(says, option="max_words_per_line")
+            says = "and max_line_width do not go together: leave one out"
+            raise wrong_value("max_words_per_line", self.max_words_per_line, says)
 
 
 PLAIN = Layout()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbeam.engine.features import Sound
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, wrong_value
 from specbeam.results import Result
 from specbeam.speech.alignment import Heads, alignment_heads
 from specbeam.speech.attempts import Attempt, LookFirst, Text
@@ -86,8 +86,7 @@ class Transcriber:
             )
         most = self.context // 2
         if (new := self.settings.max_new_tokens) is not None and new > most:
-            says = f"max_new_tokens={new} is not allowed: a window has at most {most} new tokens"
-            raise SpecbeamError(says, option="max_new_tokens")
+            raise wrong_value("max_new_tokens", new, f"is not allowed: a window has at most {most} new tokens")
 
     @property
     def context(self) -> int:
@@ -161,15 +160,12 @@ def _check_language(vocabulary: Vocabulary, settings: Settings) -> None:
     source, language = vocabulary.lm.source, settings.language
     if vocabulary.is_multilingual:
         if language is not None and language not in vocabulary.languages:
-            says = f"language={language!r} is not known: {source} knows {', '.join(vocabulary.languages)}"
-            raise SpecbeamError(says, option="language")
+            raise wrong_value("language", language, f"is not known: {source} knows {', '.join(vocabulary.languages)}")
         return
     if language not in (None, "en"):
-        says = f"language={language!r} is not allowed: {source} knows English only"
-        raise SpecbeamError(says, option="language")
+        raise wrong_value("language", language, f"is not allowed: {source} knows English only")
     if settings.task != "transcribe":
-        says = f"task={settings.task!r} is not allowed: {source} knows English only"
-        raise SpecbeamError(says, option="task")
+        raise wrong_value("task", settings.task, f"is not allowed: {source} knows English only")
 
 
 def detect_language(transcriber: Transcriber, first: Sound) -> Generator[Attempt, Result, tuple[str, float]]:

@@ -29,7 +29,7 @@ from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.core.selection import NextBeams, Selection, SelectionRequest, Watch
-from specbeam.errors import SpecbeamError, not_allowed
+from specbeam.errors import SpecbeamError, not_allowed, wrong_value
 from specbeam.system.fork_guard import fork_guard
 from specbeam.system.machine import usable_processors
 
@@ -298,11 +298,8 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
     if quantize not in ("auto", *MODES):
         raise not_allowed("quantize", quantize, f"auto, {', '.join(MODES)}")
     if quantize == "keep" and not checkpoint.quantized:
-        raise SpecbeamError(
-            f"quantize='keep' needs a quantized GGUF file, and {checkpoint.path} is not quantized: give int8, int4 or "
-            "float32",
-            option="quantize",
-        )
+        needs = f"needs a quantized GGUF file, and {checkpoint.path} is not quantized: give int8, int4 or float32"
+        raise wrong_value("quantize", quantize, needs)
     if quantize == "auto":
         return "keep" if checkpoint.quantized else "int8"
     return quantize
