@@ -591,6 +591,11 @@ def test_schemas_reach_the_grammar_as_they_were_sent(tooled, monkeypatch):
             "the tool f: arguments are an object, and no 'array'",
         ),
         (
+            {"tools": [{"type": "function", "function": {"name": "seed", "strict": True, "parameters": ARRAY}}]},
+            "tools",  # not "seed", although the message has that word
+            "the tool seed: arguments are an object, and no 'array'",
+        ),
+        (
             {"messages": [*MESSAGES[:2], {"role": "tool", "tool_call_id": "x", "content": ""}], "tools": TOOLS},
             "messages",
             "messages: a result is of the call 'x', and nothing before has it",

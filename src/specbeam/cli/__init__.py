@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             finally:  # after --help, too
                 sys.stdout.flush()
     except SpecbeamError as error:
-        print(f"specbeam: {_with_flags(one_line(error), arguments)}", file=sys.stderr)
+        print(f"specbeam: {_with_flags(error, arguments)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt as interrupt:
         print(": ".join(["specbeam: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
@@ -120,12 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def _with_flags(message: str, arguments: Sequence[str]) -> str:
-    """A message with the flags that were typed in place of the Python names of these options."""
-    for flag in {word.partition("=")[0] for word in arguments if word.startswith("--")}:
-        name = flag.strip("-").replace("-", "_")
-        if name.isidentifier():
-            message = re.sub(rf"(?<![\w-]){name}(?==)", flag, message)
+def _with_flags(error: SpecbeamError, arguments: Sequence[str]) -> str:
+    """The message of an error, with flags that were typed in place of the Python names of its options."""
+    flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    typed = {flag.strip("-").replace("-", "_"): flag for flag in flags}
+    message = one_line(error)
+    for option in error.options:
+        message = message.replace(f"{option}=", f"{typed.get(option, option)}=")
     return message
 
 

@@ -26,7 +26,7 @@ from specbeam.cli.arguments import (
 from specbeam.cli.generate import CtrlCCancels, drain, summary
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.cli.repetition import repeated_end
-from specbeam.errors import FAILED, SpecbeamError, shown
+from specbeam.errors import FAILED, PromptTooLong, SpecbeamError, shown
 from specbeam.models.sampling_defaults import DRAWN_BY, FALLBACK, SamplingDefaults, sampling_defaults
 from specbeam.options.declared import OBJECTS, SHAPING, names_where
 from specbeam.options.names import nearest_name
@@ -276,7 +276,6 @@ class Chat:
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
-        from specbeam.errors import PromptTooLong
         from specbeam.models.prompts import encode, room
 
         max_tokens = room(self.lm)
@@ -343,7 +342,8 @@ class Chat:
                 self.check_draft()
             except SpecbeamError as error:
                 self.user_options = before
-                raise SpecbeamError(f"{error} (/set NAME default takes an option back)") from error
+                says = f"{error} (/set NAME default takes an option back)"
+                raise SpecbeamError(says, option=error.options) from error
         options, others = self.options, []
         for option in [name] if name else SETTABLE:
             value_now = getattr(options, option)

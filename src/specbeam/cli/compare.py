@@ -15,7 +15,7 @@ from specbeam.cli.arguments import add_generation_to, check_sources, load_draft,
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import FAILED, SpecbeamError, located
+from specbeam.errors import FAILED, SpecbeamError, located, wrong_value
 from specbeam.options.declared import MAX_SIZES, OPTIONS, Need
 from specbeam.options.options import Options
 
@@ -93,7 +93,8 @@ def options_by_strategy(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for name, users in ONLY.items():
         has_own = bool({*args.strategies} - {*TWINS}) and "speculative" not in users
         if name in values and not (has_own or {*users} & {*args.strategies}):
-            raise SpecbeamError(f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies")
+            says = f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies"
+            raise SpecbeamError(says, option=name)
     names = OPTIONS.keys() & values
     # A custom strategy gets all options but the sizes of drafts: it has none.
     chosen = {
@@ -106,7 +107,7 @@ def options_by_strategy(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if strategy not in TWINS and "sample" in chosen and not Options.of({**options, "seed": None}).samples:
             options.pop("seed", None)  # it is for the samples
         if strategy in WITH_BEAMS and options.setdefault("num_beams", DEFAULT_BEAMS) < 2:
-            raise SpecbeamError(f"num_beams={options['num_beams']} is no beam search: give 2 or more")
+            raise wrong_value("num_beams", options["num_beams"], "is no beam search: give 2 or more")
         Options.of(options)
     return chosen
 

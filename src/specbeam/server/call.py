@@ -148,7 +148,7 @@ class Call:
             says += f", but the model's context holds {context:,}{ALSO_NEW if fit < context else ''}: shorten it"
             raise Refusal(says, self.field, TOO_LONG) from error
         except SpecbeamError as error:
-            raise Refusal(str(error), "suffix" if str(error).startswith("suffix") else self.field) from error
+            raise Refusal(str(error), "suffix" if error.option == "suffix" else self.field) from error
         return ids
 
     def _submit_one(self, ids: list[int], options: Options, number: int) -> None:
