@@ -227,9 +227,7 @@ def _chains(
         return [clips] if clips else []
     from specbeam.speech.vad import SPEECH_PAD_MS, stretches  # it is an extra
 
-    parameters: dict[str, Any] = {**(settings.vad_parameters or {})}
+    parameters = settings.vad_parameters or {}
+    speech = stretches(samples, check=check, **parameters)
     pad = parameters.get("speech_pad_ms", SPEECH_PAD_MS) * FRAMES_PER_SECOND // 1000
-    if check is not None:
-        parameters["check"] = check
-    speech = stretches(samples, **parameters)
     return [[clip] for clip in spoken_clips(speech, mel.frames, transcriber.frames, pad)]
