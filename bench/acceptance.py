@@ -4,7 +4,7 @@
         [--shapes 8x5,12x4,auto] [--strict] [--json FILE]
 
 It counts passes, not seconds, so the figures are the same on every machine. Prompts run together in one engine. A
-figure is the median over the prompts of a kind, with the least and the most. --strict switches the bound rule off.
+figure is the median over the prompts of a kind, with minimum and maximum. --strict switches the bound rule off.
 """
 
 from __future__ import annotations

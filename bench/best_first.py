@@ -6,7 +6,7 @@
 MODEL is a .gguf file or a folder. It translates English sentences into French, after examples, up to a line break.
 Meister, Vieira and Cotterell 2020, "Best-First Beam Search", count the calls to the scoring function per text. So does
 this: each beam whose next tokens the model is asked for counts once, the prompt included. Figures are medians over
-sentences that the seed draws, with the least and the most. All methods return the same text, and all end as soon as no
+sentences that the seed draws, with minimum and maximum. All methods return the same text, and all end as soon as no
 unfinished hypothesis can score above it.
 
 - plain evaluates all beams of each step.

@@ -11,8 +11,8 @@ class LlamaBatch:
 
     Args:
         model: a ``llama_cpp.Llama``.
-        size: the most sequences.
-        length: the most tokens of each.
+        size: the maximum number of sequences.
+        length: the maximum number of tokens of each.
         unified: the sequences share one cache, as in llama.cpp's server unless the slots are given.
     """
 

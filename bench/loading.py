@@ -1,4 +1,4 @@
-"""From a fresh process to the first token: seconds, and the most memory held, against the size of the weights.
+"""From a fresh process to the first token: seconds, and the peak memory, against the size of the weights.
 
     python bench/loading.py MODEL [MODEL ...] [--dtype float32] [--repeats 3] [--json FILE]
 

@@ -1,11 +1,11 @@
-"""Whisper on a CPU against faster-whisper: same weights, same sound, same threads, one run.
+"""Whisper on a CPU against faster-whisper: same weights, same audio, same threads, one run.
 
     python bench/speech.py MODEL AUDIO... --peer-python FILE [--threads 2] [--repeats 5] [--isa avx2]
         [--whisper-cpp MODEL.bin --whisper-cpp-python FILE] [--json FILE]
 
 MODEL is a folder of CTranslate2, which both read; each computes in int8. FILE is the Python of an environment with
 faster-whisper. Each engine has a process of its own, which sleeps while the other one runs, and both take turns. The
-language is given, the temperature is 0, there is no earlier text, and no silence is left out. The sound is the first
+language is given, the temperature is 0, there is no earlier text, and no silence is left out. The audio is the first
 AUDIO, all of them again and again for 66 seconds, and eight pieces of these of 5 to 60 seconds (drawn by seed 0), which
 faster-whisper takes one after another, and in its batches of 8. "Encoder" is one window of 30 seconds through the
 encoder, with the keys and values of cross-attention. "Whole process" is ``specbeam transcribe`` beside a program of a
@@ -274,7 +274,7 @@ def measured(
 
 def compare_drafts(engine: Engine, files: dict[str, str], drafts: list[str], repeats: int, figures: Figures) -> None:
     """Print the processor time with drafts over that without one. Texts must be equal."""
-    print("\n| sound | beams | draft | processor time over that without a draft | s |\n| --- | --- | --- | --- | --- |")
+    print("\n| audio | beams | draft | processor time over that without a draft | s |\n| --- | --- | --- | --- | --- |")
     for name, about in (("once", "all, each once"), ("again", "the first, again and again")):
         for beams in (1, 5):
             task = {"files": [files[name]], "beams": beams, "processor": True}

@@ -22,7 +22,7 @@ def load_toy(
     """Write a model to an empty folder and load it on the ``cpu`` backend.
 
     Args:
-        context: the most tokens of a sequence.
+        context: the maximum number of tokens of a sequence.
         shuffled: the bytes have other token ids, so that the vocabulary is another.
     """
     torch.manual_seed(seed)

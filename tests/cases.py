@@ -146,7 +146,7 @@ class Models:
 
 
 class Walk:
-    """A constraint of the caller's own: an automaton whose states count, with some tokens missing in each state."""
+    """A user-defined constraint: an automaton whose states count, with some tokens missing in each state."""
 
     start = 0
 

@@ -324,7 +324,7 @@ def beams_of_transformers(model, prompt, **options):
 
 def assert_are_beams_of_transformers(sequences, expected, scores):
     """Compare sequences with the beams that :func:`beams_of_transformers` found."""
-    real = [score > -1e6 for score in scores]  # transformers fills empty places with hypotheses of this score
+    real = [score > -1e6 for score in scores]  # transformers fills empty beams with hypotheses of this score
     assert len(sequences) == sum(real)
     for got, tokens, score in zip(sequences, expected, scores, strict=False):
         if got.token_ids == tokens[: len(got.token_ids)]:

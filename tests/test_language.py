@@ -27,6 +27,10 @@ def found(name, text):
         ("Few guesses are accepted.", "guesses"),
         ("It answers a wish.", "wish"),
         ("All beams share a trunk.", "trunk"),
+        ("It reads no sound.", "sound"),
+        ("Drafts of the user's own follow.", "of the user's own"),
+        ("The step is not certain yet.", "is not certain"),
+        ("Give a whole number.", "whole number"),
     ],
 )
 def test_a_phrase_that_stumbles_is_found(sentence, phrase):
@@ -38,6 +42,11 @@ def test_plain_sentences_of_any_length_code_and_addresses_pass():
     plain = "It proposes 8 tokens per beam, `so many` is code, the result is None, and it takes a pass"
     assert found("a.md", ", ".join([plain] * 5) + ".") == []
     assert found("a.md", "```\nso many\n```\n\nSee [this](https://a.b/so many) and ``so `many` ``.\n") == []
+
+
+def test_past_decisions_keep_their_terms():
+    assert found("docs/decisions/a.md", "Guesses pay, it is told.\n") == [(1, "told")]
+    assert found("docs/a.md", "By chance, it is certain to end.\n") == []
 
 
 def test_docstrings_comments_and_messages_of_python_are_read():

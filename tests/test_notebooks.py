@@ -28,7 +28,7 @@ from tests.pages import ROOT
 
 TUTORIAL, EXPLORE = ROOT / "docs/tutorial/tutorial.ipynb", ROOT / "docs/study/explore.ipynb"
 SIZE = 150_000
-"""The most bytes of a notebook with outputs. Every change of an output is kept in the repository for ever."""
+"""Bytes of a notebook with outputs, at most. Every change of an output is kept in the repository for ever."""
 HOW_TO_STORE = "if the new outputs are right, store them with: python -m tests.test_notebooks"
 
 

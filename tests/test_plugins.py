@@ -1,4 +1,4 @@
-"""Names of objects of the user's own: what they find, and what is said if they find nothing."""
+"""Names of user-defined objects: what they find, and what is said if they find nothing."""
 
 import sys
 from importlib.metadata import EntryPoint

@@ -19,7 +19,7 @@ PROMPT = 'Repeat this: "The tea is in the red box, the sugar is in the blue box,
 SEARCH = {"num_beams": 3, "max_new_tokens": 64}
 DRAFT = {"num_draft_tokens": 6, "draft_width": 3}
 LIKELIEST = 3
-"""Tokens at each place. The file is small, and a tip shows what matters."""
+"""Tokens at each position. The file is small, and a tip shows what matters."""
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ class SpecbeamError(ValueError):
 
 
 class Unsupported(SpecbeamError):
-    """A sound checkpoint whose model is not one of our architectures, or has features that they lack."""
+    """A valid checkpoint whose model is not one of our architectures, or has features that they lack."""
 
 
 class TooManyNodes(SpecbeamError):

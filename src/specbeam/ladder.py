@@ -123,9 +123,9 @@ class NoCache(KeyValues):
 
 
 def static_cache(backend: Backend, length: int) -> KeyValues | Slots:
-    """A cache with room for the whole text from the start, so that neither its shape nor its place ever changes.
+    """A cache with slots for the whole sequence from the start, so that neither its shape nor its address ever changes.
 
-    Backends other than torch have one store for all texts. There a text has slots of its own.
+    Backends other than torch have one KV cache for all sequences. There a sequence has slots of its own.
     """
     if not isinstance(backend, TorchBackend):
         return Slots(Tree([0] * length), backend)
@@ -176,7 +176,7 @@ def kv_cache(reader: Model, writer: Model, cache: KeyValues | Slots, prompt: lis
     Args:
         reader: prefills the prompt, in one pass.
         writer: the same model. On rung 4 it is compiled, since all its passes have the same shapes.
-        cache: has room for the whole sequence. Slots left by an earlier one are masked until they are overwritten.
+        cache: has slots for the whole sequence. Slots left by an earlier one are masked until they are overwritten.
     """
     token = reader.next_token(prompt, 0, cache, length)
     yield token
@@ -254,8 +254,8 @@ class Rung:
         seconds: of each timed run, from the prompt to the last token. Empty if the rung failed.
         passes: of the model, per run.
         compile_seconds: how much longer the untimed first run took; None if the rung is not compiled.
-        peak_memory: the most bytes held in these runs, with the weights: device memory on a GPU, memory of the process
-            on a CPU. On macOS and Windows it is the most bytes held so far. None if unknown.
+        peak_memory: bytes held in these runs at most, with the weights: device memory on a GPU, memory of the process
+            on a CPU. On macOS and Windows it is the maximum held so far. None if unknown.
         identical: whether all runs gave the tokens of the first rung; None for the first rung itself.
         difference: the first difference, if the tokens are not identical.
         failure: why the rung has no measurement; None if it has one.
@@ -307,7 +307,7 @@ def climb(
 
     Args:
         prompt: token ids (:func:`specbeam.models.prompts.encode`), fewer than the model's context.
-        max_new_tokens: the most new tokens. A text may end before, at one of the model's end-of-sequence tokens.
+        max_new_tokens: the maximum length. A text may end before, at one of the model's end-of-sequence tokens.
         rungs: keys of :data:`RUNGS`. Texts are compared with the text of the first rung that does not fail.
         runs: the number of timed runs, after one untimed run.
         tell: called before each run, with the rung's number and a description of the run.

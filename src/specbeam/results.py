@@ -87,7 +87,7 @@ class Stats:
         target_seconds: time of the target's passes. Requests that share a pass divide its time by their nodes.
         draft_seconds: time of the draft model's passes, divided likewise.
         nodes_evaluated: nodes of the tree that the target evaluated, including the prompt's that were not reused.
-        peak_slots: the most cache slots in use at once on the target. A slot holds the keys and values of one token, or
+        peak_slots: the peak of cache slots in use on the target. A slot holds the keys and values of one token, or
             of one position of the audio that an encoder has read.
         drafted: draft tokens that the target verified. The tokens that a constraint forces are such, too.
         accepted: draft tokens that became part of the sequence, or of a beam.
@@ -96,8 +96,8 @@ class Stats:
             1 where beams were left out, because they could not change the outcome.
         steps_per_target_pass: new tokens, or steps of beam search, per pass of the target. Chunks of a long prompt do
             not count. 1 without drafts.
-        peak_memory: bytes. On a GPU it is the most device memory allocated so far, on a CPU the most memory that the
-            process has held so far. None if the system does not report it.
+        peak_memory: bytes. On a GPU it is the peak of device memory so far, on a CPU the peak of the
+            process's memory. None if the system does not report it.
         precision: the number type of the model's weights, and the device, such as "int8 on cpu". Only "float32" can
             give transformers' own numbers.
         draft_note: why a draft that was given proposed no tokens, or none in most passes; else None.
@@ -145,25 +145,25 @@ class Result:
         trace: with ``trace=True``, one dictionary per round (a pass of the target).
 
             "drafted" lists the draft tokens that were verified, each with "token_id", "text" and "accepted". It also
-            has the place of each: "parent" is the number of another draft token of the round, and "beam" the number of
-            a beam (0 for a single sequence). A draft token below one of an earlier round has neither. A draft token may
+            has the position of each: "parent" is the number of another draft token of the round, and "beam" that of a
+            beam (0 for a single sequence). A draft token below one of an earlier round has neither. A draft token may
             be verified again.
 
             "steps" lists the beams after each step, best first; a single sequence is one beam. A beam has its last
             token ("token_id", "text", "log_prob") and its "score". "beam" is the number of the beam it continues, in
             the step before. "drafted" is whether its last token was drafted. The last steps may lack beams: the result
-            can be certain before these are known.
+            can be final before these are known.
 
             "ahead" lists beams of later steps as soon as they are known. Lazy beams go on with the likeliest
-            hypotheses, and a step is certain once all its beams are known. The list has the order of the steps, and of
-            the beams of each step. A beam is listed once. "steps" has it again when its step is certain.
+            hypotheses, and a step is final once all its beams are known. The list has the order of the steps, and of
+            the beams of each step. A beam is listed once. "steps" has it again when its step is final.
 
             Draft tokens and beams have a "node", the number of their last token in the tree, and the node that it comes
             "after". The prompt's last token has the number of the prompt's tokens less 1. By these numbers, "certain"
             lists the nodes that all sequences share from now on. "dropped" lists the nodes that no sequence needs any
             more. "ended" lists the last tokens of finished hypotheses. "evaluated" lists the nodes after which the
             target computed the next tokens in this round, draft tokens included. A beam that no round lists was never
-            evaluated. "text" is the text that became certain.
+            evaluated. "text" is the text that became final.
 
             "pass" has the cost: "target_passes", "draft_passes", "target_seconds", "draft_seconds" and "nodes", the
             nodes that the target evaluated. "seconds" is the time since submission.
@@ -238,8 +238,8 @@ def _digest(value: Any) -> str:
 class Piece:
     """A piece of a streamed text.
 
-    Tokens come in the piece in which they became certain. Their characters may come in a later piece, so ``text`` may
-    be empty. With ``trace=True`` each round has a piece, even if it makes nothing certain. All pieces together have
+    Tokens come in the piece in which they became final. Their characters may come in a later piece, so ``text`` may
+    be empty. With ``trace=True`` each round has a piece, even if it makes nothing final. All pieces together have
     the text, the tokens and the log-probabilities of the finished result.
 
     Attributes:

@@ -1,6 +1,6 @@
 // isa FOLDER SET: checks that SET is the best instruction set of this processor, and tests the kernels of its library.
 // They are compared with the portable kernels, and the last row of a batch with the same row alone. Activations are
-// whole numbers, so quantization rounds nothing. test_cpu.py runs this program in QEMU, on other processors.
+// integers, so quantization rounds nothing. test_cpu.py runs this program in QEMU, on other processors.
 
 #include <dlfcn.h>
 

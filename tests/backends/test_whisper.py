@@ -87,7 +87,7 @@ def of_transformers(model, features, prompt=PROMPT, **options):
 
 
 def run(lm, sounds, options, prompt=PROMPT, draft=None, **limits):
-    """The sequences of each sound, with their scores. All are submitted at once."""
+    """The sequences of each recording, with their scores. All are submitted at once."""
     engine = Engine(lm, **limits)
     requests = [engine.submit(prompt, options, features=one, draft=draft) for one in sounds]
     engine.run()
@@ -459,7 +459,7 @@ def test_what_cannot_be_is_one_line(pair, tiny, save):
     engine = Engine(lm)
     shape = rf"\[{BANDS}, {2 * POSITIONS}\]"
     for features, says in (
-        (None, f"reads features {shape} of sound, and there are none: give log-mel features"),
+        (None, f"reads audio features {shape}, and there are none: give log-mel features"),
         (sound(positions=7), rf"have the shape \[8, 14\], but .* reads features {shape}"),
         (sound()[None], r"have the shape \[1, 8, 60\]"),
         (sound() * np.nan, "hold NaN or infinity"),
@@ -467,9 +467,9 @@ def test_what_cannot_be_is_one_line(pair, tiny, save):
     ):
         with pytest.raises(SpecbeamError, match=says):
             engine.submit(PROMPT, features=features)
-    with pytest.raises(SpecbeamError, match="reads no sound: leave out the features"):
+    with pytest.raises(SpecbeamError, match="reads no audio: leave out the features"):
         Engine(tiny()[1]).submit([1, 2], features=sound())
-    with pytest.raises(SpecbeamError, match=r"reads no sound and .* give a draft that reads the same sound"):
+    with pytest.raises(SpecbeamError, match=r"reads no audio and .* give a draft that reads the same audio"):
         engine.submit(PROMPT, features=sound(), draft=tiny()[1])
     with pytest.raises(SpecbeamError, match="context of 64"):
         engine.submit([START] * 64, features=sound())
@@ -559,7 +559,7 @@ def test_whisper_base_writes_what_transformers_writes():
 
 
 def samples(av, file):
-    """The sound in a file, float32 [n] at 16 kHz."""
+    """The audio in a file, float32 [n] at 16 kHz."""
     resampler = av.AudioResampler(format="s16", layout="mono", rate=16_000)
     with av.open(str(file)) as opened:
         frames = [part for frame in (*opened.decode(audio=0), None) for part in resampler.resample(frame)]

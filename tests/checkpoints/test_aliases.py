@@ -319,7 +319,7 @@ def write_header(path, name):
 
 
 WHISPERS = {
-    # hidden size, heads, layers of the encoder and of the decoder, bands, vocabulary
+    # hidden size, heads, layers of the encoder and of the decoder, mel bins, vocabulary
     "whisper-tiny": (384, 6, 4, 4, 80, 51865),
     "whisper-tiny.en": (384, 6, 4, 4, 80, 51864),
     "whisper-base": (512, 8, 6, 6, 80, 51865),

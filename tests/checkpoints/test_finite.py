@@ -46,7 +46,7 @@ def sound(save):
 
 @pytest.fixture
 def spoil(sound, tmp_path):
-    """A copy of a sound folder, with one number of a tensor replaced."""
+    """A copy of a valid folder, with one number of a tensor replaced."""
 
     def spoil(tensor, value):
         folder = shutil.copytree(sound, tmp_path / "spoiled")

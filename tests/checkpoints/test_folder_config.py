@@ -121,7 +121,7 @@ SMALL = {"model_type": "llama", "vocab_size": 9, "hidden_size": 16, "num_hidden_
     ("changes", "says"),
     [
         ({"rms_norm_eps": 1}, "config.json says rms_norm_eps = '1', not a number with a point"),
-        ({"head_dim": "8"}, "config.json says head_dim = '8', not a whole number or null"),
+        ({"head_dim": "8"}, "config.json says head_dim = '8', not an integer or null"),
         ({"num_attention_heads": 3}, "hidden_size = 16, which is no multiple of its 3 heads"),
         ({"layer_types": ["full_attention"] * 2}, "num_hidden_layers = 1, and layer_types has 2 entries"),
         ({"layer_types": ["attention by ear"]}, "layers of the unknown kind 'attention by ear'"),

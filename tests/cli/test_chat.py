@@ -169,7 +169,7 @@ def test_a_loaded_question_is_answered(chat, model, tmp_path):
         ("x" * 300, "tokens, and the context of"),
         ("/set num_predict 5", "specbeam: unknown option 'num_predict': did you mean 'max_new_tokens'?"),
         ("/set top_p 2", "specbeam: top_p=2.0 is not allowed: give over 0 and at most 1 (/set NAME default"),
-        ("/set num_beams many", "specbeam: num_beams='many' is not allowed: give a whole number"),
+        ("/set num_beams many", "specbeam: num_beams='many' is not allowed: give an integer"),
         ("/set num_draft_tokens 3", "specbeam: num_draft_tokens=3 has no effect without a draft"),
         ("/temperature hot", "specbeam: temperature='hot' is not allowed: give a number"),
         ("/model nosuch", "specbeam: unknown model 'nosuch'"),

@@ -43,7 +43,7 @@ def tables(out):
 
 
 def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(shown, model, give_costs):
-    give_costs(nominal_cost)  # so that drafts pay
+    give_costs(nominal_cost)  # so that drafts save time
     out = shown("hello hello hello", "--max-new-tokens", "20")
     (table,) = tables(out)
     assert list(table) == DEFAULT

@@ -1,4 +1,4 @@
-"""Methods and drafters of the user's own on the command line, from a file in the current directory."""
+"""User-defined methods and drafters on the command line, from a file in the current directory."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The command for sound: its files, what it prints while segments come, and how it goes on where it was interrupted."""
+"""The command for audio: its files, what it prints while segments come, and how it goes on where it was interrupted."""
 
 import json
 import signal
@@ -72,7 +72,7 @@ def test_the_text_of_one_file_is_printed_while_it_comes(run, model, terminal):
     assert status == 0
     first, second = "1\n00:00:00,000 --> 00:00:01,000\nnumber 0\n\n", "2\n00:00:01,000 --> 00:00:02,000\nnumber 1\n\n"
     assert seen == ["", first, first + second]
-    assert err.startswith("[3.0 s of sound (en) in ")
+    assert err.startswith("[3.0 s of audio (en) in ")
 
 
 def test_json_is_one_object(run, model):
@@ -95,7 +95,7 @@ def test_several_files_go_into_a_folder(run, model, tmp_path):
     assert (status, out, model.heard) == (0, "", [1, 2, 3])
     texts = [(tmp_path / "new/folder" / f"{number}.txt").read_text() for number in (1, 2, 3)]
     assert texts == ["number 0\n", "number 0\nnumber 1\n", "number 0\nnumber 1\nnumber 2\n"]
-    assert err.startswith("[3 files, 0 failed, 6.0 s of sound in ")
+    assert err.startswith("[3 files, 0 failed, 6.0 s of audio in ")
     assert err.endswith(", in new/folder]\n")
 
 
@@ -136,11 +136,11 @@ def test_bad_files_get_a_line_each_while_the_others_go_on(run, model, tmp_path):
     assert status == 2
     assert lines == [
         "specbeam: a.mp3: it is empty",
-        "specbeam: b.mp3: it is no file of sound, or its beginning is damaged",
+        "specbeam: b.mp3: it is no audio file, or its beginning is damaged",
         "specbeam: nowhere.ogg: it cannot be read: No such file or directory",
         "specbeam: .: it is a folder",
     ]
-    assert summary.startswith("[6 files, 4 failed, 3.0 s of sound")
+    assert summary.startswith("[6 files, 4 failed, 3.0 s of audio")
     assert model.heard == [1, 2]
     model.before = lambda _: 1 / 0
     status, _, err = run("3.wav", *words, "--output", "out")
@@ -203,7 +203,7 @@ def test_drafts_change_no_text_and_one_that_does_not_fit_gets_one_line(run, save
     status, out, err = run(*words, "--draft", wide, model=whisper)
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
-    assert "give a draft that reads the same sound" in err
+    assert "give a draft that reads the same audio" in err
 
 
 def test_options_reach_the_settings(run, monkeypatch):

@@ -115,7 +115,7 @@ def test_a_draft_token_is_found_again():
 
 
 def test_a_finished_draft_token_is_not_found_again():
-    """Its slot was taken back. A node that is added at the same place needs a new one, and gives it back again."""
+    """Its slot was taken back. A node that is added at the same index needs a new one, and gives it back again."""
     tree = Tree([7])
     draft_token = tree.draft([0], [3])
     assert tree.add([0], [3]).tolist() == draft_token.tolist()

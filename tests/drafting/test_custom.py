@@ -1,4 +1,4 @@
-"""Drafters of the user's own: they change no text, whatever they propose, and their mistakes are named."""
+"""User-defined drafters: they change no text, whatever they propose, and their mistakes are named."""
 
 import random
 
@@ -146,9 +146,9 @@ FILE = r"tests.drafting.test_custom:\S+ \(.*test_custom.py, line \d+\)"
         (yielding, rf"the drafter {FILE} returned the generator <.*>: return a list of token ids, \[\] for none"),
         (lambda tokens, lm: None, rf"{FILE} returned None: return a list of token ids"),
         (lambda tokens, lm: "the", rf"{FILE} returned the str 'the': return a list of token ids"),
-        (lambda tokens, lm: ["the"], rf"{FILE} proposed the str 'the': return whole numbers, the ids of tokens"),
-        (lambda tokens, lm: [1.0], rf"{FILE} proposed the float 1.0: return whole numbers"),
-        (lambda tokens, lm: [[True]], rf"{FILE} proposed the bool True: return whole numbers"),
+        (lambda tokens, lm: ["the"], rf"{FILE} proposed the str 'the': return integers, the ids of tokens"),
+        (lambda tokens, lm: [1.0], rf"{FILE} proposed the float 1.0: return integers"),
+        (lambda tokens, lm: [[True]], rf"{FILE} proposed the bool True: return integers"),
         (lambda tokens, lm: [259], rf"{FILE} proposed the token 259, and the vocabulary has 259: .* 0 to 258"),
         (lambda tokens, lm: [[3], [-1]], rf"{FILE} proposed the token -1, and the vocabulary has 259"),
         (Forgetful, r"the drafter tests.drafting.test_custom:Forgetful proposed the list \[9\]: return DraftTokens"),

@@ -76,7 +76,7 @@ def test_the_likeliest_chains_are_those_that_followed_most_often(text, width, de
         assert counts[chain] > 0
         assert len(chain) <= depth
         assert len(chain) == 1 or list(chain[:-1]) in found  # a part of it is likelier
-    if found:  # equally frequent tokens are ranked by their latest place
+    if found:  # equally frequent tokens are ranked by their latest match
         first = [text[end] for end in reversed(places.tolist())]
         assert found[0] == [max(dict.fromkeys(first), key=first.count)]
 

@@ -101,7 +101,7 @@ def test_beams_go_ahead_beside_single_sequences(lm, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {}, {"temperature": 0.8, "seed": 1}])
 def test_a_request_goes_ahead_while_it_skips_drafting(lm, monkeypatch, options):
-    """A draft model that is as slow as the target never pays. Lookups find nothing in a text without repetitions."""
+    """A draft model as slow as the target never saves time. Lookups find nothing in a text without repetitions."""
     calls = passes_of_calls(monkeypatch, lm)
     plain = run_alone(lm, [97, 98, 99], LONG | options)
     for draft in (lm, "ngram", "suffix"):

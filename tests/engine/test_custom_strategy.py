@@ -1,4 +1,4 @@
-"""Strategies of the user's own, from every function that generates. Their mistakes are named."""
+"""User-defined strategies, from every function that generates. Their mistakes are named."""
 
 import pytest
 

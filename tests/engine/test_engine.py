@@ -107,7 +107,7 @@ def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
 
 
 def test_slots_are_used_again(save, monkeypatch):
-    """The KV cache grows to the most slots that are needed at once, not with every request."""
+    """The KV cache grows to the maximum number of slots that are needed at once, not with every request."""
     lm = specbeam.load(save(random_model("llama")), backend="torch")  # no other engine shares its slots
     reserve, most = lm.backend.reserve, []
     monkeypatch.setattr(lm.backend, "reserve", lambda slots: most.append(slots) or reserve(slots))

@@ -52,7 +52,7 @@ def clean(folder):
 
 @pytest.fixture(scope="module")
 def poison(clean):
-    """A token that the greedy text has first at this place. The texts of NumPy's weights have none there."""
+    """A token that the greedy text has first at this position. The texts of NumPy's weights have none there."""
     pytest.importorskip("torch")
     return specbeam.generate(clean, PROMPT, max_new_tokens=NEW).token_ids[4]
 
@@ -242,7 +242,7 @@ def test_a_strategy_that_takes_rows_of_logits_is_told_too(folder):
 
 
 def test_processed_scores_may_all_be_masked(clean):
-    """Then no text is possible, as before: the logits themselves are sound."""
+    """Then no text is possible, as before: the logits themselves are finite."""
     for num_beams in (1, 3):
         options = {"num_beams": num_beams, "logits_processor": [lambda ids, scores: np.full_like(scores, -INF)]}
         (found,) = outcomes(clean, (PROMPT, {"max_new_tokens": 3, **options}, {}))

@@ -114,7 +114,7 @@ def test_a_request_ends_when_its_time_is_over(lm):
 @pytest.mark.parametrize(
     ("how", "problem"),
     [
-        ({"priority": 1.5}, "priority=1.5 is not allowed: give a whole number"),
+        ({"priority": 1.5}, "priority=1.5 is not allowed: give an integer"),
         ({"priority": True}, "priority=True"),
         ({"timeout": -1}, "timeout=-1 is not allowed: give seconds, at least 0"),
         ({"timeout": math.nan}, "timeout=nan"),

@@ -1,4 +1,4 @@
-"""Mutations of JSON documents as data: parsers see sound JSON with surprising values."""
+"""Mutations of JSON documents as data: parsers see valid JSON with surprising values."""
 
 import copy
 import json

@@ -23,7 +23,7 @@ import atheris
 MAX_CPU_SECONDS = 3.0
 """Of one input. More is a finding."""
 MAX_GROWTH_KB = 300 << 10
-"""How much one input may add to the most memory that the process ever had. More is a finding."""
+"""How much one input may add to the peak memory of the process. More is a finding."""
 HANG_SECONDS = 60
 """After this many seconds libFuzzer ends the process."""
 RSS_LIMIT_MB = 4096

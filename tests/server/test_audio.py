@@ -1,4 +1,4 @@
-"""The endpoints for sound, for OpenAI's client. Texts equal specbeam.transcribe's."""
+"""The endpoints for audio, for OpenAI's client. Texts equal specbeam.transcribe's."""
 
 import io
 import threading
@@ -138,7 +138,7 @@ def test_drafts_of_the_server_change_no_text(save, whisper, samples, monkeypatch
             made = create(**asked, extra_body=HOW | own)
             assert [one.tokens for one in made.segments] == [one.tokens for one in expected.segments]
             assert [one.avg_logprob for one in made.segments] == [one.avg_logprob for one in expected.segments]
-        for name, says in (("wide", "give a draft that reads the same sound"), ("large", "there is no draft 'large'")):
+        for name, says in (("wide", "give a draft that reads the same audio"), ("large", "there is no draft 'large'")):
             with pytest.raises(openai.BadRequestError if name == "wide" else openai.APIStatusError, match=says):
                 create(**asked, extra_body=HOW | {"draft": name})
 
@@ -156,7 +156,7 @@ def test_the_first_draft_of_its_kind_is_the_default(save, whisper, chat_lm, draf
         plain = specbeam.generate(chat_lm, "abc", raw=True, max_new_tokens=8).text
         assert client.audio.transcriptions.create(**sound, extra_body=HOW).text
         assert client.completions.create(**text).choices[0].text == plain
-        with pytest.raises(openai.BadRequestError, match="give a draft that reads the same sound"):
+        with pytest.raises(openai.BadRequestError, match="give a draft that reads the same audio"):
             client.audio.transcriptions.create(**sound, extra_body=HOW | {"draft": "for texts"})
         with pytest.raises(openai.BadRequestError, match="reads"):
             client.completions.create(**text, extra_body={"draft": "for sound"})
@@ -190,9 +190,9 @@ def test_the_end_of_a_long_prompt_counts(ask, whisper, samples):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"sound": ("a.mp3", b"no sound")}, "file", "the file: it is no file of sound"),
+        ({"sound": ("a.mp3", b"no sound")}, "file", "the file: it is no audio file"),
         ({"sound": ("a.mp3", b"")}, "file", "the file: it is empty"),
-        ({"sound": file(tones(11)[:, 0])}, "file", "the file: it has more than 10 seconds of sound"),
+        ({"sound": file(tones(11)[:, 0])}, "file", "the file: it has more than 10 seconds of audio"),
         ({"language": "xx"}, "language", "language='xx' is not known"),
         ({"language": "Englisch"}, "language", "language='Englisch' is not known: did you mean 'english'?"),
         ({"hotwords": "word " * 99}, "hotwords", "hotwords: 495 tokens are too many"),
@@ -205,7 +205,7 @@ def test_the_end_of_a_long_prompt_counts(ask, whisper, samples):
         ({"timestamp_granularities": ["syllable"]}, "timestamp_granularities", "timestamp_granularities[0]: "),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "give response_format=verbose_json"),
         ({"draft": "none at all"}, "draft", "there is no draft"),
-        ({"model": "chat"}, "model", "chat reads no sound"),
+        ({"model": "chat"}, "model", "chat reads no audio"),
     ],
 )
 def test_wrong_requests_are_refused_by_name(ask, fields, param, message):

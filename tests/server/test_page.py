@@ -174,7 +174,7 @@ def test_a_rejected_draft_token_tells_what_came_in_its_place(tab, rounds):
 def test_what_all_beams_share_is_a_line_of_text(tab, rounds):
     from playwright.sync_api import expect  # the fixture of the browser has found it
 
-    rounds = rounds[:-1]  # the last one makes the whole text certain
+    rounds = rounds[:-1]  # the last one makes the whole text final
     phases = sum(1 + bool(one["drafted"]) for one in rounds)
     certain = [node for one in rounds for node in one["certain"]]
     nodes = beams_of(rounds, "drafted", "ended")
@@ -324,7 +324,7 @@ def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.get_by_text("The same as text").click()
     tab.get_by_text("Certain now").wait_for()
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 390  # a long text may become certain at once
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390  # a long text may become final at once
     seek(tab, 2)
     assert nodes_of(tab, ".deferred") == {2}
     assert tab.locator(".agreed .open").text_content() == "ac"
@@ -490,7 +490,7 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
     assert last["sequences"][0]["text"] == here.text
     rows = {row["after"]: row["tokens"] for one in rounds for row in one["likeliest"]}
     beams = [*beams_of(rounds).values()]
-    impossible = {beam["node"] for beam in beams if beam["score"] <= -9999}  # they fill up the places of a step
+    impossible = {beam["node"] for beam in beams if beam["score"] <= -9999}  # they fill up the beams of a step
     masked = {f"masked-{after}" for after in {*rows} - impossible if rows[after][0]["masked"]}
     assert {pill.get_attribute("data-node") for pill in tab.locator(".pill.masked").all()} == masked != set()
     tab.locator(".pill:not(.masked)").first.click()

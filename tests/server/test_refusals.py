@@ -101,7 +101,7 @@ SILLY_TAVERN = {
     **{"repeat_penalty": 1, "repeat_last_n": 0, "num_ctx": 8192, "mirostat": 0, "ignore_eos": False},
     "rep_pen_slope": 1,
 }
-"""What SillyTavern sends to a server of text completions, with all its samplers at neutral values."""
+"""What SillyTavern sends to a server of text completions, with all its samplers switched off."""
 VLLM = {
     **{"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
     **{"bad_words": [], "length_penalty": 1.0, "early_stopping": False, "request_id": "a", "ignore_eos": False},

@@ -2,7 +2,7 @@
 
     python tests/speech/record_words.py
 
-A fake model stands in for Whisper. Its scores of attention follow the sound at a speed that a case sets.
+A fake model stands in for Whisper. Its scores of attention follow the audio at a speed that a case sets.
 """
 
 import json

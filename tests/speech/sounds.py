@@ -1,4 +1,4 @@
-"""Files of sound for tests, and the sound that real ones have."""
+"""Audio files for tests, and the audio that real ones hold."""
 
 import wave
 from pathlib import Path
@@ -18,7 +18,7 @@ def recorded(name):
 
 
 def tones(seconds=1.0, rate=16_000, channels=1):
-    """Samples of int16, [time, channel]: a chord of whole numbers, which no library rounds otherwise."""
+    """Samples of int16, [time, channel]: a chord of integers, which no library rounds otherwise."""
     time = np.arange(int(seconds * rate), dtype=np.int64)
     saws = [(time * frequency * 65536 // rate) % 65536 - 32768 for frequency in (220, 331, 479)]
     return np.stack([saw // 3 for saw in saws[:channels]], axis=1).astype(np.int16)

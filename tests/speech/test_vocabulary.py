@@ -139,5 +139,5 @@ def test_a_tokenizer_of_another_model_is_refused():
     del tokens[50_258]
     with pytest.raises(SpecbeamError, match=r"the tokenizer of some has no <\|startoftranscript\|>"):
         Vocabulary.of(model(tokens, MULTILINGUAL))
-    with pytest.raises(SpecbeamError, match="some reads no sound"):
+    with pytest.raises(SpecbeamError, match="some reads no audio"):
         Vocabulary.of(model(tokens, MULTILINGUAL, shape=None))

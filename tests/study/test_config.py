@@ -178,7 +178,7 @@ def test_presets_are_studies(name):
         ("decode.num_draft=3", "no key decode.num_draft: did you mean decode.num_draft_tokens?"),
         ("sed=3", "did you mean seed?"),
         ("decode.mode=speculatve", "did you mean 'speculative'?"),
-        ("decode.max_new_tokens=many", "max_new_tokens='many' is not allowed: give a whole number"),
+        ("decode.max_new_tokens=many", "max_new_tokens='many' is not allowed: give an integer"),
         ("decode.max_new_tokens=0", "max_new_tokens=0 is not allowed"),
         ("decode.num_draft_tokens=0", "num_draft_tokens=0 is not allowed"),
         ("metrics.confidence=95", "give 0.95"),

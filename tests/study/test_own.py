@@ -1,4 +1,4 @@
-"""Studies of methods and drafters of the user's own, from a file in the current directory."""
+"""Studies of user-defined methods and drafters, from a file in the current directory."""
 
 import json
 import sys

@@ -627,7 +627,7 @@ class FailingTracker(Tracker):
 
 @pytest.fixture
 def own(here, monkeypatch):
-    """A module of the user's own in the current directory, of a name that no other test has."""
+    """A user's module in the current directory, of a name that no other test has."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "own_code", raising=False)
     (here / "own_code.py").write_text(OWN)

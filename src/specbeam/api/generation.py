@@ -123,7 +123,7 @@ def stream(
     strategy: MakeStrategy | str | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Iterator[Piece]:
-    """Generate from one prompt, and yield pieces as soon as they are certain: text, tokens and log-probabilities.
+    """Generate from one prompt, and yield pieces as soon as they are final: text, tokens and log-probabilities.
 
     A piece never ends inside a character and never shows part of a stop string. All pieces together are
     ``generate(...).text`` and its ``token_ids``. The last piece has the result, with its statistics.
@@ -156,8 +156,8 @@ def nbest(
 
     They are ``generate(..., num_return_sequences=num_beams).sequences``, with 4 beams if ``num_beams`` is not given.
     To stop taking them stops the search. With ``length_penalty=0`` scores only fall as hypotheses grow, so they are
-    certain soonest. With a higher penalty, a hypothesis is certain once even the longest continuation of the best beam
-    could not beat it. A strategy of your own yields hypotheses that it is certain of.
+    final soonest. With a higher penalty, a hypothesis is final once even the longest continuation of the best beam
+    could not beat it. A strategy of your own yields hypotheses once they are final.
 
     Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
     """

@@ -148,7 +148,7 @@ def probabilities(
         content_free: prompts without content, made like the others: the same template, filled with each text of
             :data:`CONTENT_FREE`. The probabilities are then divided by the mean probabilities after these prompts.
         system, raw: as for :func:`specbeam.generate`.
-        max_contexts: the most prompts that share a forward pass.
+        max_contexts: the maximum number of prompts that share a forward pass.
 
     Returns:
         For each prompt, in order, the probabilities by label, which sum to 1. All labels are evaluated.

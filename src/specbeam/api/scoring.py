@@ -37,15 +37,15 @@ def score(
     Args:
         texts: contexts and continuations. A context has at least one token. Both together may have one token more than
             the model's context, because the last token is not evaluated.
-        max_contexts: the most contexts that share a forward pass.
-        max_batch_tokens: the most nodes per pass. Logits of more nodes are never held. Longer texts are prefilled in
+        max_contexts: the maximum number of contexts that share a forward pass.
+        max_batch_tokens: the maximum of nodes per pass. Logits of more are never held. Longer texts are prefilled in
             chunks.
 
     Yields:
         A tuple for each text, as soon as its score is known: (number, score, greedy). The number is its index in
         ``texts``. The score is the sum of the log-probabilities of the continuation's tokens (natural logarithm), 0
         without tokens. For a generated text it is ``Sequence.log_prob`` up to rounding, and not a beam's ``score``.
-        Greedy is whether each token was the likeliest at its place.
+        Greedy is whether each token was the likeliest at its position.
 
     Raises:
         SpecbeamError: a text has no context, too many tokens, or a token that is not in the model's vocabulary. Also

@@ -70,7 +70,7 @@ class Backend(Protocol):
     vocab_size: int
     context_length: int
     window: int | None
-    """The most last tokens that a node sees in any layer, its own included. None if a layer sees all tokens."""
+    """The longest window of attention in any layer, in tokens. None if a layer sees all tokens."""
     slot_bytes: int
     """Bytes of keys and values per slot."""
     has_threads: bool = False
@@ -127,7 +127,7 @@ class AheadBackend(Backend, Protocol):
     """A backend that can go on by itself where each next node is the token that was chosen."""
 
     passes_at_once: int
-    """The most passes that it goes on before the engine looks. Beams reserve slots for all of them."""
+    """The maximum number of passes that it goes on before the engine looks. Beams reserve slots for all of them."""
 
     def forward_ahead(
         self,
@@ -148,7 +148,7 @@ class AheadBackend(Backend, Protocol):
             requests: for each segment, about its nodes. The positions of their noise grow by one per pass.
             beams: for each segment, how its nodes go on as beams. None for one node with a request for one token
                 (``top=1``): it goes on by this token. Requests for beams ask for more tokens than there are beams.
-            passes: the most passes, at least 1. A pass is the last one if the strategy has to look at its selection.
+            passes: the maximum number, at least 1. A pass is the last one if the strategy has to look at its selection.
             ends: token ids. The pass that chooses one of them is the last.
             halt: int32 [1]. Any thread may change it from 0. Then the pass that runs is the last.
 

@@ -25,7 +25,7 @@ class Budget:
         max_batch_tokens, max_cache_tokens: as for :class:`specbeam.Engine`.
 
     Attributes:
-        cache_bytes: the most that the keys and values of this engine's requests may take.
+        cache_bytes: the maximum that the keys and values of this engine's requests may take.
         source_bytes: bytes that encoders' outputs take, and scores of attention to them.
         target: the part of the target's pool that this engine owns.
     """
@@ -52,7 +52,7 @@ class Budget:
 
     @property
     def cache_tokens(self) -> int:
-        """The most slots that the caches of this engine may hold."""
+        """The maximum number of slots that the caches of this engine may hold."""
         return self.cache_bytes // self.target.slot_bytes
 
     @property
@@ -104,7 +104,7 @@ class Budget:
 
     @property
     def max_rows(self) -> int:
-        """The most rows of logits for which a request that is alone has memory."""
+        """The maximum number of rows of logits for which a request that is alone has memory."""
         return int(self._logits_bytes / (LOGITS_COPIES * self._row_bytes))
 
     def holds_logits(self, rows: list[int]) -> bool:
@@ -121,7 +121,7 @@ class Budget:
 
         Args:
             least_bytes: of one sequence of full length.
-            max_rows: the most rows of logits at once.
+            max_rows: the maximum number of rows of logits at once.
 
         Raises:
             SpecbeamError: says what it needs, and what there is.

@@ -31,7 +31,7 @@ class Slots:
 
     Attributes:
         used: nodes that have a slot.
-        peak: the most slots that were in use at once.
+        peak: the maximum number of slots that were in use at once.
         reused: how many nodes had a slot from the start. Its own nodes, found again after it was closed, do not count.
         reserved: slots reserved for this tree, the next one last.
         begin: the tokens of the shared prefix, at most down to the first node prepared, int64 [n]. None before that.

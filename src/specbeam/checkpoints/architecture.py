@@ -34,7 +34,7 @@ NEEDED = {
 """The keys without which a kind of rotary scaling is refused."""
 WORDS: dict[Any, str] = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number with a point",
     str: "a text",
     dict: "an object",
@@ -44,7 +44,7 @@ WORDS: dict[Any, str] = {
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON has a type. A whole number is no ``float``, and true and false are no ``int``."""
+    """Whether a value of JSON has a type. An integer is no ``float``, and true and false are no ``int``."""
     if isinstance(kind, UnionType):
         return any(fits(value, one) for one in get_args(kind))
     if get_origin(kind) is list:

@@ -37,7 +37,7 @@ TOKENIZER_FILES = ("fast_tokenizer_files", "gguf_file", "vocab", "merges")
 SAMPLED_BLOCKS, BLOCK_BYTES = 4, 4096
 """How many blocks of each extent are read, and their size. A block is a page, the least that a disk reads."""
 READ_BYTES = 1 << 24
-"""The most that is read into memory at once."""
+"""The maximum that is read into memory at once."""
 
 
 def check_links(folder: Path) -> None:

@@ -106,5 +106,5 @@ def not_finite(place: str | Path, tensor: str) -> SpecbeamError:
     """The error for a tensor with weights that are not finite."""
     return SpecbeamError(
         f"{place}: tensor {tensor} has weights that are not finite numbers (NaN or infinite): fetch it again, or ask "
-        "who made it for a sound one"
+        "who made it for an undamaged one"
     )

@@ -73,7 +73,7 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
 
 
 def add_placement_to(model: Any) -> None:
-    """The options for where and in which numbers a model runs."""
+    """The options for the device and the precision of a model."""
     add = partial(model.add_argument, default="auto")
     backends = ("auto", *BACKENDS)
     add("--backend", choices=backends, metavar="NAME", help=f"{', '.join(backends)} (default %(default)s)")
@@ -362,7 +362,7 @@ def load_draft(args: argparse.Namespace, lm: Any) -> Any:
 
 
 def load_strategy(args: argparse.Namespace) -> Any:
-    """The strategy of the user's own that ``--strategy`` names; None without one.
+    """The user-defined strategy that ``--strategy`` names; None without one.
 
     Raises:
         SpecbeamError: there is no such module, name or entry point.

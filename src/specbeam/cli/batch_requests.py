@@ -36,7 +36,7 @@ PROBLEM = "problem"
 COLUMNS: dict[str, Type] = dict.fromkeys(("id", "response", "status", "new_tokens", "error"), "string")
 OF_ROWS = ("column", "template", "choices", "labels", "tokens", "strategy", "system", "raw", "draft_corpus")
 MAX_WAITING = 1 << 20
-"""Requests that are answered at a time, each with all its texts, wait for a place without an end."""
+"""Requests that are answered at a time, each with all its texts, wait for a slot without a limit."""
 BATCHES_AT_ONCE = 2
 """Requests that are answered at a time are this many batches: one shares passes while the next is read."""
 

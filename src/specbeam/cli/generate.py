@@ -90,7 +90,7 @@ def add_to(commands: Any) -> None:
         "--top-logprobs",
         type=int,
         metavar="K",
-        help="with --json: each token's log-probability, and the K likeliest tokens at its place",
+        help="with --json: each token's log-probability, and the K likeliest tokens at its position",
     )
     parser.set_defaults(run=run)
 

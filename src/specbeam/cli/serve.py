@@ -69,7 +69,7 @@ def add_to(commands: Any) -> None:
         action="append",
         metavar="[NAME=]SOURCE",
         help="a draft model, ngram, suffix, or a drafter of your own as module:name (repeatable). The first one drafts "
-        "for requests that name none; beside a model of sound and one of text, the first of each kind",
+        "for requests that name none; beside a speech model and a text model, the first of each kind",
     )
     draft.completer = completer(*LOOKUPS)
     add_placement_to(model)
@@ -119,9 +119,9 @@ def add_to(commands: Any) -> None:
         help="tokens in the KV cache of each model (default: enough for --max-requests)",
     )
     add("--max-body-bytes", help=f"bytes of a request (default {Limits.max_body_bytes})")
-    add("--max-audio-bytes", help=f"bytes of a request with a file of sound (default {Limits.max_audio_bytes})")
+    add("--max-audio-bytes", help=f"bytes of a request with an audio file (default {Limits.max_audio_bytes})")
     add("--max-bodies-bytes", help=f"bytes of the bodies of all requests together (default {Limits.max_bodies_bytes})")
-    add("--max-audio-seconds", help=f"seconds of its sound (default {Limits.max_audio_seconds})")
+    add("--max-audio-seconds", help=f"seconds of its audio (default {Limits.max_audio_seconds})")
     limits.add_argument(
         "--max-pass-seconds",
         type=float,

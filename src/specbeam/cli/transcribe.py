@@ -1,4 +1,4 @@
-"""``specbeam transcribe``: what is said in files of sound, as text or subtitles."""
+"""``specbeam transcribe``: audio files as text or subtitles."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ JOURNAL, LOCK = ".specbeam-transcribe.jsonl", ".specbeam-transcribe.lock"
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "transcribe",
-        help="write down what is said in files of sound",
-        description="Write down what is said in files of sound or videos. The text of one file goes to standard output "
+        help="transcribe audio files or videos",
+        description="Transcribe audio files or videos. The text of one file goes to standard output "
         "while it comes. With --output each file gets a result in a folder. Finished files are noted there: "
         "if the command is interrupted, the same command goes on with the others.",
     )
-    parser.add_argument("audio", nargs="+", metavar="FILE", help="files of sound or videos; - reads standard input")
+    parser.add_argument("audio", nargs="+", metavar="FILE", help="audio files or videos; - reads standard input")
     add = parser.add_argument
     about = f"{', '.join(TRANSCRIPT_FORMATS)} (default %(default)s)"
     add("--format", choices=TRANSCRIPT_FORMATS, default="txt", metavar="FORMAT", help=about)
@@ -120,7 +120,7 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     limit("--hallucination-silence-threshold", help=about)
     about = "list up to K different texts of each window, the best first; json has them (default 1)"
     add("--num-return-sequences", type=int, metavar="K", help=about)
-    add("--top-logprobs", type=int, metavar="N", help="list the N likeliest tokens at each place; json has them")
+    add("--top-logprobs", type=int, metavar="N", help="list the N likeliest tokens at each position; json has them")
     yes_or_no("--vad-filter", help="leave out silence (default)")
     add("--clip-timestamps", metavar="S,S,...", help="only these parts: start, end, start, end, ... in seconds")
 
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
         transcript = print_while_it_comes(path, transcribe(decoding.samples()), args.format, layout)
     seconds = time.perf_counter() - began_at
     language = transcript.language or "no speech"
-    print_lines(f"[{transcript.duration:,.1f} s of sound ({language}) in {seconds:,.1f} s]", file=sys.stderr)
+    print_lines(f"[{transcript.duration:,.1f} s of audio ({language}) in {seconds:,.1f} s]", file=sys.stderr)
     return 0
 
 
@@ -360,7 +360,7 @@ class Summary:
         done: how many were finished now.
         bad: how many cannot be transcribed.
         broken: how many failed for another reason.
-        seconds: of sound.
+        seconds: of audio.
     """
 
     total: int
@@ -398,5 +398,5 @@ class Summary:
 
     def line(self, folder: Path) -> str:
         before = f" ({self.earlier:,} of them earlier)" if self.earlier else ""
-        took = f"{self.seconds:,.1f} s of sound in {time.perf_counter() - self.began_at:,.1f} s"
+        took = f"{self.seconds:,.1f} s of audio in {time.perf_counter() - self.began_at:,.1f} s"
         return f"[{self.total:,} files{before}, {self.bad + self.broken:,} failed, {took}, in {folder}]"

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MASKED = float("-inf")
-"""The score of a token that has no chance."""
+"""The score of a token whose probability is 0."""
 Logits = Any
 """Rows of logits as a backend keeps them. Slices and ``len`` count rows; all else is the backend's own."""
 

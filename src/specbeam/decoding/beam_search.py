@@ -34,7 +34,7 @@ def beam_search(
     policy: LikelyNeeded | None = None,
     copies: Copies | None = None,
 ) -> Strategy:
-    """Take steps until the outcome is certain.
+    """Take steps until the outcome is final.
 
     Draft tokens go below all beams, or below the best one while others are deferred. Where the memory cannot hold them
     or the deferred levels, or logits are not finite, the search goes on with all beams and without draft tokens.
@@ -76,7 +76,7 @@ def plain_round(search: Search, record: Record, drafter: Drafter | None = None) 
     """Evaluate all beams. Take a step with their selection, and the steps of passes that went ahead.
 
     Args:
-        drafter: it skipped this round, because drafting would not have paid.
+        drafter: it skipped this round, because drafting would have saved no time.
     """
     selection = yield search.evaluation()
     for one in selection.passes(len(search.beams)):

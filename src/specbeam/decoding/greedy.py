@@ -25,7 +25,7 @@ def greedy_round(tree: Tree, selector: Selector, stop: Stopping, record: Record,
     """Append the likeliest token, and the tokens of passes that went ahead. Returns the hypothesis if it is finished.
 
     Args:
-        skipped: a drafter skipped this round, because drafting would not have paid.
+        skipped: a drafter skipped this round, because drafting would have saved no time.
     """
     tip = tree.tip
     ahead = selector.ahead(tree, tip, stop)

@@ -131,7 +131,7 @@ class LazyBeamSearch(BeamSearch):
         return self._close()
 
     def _close(self) -> list[Level]:
-        """Drop the levels before the last one that is known completely. Return the levels that became certain."""
+        """Drop the levels before the last one that is known completely. Return the levels that became final."""
         open_levels = [] if self.done else [index for index, level in enumerate(self.levels) if not level.closed]
         last = open_levels[0] - 1 if open_levels else len(self.levels) - 1
         self.left_out += sum(self.num_beams - int(level.expanded.sum()) for level in self.levels[:last])

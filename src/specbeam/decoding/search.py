@@ -146,7 +146,7 @@ class Search(ABC):
 
     @abstractmethod
     def certain(self) -> Iterator[Hypothesis]:
-        """The next best finished hypotheses that became certain since the last call."""
+        """The next best finished hypotheses that became final since the last call."""
 
     @abstractmethod
     def hypotheses(self) -> list[Hypothesis]:

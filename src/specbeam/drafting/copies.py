@@ -21,7 +21,7 @@ MATCH_PRIOR = (0.3, 0.5, 0.8, 0.9, 0.95)
 
 
 class Copies:
-    """Copies the tokens of the best hypothesis after the place where it has a beam's last tokens.
+    """Copies the tokens of the best hypothesis after the position where it has a beam's last tokens.
 
     Args:
         tree: of the request.
@@ -73,7 +73,7 @@ class Copies:
 
         Args:
             beams: of the steps that are known now, int64 [n]: draft tokens among them are accepted.
-            steps: how many steps became certain.
+            steps: how many steps became final.
         """
         if not self._matched:
             return

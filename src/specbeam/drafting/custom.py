@@ -31,7 +31,7 @@ class FunctionDrafter:
     """For each tip, proposes the tokens that a function returns for its sequence.
 
     The controller decides before each call how many of them are worth a pass. It does not call the function where
-    drafting would not pay.
+    drafting would save no time.
 
     Args:
         propose: see :data:`Propose`. What it returns is checked, and an error that it raises ends the request.
@@ -73,7 +73,7 @@ class FunctionDrafter:
         for chain in chains:
             for token in chain:
                 if not is_integer(token):
-                    raise self._wrong(f"proposed {plugins.named(token)}", "return whole numbers, the ids of tokens")
+                    raise self._wrong(f"proposed {plugins.named(token)}", "return integers, the ids of tokens")
                 if not 0 <= int(token) < (size := self._lm.backend.vocab_size):
                     raise self._wrong(
                         f"proposed the token {token}, and the vocabulary has {size:,}",

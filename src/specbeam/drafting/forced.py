@@ -1,4 +1,4 @@
-"""Draft tokens that are certain: where a constraint allows one token alone, it follows whatever the model says.
+"""Draft tokens that will be accepted: where a constraint allows one token alone, it follows whatever the model says.
 
 A JSON schema forces its keys and most of its punctuation. So one pass of the target goes through all of them.
 """

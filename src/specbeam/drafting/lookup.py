@@ -1,6 +1,6 @@
 """Draft tokens of a lookup: what followed the last tokens of a sequence where these stood before.
 
-Prompt lookup (Saxena 2023) takes the latest place. SAM decoding (Hu et al. 2024) takes what followed most often, in the
+Prompt lookup (Saxena 2023) takes the latest match. SAM decoding (Hu et al. 2024) takes what followed most often, in the
 sequence and in earlier texts.
 """
 
@@ -45,7 +45,7 @@ class Lookup:
     """For each tip, proposes the tokens after the longest suffix of its sequence that occurred before.
 
     Args:
-        latest: propose what followed at the latest places. Otherwise propose what followed most often.
+        latest: propose what followed the latest matches. Otherwise propose what followed most often.
         earlier: an automaton over earlier texts, shared by requests. It is not changed, and asked where it has a longer
             match than the sequence itself, up to ``MAX_MATCH_TOKENS``.
         before: token ids before the prompt, which are looked into as if they were part of the sequence.

@@ -30,14 +30,14 @@ VOCAB_STEP = 4096
 class ModelDrafter:
     """Proposes the hypotheses that the draft model's own beam search finds below the tips.
 
-    Below one tip it proposes the nodes with the highest cumulative probability, as many as pay (EAGLE-2, Li et al.
-    2024, section 4.2). Below several beams it proposes whole levels, because a step of beam search needs all of its
+    Below one tip it proposes the nodes with the highest cumulative probability, as many as save time (EAGLE-2, Li et
+    al. 2024, section 4.2). Below several beams it proposes whole levels, because a step of beam search needs all of its
     beams.
 
     Args:
         selector: of the request. Its processors and its noise hold for the draft model as for the target.
         vocab_size: of the target.
-        context: the most tokens that the draft can read.
+        context: the maximum number of tokens that the draft can read.
         special: token ids that are not text, such as the separators of chat templates.
     """
 

@@ -115,7 +115,7 @@ class RetokenizingDrafter:
         return self.chains.draft(tips, chains, width)
 
     def _can_continue(self, place: Place, depth: int) -> bool:
-        """The text ends with a character, and the draft's context has room for this many more tokens."""
+        """The text ends with a character, and the draft's context holds this many more tokens."""
         length = int(self.tree.depths(place.node)) + 1
         return not place.end.text.endswith(INCOMPLETE) and length + depth <= self.context
 

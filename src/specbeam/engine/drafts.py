@@ -105,7 +105,7 @@ def make_drafter(
         draft: has passed :func:`check_draft`.
         unread: tokens and positions of audio that a draft model has to read before its first draft token.
         draft_cost: of the draft model's passes for this request; None for lookups.
-        max_rows: the most draft tokens whose logits fit into memory.
+        max_rows: the maximum number of draft tokens whose logits fit into memory.
 
     Raises:
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
@@ -185,7 +185,7 @@ def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
         )
     if lm.backend.features_shape != draft.backend.features_shape:
         kinds = " and ".join(f"{one.source} {described(one.backend.features_shape)}" for one in (draft, lm))
-        raise SpecbeamError(f"{kinds}: give a draft that reads the same sound")
+        raise SpecbeamError(f"{kinds}: give a draft that reads the same audio")
     if (begins := lm.backend.start_token_ids) != (other := draft.backend.start_token_ids):
         raise SpecbeamError(
             f"the draft {draft.source} begins its sequences with the token ids {other}, but the model with {begins} "

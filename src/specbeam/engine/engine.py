@@ -41,15 +41,15 @@ class Engine:
 
     Args:
         lm: the model.
-        max_requests: the most requests that share a pass. The others wait their turn.
-        max_batch_tokens: the most nodes per pass. Longer prompts are prefilled in chunks, so that requests that
+        max_requests: the maximum number of requests that share a pass. The others wait their turn.
+        max_batch_tokens: the maximum of nodes per pass. Longer prompts are prefilled in chunks, so that requests that
             are generating do not wait for them.
         max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
             suffice, the newest request is preempted: it gives up its slots, and they are recomputed later, to the same
             result. One sequence of full length has to fit: then a request finishes, whatever its beams and its draft
             would need. By default all engines of the process share a quarter of its memory, or four fifths of the GPU's
             free memory.
-        max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
+        max_waiting: how many requests may wait beside ``max_requests`` others. ``submit`` refuses further requests.
         max_pass_seconds: about how long a pass with prefill may take while other requests are live. Prompts are then
             prefilled in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
             requests it may take as long as they do. An encoder's pass over audio is divided by its layers. No result
@@ -178,7 +178,7 @@ class Engine:
         """
         self._scheduler.check_capacity()  # before all the work
         if not is_integer(priority):
-            raise not_allowed("priority", priority, "a whole number")
+            raise not_allowed("priority", priority, "an integer")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
             raise not_allowed("timeout", timeout, "seconds, at least 0")
         if not writes and strategy is None:
@@ -361,5 +361,5 @@ class Engine:
 
     @property
     def max_cache_tokens(self) -> int:
-        """The most cache slots that live requests and cached prefixes may take together."""
+        """The maximum number of cache slots that live requests and cached prefixes may take together."""
         return self._budget.cache_tokens

@@ -84,10 +84,10 @@ def check_features(lm: LanguageModel, features: Any) -> AudioFeatures | None:
     expected = lm.backend.features_shape
     if expected is None:
         if features is not None:
-            raise SpecbeamError(f"{lm.source} reads no sound: leave out the features")
+            raise SpecbeamError(f"{lm.source} reads no audio: leave out the features")
         return None
     mel_bins, frames = expected
-    hint = f"give log-mel features of sound, float32 [{mel_bins}, {frames}]"
+    hint = f"give log-mel features of audio, float32 [{mel_bins}, {frames}]"
     if features is None:
         raise SpecbeamError(f"{lm.source} {described(expected)}, and there are none: {hint}, to Engine.submit")
     shared, features = (features, features.features) if isinstance(features, AudioFeatures) else (None, features)
@@ -106,4 +106,4 @@ def check_features(lm: LanguageModel, features: Any) -> AudioFeatures | None:
 
 def described(shape: tuple[int, int] | None) -> str:
     """What a model reads, in words."""
-    return "reads no sound" if shape is None else f"reads features [{shape[0]}, {shape[1]}] of sound"
+    return "reads no audio" if shape is None else f"reads audio features [{shape[0]}, {shape[1]}]"

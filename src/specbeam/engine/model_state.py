@@ -20,8 +20,8 @@ class ModelState:
     Args:
         budget: of the engine.
         prompt_ids: the prompt's token ids. A model with an encoder of text reads them before the first pass.
-        draft_tokens: the most draft tokens per round. Where slots are short, the request does without them.
-        max_rows: the most nodes whose logits are needed at once.
+        draft_tokens: the maximum number per round. Where slots are short, the request does without them.
+        max_rows: the maximum number of nodes whose logits are needed at once.
         source: in place of the encoder's output.
         audio: that an encoder reads before the first pass.
 
@@ -117,7 +117,7 @@ class ModelState:
 
     @property
     def peak(self) -> int:
-        """The most slots that were in use at once."""
+        """The maximum number of slots that were in use at once."""
         return self.slots.peak + (0 if self._source_slots is None else self._source_slots.peak)
 
     @property
@@ -155,5 +155,5 @@ class ModelState:
         return (max(0, lasting + self._max_nodes - used) + self.source_growth) * self.backend.slot_bytes
 
     def _lasting(self, prefix: int) -> int:
-        """The most slots that a shared prefix of this length keeps beyond a pass."""
+        """The maximum number of slots that a shared prefix of this length keeps beyond a pass."""
         return prefix if self.backend.window is None else min(prefix, self.backend.window + BLOCK_SLOTS)

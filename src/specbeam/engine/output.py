@@ -1,4 +1,4 @@
-"""The output of a request for its caller: pieces of text that are certain, finished sequences, and the result."""
+"""The output of a request for its caller: pieces of final text, finished sequences, and the result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Output:
         self._first_token: float | None = None  # seconds after submission
 
     def stream(self, target: ModelState, draft: ModelState | None) -> None:
-        """Hand out the nodes that have become certain, and for a trace the round."""
+        """Hand out the nodes that have become final, and for a trace the round."""
         tree, trace = self._setup.tree, self._setup.record.trace
         nodes = tree.prefix[self._streamed :]
         if len(nodes) or (trace is not None and trace.is_open):
@@ -82,7 +82,7 @@ class Output:
         self._request.give(Piece(self._take(tokens), tokens, [float(selection.log_probs[0, 0]) for selection in new]))
 
     def find(self, hypothesis: Hypothesis) -> None:
-        """Hand out a sequence that is certain to be the next best."""
+        """Hand out the next best sequence, once no other can come before it."""
         self._request.found.append(self._sequence(hypothesis))
 
     def finish(self, hypotheses: list[Hypothesis], target: ModelState, draft: ModelState | None, drafted: bool) -> None:
@@ -129,7 +129,7 @@ class Output:
         return [trace.end_round(certain, ended, text, _spent(target, draft), seconds, self.alternatives)]
 
     def _take(self, tokens: list[int]) -> str:
-        """Note that tokens are certain. Return the text that is certain now."""
+        """Take tokens that are final. Return the text that became final with them."""
         if tokens and self._first_token is None:
             self._first_token = time.perf_counter() - self._submitted
         self._streamed += len(tokens)

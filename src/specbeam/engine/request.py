@@ -37,9 +37,9 @@ class Request:
 
     Attributes:
         prompt_ids: the prompt's token ids.
-        max_length: the most tokens of the sequence, prompt included.
+        max_length: the maximum number of tokens of the sequence, prompt included.
         is_read: somebody has asked for its pieces. Until then tokens may wait for later ones, which is faster.
-        found: finished sequences that nobody has taken yet, best first. Each comes as soon as it is certain.
+        found: finished sequences that nobody has taken yet, best first. Each comes as soon as it is final.
         done: there is a result or an error.
     """
 
@@ -77,7 +77,7 @@ class Request:
         """The result. If the engine runs in a thread of its own, wait for it.
 
         Args:
-            timeout: the most seconds to wait. The request goes on after them.
+            timeout: the maximum time to wait, in seconds. The request goes on after it.
 
         Raises:
             SpecbeamError: the request is not finished, and the engine does not run in a thread of its own.

@@ -122,7 +122,7 @@ class RequestState:
 
     @property
     def max_rows(self) -> int:
-        """The most nodes whose logits it needs at once."""
+        """The maximum number of nodes whose logits it needs at once."""
         return max(state.max_rows for state in self._states)
 
     @property
@@ -528,7 +528,7 @@ class WantedRows:
         return bool(self.part[-1] == self.ascending[-1])
 
     def among(self, nodes: Nodes) -> NDArray[np.int64]:
-        """The places of the part's nodes among some nodes of a pass, ascending."""
+        """The indices of the part's nodes among some nodes of a pass, ascending."""
         first, end = self.part.searchsorted((nodes[0], nodes[-1] + 1))
         return nodes.searchsorted(self.part[first:end])
 

@@ -83,7 +83,7 @@ class Scheduler:
         self._is_full = False  # admit nobody until a live request ends
         self._awaited: set[RequestState] = set()  # requests whose drafts the target waits for
         self._turns = 0  # nodes were chosen this many times for some request
-        self._pass_tokens = max_batch_tokens  # the most nodes per pass, for now
+        self._pass_tokens = max_batch_tokens  # the maximum number of nodes per pass, for now
         self._good_passes = 0  # since the last batch that was too large
 
     def add(self, request: RequestState) -> None:
@@ -118,7 +118,7 @@ class Scheduler:
         return max(0, len(self._unfinished) - len(self._live))  # in an iteration, live requests may have ended
 
     def take_new(self) -> None:
-        """Give the requests that were submitted since the last iteration their places in the queue."""
+        """Give the requests that were submitted since the last iteration their positions in the queue."""
         self.clients.halt[0] = 0
         for request in self._queue.take_new():
             self._next_deadline = min(self._next_deadline, request.deadline)
@@ -268,7 +268,7 @@ class Scheduler:
         return [(request, request.pending[:count]) for request, count in zip(requests, counts, strict=True) if count]
 
     def _prefill_nodes(self, backend: Backend, others: int) -> int:
-        """The most prompt nodes for a pass beside other nodes, so that these do not wait for long."""
+        """The maximum number of prompt nodes for a pass beside other nodes, so that these do not wait for long."""
         assert self.max_pass_seconds is not None
         times = self.costs(backend, ahead=True)
         expected = times.expected(max(1, others)) if times.knows(others) else 0.0
@@ -334,7 +334,7 @@ class Scheduler:
     def preempt_newest(self) -> bool:
         """Take the slots of the newest request. It goes on once another has ended.
 
-        Its cache is then recomputed, with the same results. It waits at its old place in the queue, so the oldest
+        Its cache is then recomputed, with the same results. It waits at its old position in the queue, so the oldest
         request is never preempted, and ends.
 
         Returns:
@@ -428,14 +428,14 @@ class Queue:
         self._new.append(request)
 
     def take_new(self) -> Iterator[RequestState]:
-        """Give new requests their places, and yield them."""
+        """Give new requests their positions in the queue, and yield them."""
         while self._new:
             request = self._new.popleft()
             self._lines.setdefault(request.priority, deque()).append(request)
             yield request
 
     def put_back(self, request: RequestState) -> None:
-        """Queue a preempted request again, at its old place."""
+        """Queue a preempted request again, at its old position."""
         insort(self._lines.setdefault(request.priority, deque()), request, key=NUMBER)
 
     def start(self, request: RequestState) -> None:

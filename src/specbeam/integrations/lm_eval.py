@@ -50,7 +50,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         backend, device, dtype, quantize, threads, revision: as for :func:`specbeam.load`. All but the revision apply
             to the draft model too.
         draft: the source of a draft model, or a draft for :meth:`specbeam.Engine.submit`, such as "ngram".
-        max_length: the most tokens of prompt and text together; None: the model's context.
+        max_length: the maximum number of tokens of prompt and text together; None: the model's context.
         batch_size: requests that share a pass. "auto" is max_batch_size, or 8 if that is not given.
         max_batch_size: see batch_size.
         trust_remote_code: has no effect. The harness passes it for data sets; a checkpoint's code is never run.

@@ -272,7 +272,7 @@ class TextRows(Rows):
         for rows in chunks(self, ROWS_PER_TABLE):
             schema_of_part = table_of(rows, {name: None for row in rows for name in row}).schema
             schema = pa.unify_schemas([schema, schema_of_part], promote_options="permissive")
-        for _ in self.tables(schema):  # whole numbers may be too large for a column that has fractions elsewhere
+        for _ in self.tables(schema):  # integers may be too large for a column that has fractions elsewhere
             pass
         return schema
 

@@ -68,7 +68,7 @@ def crew_on_ray(
             exception that it raised, or a :class:`specbeam.jobs.WorkerDied`.
         address: the cluster: "auto", "host:port" or "ray://host:port". None starts one on this machine, and stops it
             afterwards. If Ray is already initialized in this process, its cluster is used.
-        workers: the most workers; None: as many as the cluster has room for.
+        workers: the maximum number of workers; None: as many as the cluster has room for.
         cpus: CPUs per worker, and so its threads.
         gpus: GPUs per worker. A number below 1 shares one.
         retries: how many workers may die of a job, while it is their only one, before it is given up.
@@ -82,7 +82,7 @@ def crew_on_ray(
         raise not_allowed("workers", workers, "at least 1")
     for name, amount in {"cpus": cpus, "gpus": gpus}.items():
         if not 0 <= amount < float("inf") or (amount > 1 and amount != int(amount)):  # Ray's own rule
-            raise not_allowed(name, amount, "0 to 1, or a whole number")
+            raise not_allowed(name, amount, "0 to 1, or an integer")
     if retries < 1:
         raise not_allowed("retries", retries, "at least 1")
     with (

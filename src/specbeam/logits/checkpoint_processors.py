@@ -18,7 +18,7 @@ from specbeam.options.generation_defaults import GenerationDefaults, is_number
 from specbeam.options.options import Options
 
 LARGEST_RAISE = 1e30
-"""The most that a score is multiplied by. float32 has no numbers over 3e38."""
+"""The maximum that a score is multiplied by. float32 has no numbers over 3e38."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Change:
         kind: of the edit.
         tokens: which tokens, int64 [n].
         first, last: these numbers.
-        only: no other token has a chance.
+        only: no other token is allowed.
         values: of the edit, float32 [m], for sequences with numbers of new tokens, int64 [m].
     """
 
@@ -42,7 +42,7 @@ class Change:
 
 
 def forced(tokens: Sequence[int], at: int) -> Change:
-    """One of some tokens must follow: each has the score 0, and no other token has a chance."""
+    """One of some tokens must follow: each has the score 0, and no other token is allowed."""
     return Change("set", np.array(tokens, dtype=np.int64), at, at, True, lambda new: np.zeros(len(new), np.float32))
 
 
@@ -110,7 +110,7 @@ def processors_of_checkpoint(
     if options.constraint is not None:  # as GenerationDefaults.under_constraint: a constraint loses no token
         biases = {word: bias for word, bias in biases.items() if bias > -np.inf}
     bans: list[Bans] = []
-    if ngrams := read.number("encoder_no_repeat_ngram_size", 0, "a whole number", integer=True):
+    if ngrams := read.number("encoder_no_repeat_ngram_size", 0, "an integer", integer=True):
         bans += [SourceNgrams(prompt_ids, int(ngrams))] if ngrams > 0 else []
     if options.bad_words_ids is None and (words := read.words("bad_words_ids")):
         bans.append(BadWords(words, eos_token_ids))
@@ -195,7 +195,7 @@ class _Reader:
             return None
         pair = [*value] if isinstance(value, list | tuple) else []
         if len(pair) != 2 or not is_number(pair[0], integer=True) or not is_number(pair[1]) or not 0 < pair[1] <= 1e5:
-            raise self.defaults.refused(name, "a pair of a whole number and a factor over 0, such as [40, 1.05]")
+            raise self.defaults.refused(name, "a pair of an integer and a factor over 0, such as [40, 1.05]")
         return int(pair[0]), float(pair[1])
 
 

@@ -1,7 +1,7 @@
 """Processors change the model's scores before a token is chosen, with transformers' semantics.
 
 They (penalties, forbidden tokens) hold for every method. Here they become data where they can: edits of single scores,
-and masks. Only a caller's own functions see all scores.
+and masks. Only user-defined functions see all scores.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def _not_a_number(option: str) -> SpecbeamError:
 
 
 def _each(tokens: Any, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The places of some tokens in each of n rows: the rows and the tokens, int32 [n * tokens] each."""
+    """The indices of some tokens in each of n rows: the rows and the tokens, int32 [n * tokens] each."""
     return np.repeat(rows.astype(np.int32), len(tokens)), np.tile(np.array(tokens, dtype=np.int32), len(rows))
 
 

@@ -126,7 +126,7 @@ def encode(
             the assistant begins its answer.
         system: a system message to put first. It is refused beside one in the messages.
         raw: use no chat template. Messages and the system message are joined by blank lines.
-        most: the most tokens that it may have. Of a text that has far more, not all is tokenized.
+        most: the maximum number of tokens that it may have. Of a text that has far more, not all is tokenized.
         control_tokens: of the model's tokenizer, to read those in messages as text. Without it they are control tokens.
             In strings of ``chat_template_kwargs`` they are text, too.
         rendering: how the chat template renders messages.
@@ -379,7 +379,7 @@ def check_unicode(text: str) -> None:
 
 
 def room(lm: LanguageModel, writes: bool = True) -> int:
-    """The most tokens of a prompt: the context must hold at least one new token too, except behind an encoder.
+    """The maximum length of a prompt: the context must hold at least one new token too, except behind an encoder.
 
     Args:
         writes: whether there are new tokens.

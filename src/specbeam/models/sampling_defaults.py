@@ -46,7 +46,7 @@ class SamplingDefaults:
         """The given options, and these settings in the place of options that are not given or None.
 
         Greedy search stays greedy without a penalty of ours. Beams do not sample unless an option
-        says so. A neutral value, such as a top_p of 1, says nothing.
+        says so. A value without effect, such as a top_p of 1, says nothing.
 
         Args:
             searches: by beams, even by a single one.

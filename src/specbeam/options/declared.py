@@ -458,7 +458,7 @@ class Declared:
     )
     draft_budget: int | str = option(
         Kind.SIZE,
-        "the most draft tokens per forward pass",
+        "the maximum number of draft tokens per forward pass",
         'It is of the target. "auto" adapts.',
         range=up_to(4096),
         metavar="N",

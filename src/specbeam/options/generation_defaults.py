@@ -90,7 +90,7 @@ class Lacking(NamedTuple):
     """A field that is not applied.
 
     Attributes:
-        neutral: values that ask for nothing.
+        neutral: values without effect.
         why: the reason, for the warning.
     """
 

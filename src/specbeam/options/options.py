@@ -147,7 +147,7 @@ class Options(Declared):
 
     @property
     def _shaping(self) -> list[str]:
-        """The sampling options that change the distribution. Users of other tools pass neutral values along."""
+        """The sampling options that change the distribution. Users of other tools pass values without effect along."""
         return [name for name, neutral in SHAPING.items() if getattr(self, name) not in (None, neutral)]
 
     @property
@@ -157,7 +157,7 @@ class Options(Declared):
 
     @property
     def num_texts(self) -> int:
-        """The most sequences that may grow at once: beams, or samples."""
+        """The maximum number of sequences that may grow at once: beams, or samples."""
         return max(self.num_beams, self.num_return_sequences)
 
     def with_defaults(self, defaults: GenerationDefaults, begin: int = 0) -> Options:
@@ -200,7 +200,7 @@ def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
     for name, before in ("min_new_tokens", 0), ("min_length", begin):
         if (least := defaults.get(name)) is not None:
             if not is_number(least, integer=True):
-                raise defaults.refused(name, "a whole number, or set min_new_tokens yourself", "min_new_tokens")
+                raise defaults.refused(name, "an integer, or set min_new_tokens yourself", "min_new_tokens")
             return int(least) - before
     return 0
 

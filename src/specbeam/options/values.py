@@ -29,7 +29,7 @@ def check(name: str, holds: bool, value: Any, allowed: str, *named: str) -> None
 
 
 def _integer(option: Option, value: Any) -> Any:
-    return _in_range(option, _number(option, value, int, Integral, "a whole number"))
+    return _in_range(option, _number(option, value, int, Integral, "an integer"))
 
 
 def _real(option: Option, value: Any) -> Any:

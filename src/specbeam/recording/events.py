@@ -21,7 +21,7 @@ Event = dict[str, Any]
 FORMAT = 1
 """The number of the form of events. Another form gets another number."""
 LIKELIEST = 10
-"""A recording has this many likeliest tokens at each place, unless the caller says otherwise."""
+"""A recording has this many likeliest tokens at each position, unless the caller says otherwise."""
 PLAIN = (bool, int, float, str, list, tuple, dict)
 LEAST_NUMBER = -9999.0
 """JSON has no infinity. This number is written for lower ones, as OpenAI does."""

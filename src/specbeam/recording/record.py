@@ -22,7 +22,7 @@ class Record:
         accepted: draft tokens that became part of the sequence, or of a beam.
         rounds: forward passes of the target that the strategy waited for.
         left_out: beams of steps that the target did not evaluate.
-        skipped: rounds that skipped drafting, because it would not have paid.
+        skipped: rounds that skipped drafting, because it would have saved no time.
         checks: for each round with draft tokens, how many were accepted in it.
         positions: for each position after the known tokens, how many draft tokens the target verified, and how many of
             them were accepted.
@@ -41,7 +41,7 @@ class Record:
         """Begin a round, in which the target verifies these draft tokens.
 
         Args:
-            skipped: the drafter skipped it, because drafting would not have paid.
+            skipped: the drafter skipped it, because drafting would have saved no time.
             evaluated: the nodes of the pass, draft tokens included. None for the ends of the sequences.
         """
         self.rounds += 1
@@ -71,7 +71,7 @@ class Record:
             self.trace.step(nodes, self._tree.scores(nodes) if scores is None else scores)
 
     def ahead(self, nodes: Nodes, scores: Any) -> None:
-        """Record the known beams of a step that is not certain yet, int64 [n], and their scores, float32 [n].
+        """Record the known beams of a step that is not final yet, int64 [n], and their scores, float32 [n].
 
         They are the step's first beams, in its order. The trace has each of them once.
         """
@@ -93,10 +93,10 @@ class Record:
             return None
         if not self.drafted:
             if self.skipped:
-                return "draft proposed no tokens: that would not have paid"
+                return "draft proposed no tokens: that would have saved no time"
             return "draft proposed no tokens: it found no likely continuation"
         if 2 * self.skipped > self.rounds:
-            return f"draft proposed no tokens in {self.skipped} of {self.rounds} passes: that would not have paid"
+            return f"draft proposed no tokens in {self.skipped} of {self.rounds} passes: that would have saved no time"
         return None
 
     def _accept(self, beams: Any) -> None:
@@ -109,7 +109,7 @@ class Record:
 
 
 class Trace:
-    """The rounds of a strategy. A step is in the trace once it is certain, beams ahead of it as soon as they are known.
+    """The rounds of a strategy. A step is in the trace once it is final, beams ahead of it as soon as they are known.
 
     Args:
         token_text: the text of a token.
@@ -128,7 +128,7 @@ class Trace:
         self._shown: set[int] = set()  # nodes that may still be dropped
         self._ended: set[int] = set()
         self._ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node, after the last step
-        self._ahead: dict[int, int] = {}  # the same for beams whose steps were not certain
+        self._ahead: dict[int, int] = {}  # the same for beams whose steps were not final
         self._listed: set[int] = set()  # nodes whose likeliest next tokens are there
         self._spent: dict[str, float] = {}  # until the last round
         self._num_complete = 0  # rounds
@@ -151,7 +151,7 @@ class Trace:
         self._ends = {int(node): i for i, node in reversed([*enumerate(nodes)])}
 
     def ahead(self, nodes: Nodes, scores: Any) -> None:
-        """Add the known beams of a step that is not certain yet. The trace has each of them once."""
+        """Add the known beams of a step that is not final yet. The trace has each of them once."""
         new = [i for i, node in enumerate(nodes.tolist()) if node not in self._ahead]
         self.rounds[-1]["ahead"] += [self._beam(int(nodes[i]), float(scores[i])) for i in new]
         self._ahead.update((int(nodes[i]), i) for i in new)
@@ -170,7 +170,7 @@ class Trace:
         Args:
             certain: the nodes that joined the sequence to be returned.
             ended: the ends of finished hypotheses.
-            text: that became certain.
+            text: that became final.
             spent: passes, their seconds and nodes, of all rounds so far.
             seconds: since the request was submitted.
             alternatives: the likeliest tokens after nodes, if they were asked for.
@@ -228,7 +228,7 @@ class Trace:
         draft_token = self._drafted.get(node)
         if draft_token is not None:
             draft_token["accepted"] = True
-        if self._tree.is_live(node):  # a beam may be dropped before its step is certain
+        if self._tree.is_live(node):  # a beam may be dropped before its step is final
             self._shown.add(node)
         beam = self._token(node) | self._log_prob(node)
         return beam | {"beam": self._number(beam["after"]), "drafted": draft_token is not None, "score": score}

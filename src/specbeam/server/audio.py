@@ -185,7 +185,7 @@ class TranscriptionCall:
         self, fields: TranscriptionRequest, task: str, model: ServedModel, limits: Limits, threads: Transcribers
     ) -> None:
         if model.lm.backend.features_shape is None:
-            raise Refusal(f"{model.name} reads no sound: name a Whisper model", "model")
+            raise Refusal(f"{model.name} reads no audio: name a Whisper model", "model")
         self._fields, self._task, self._model, self._limits, self._threads = fields, task, model, limits, threads
         self._settings = fields.settings(task, limits)
         self._draft = model.draft(fields.draft)

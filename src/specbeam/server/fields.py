@@ -42,7 +42,7 @@ Count = Annotated[Integer, Field(ge=1, lt=2**31)]
 NewTokens = Count | Literal[-1]
 """How many new tokens there are at most. -1: as many as the context has left."""
 TopLogprobs = Annotated[Integer, Field(ge=0, le=20)]
-"""How many of the likeliest tokens to return for each place."""
+"""How many of the likeliest tokens to return for each position."""
 
 
 def content_of(content: Any, message: ValidationInfo) -> Any:
@@ -200,7 +200,7 @@ class Decoding(OpenAIDecoding):
         Args:
             field: the field that says how many new tokens there are at most.
             default: new tokens if the field is left out, or as many as the context has left.
-            top: how many likeliest tokens to return for each place; None for no log-probabilities.
+            top: how many likeliest tokens to return for each position; None for no log-probabilities.
 
         Raises:
             Refusal: fields out of range, or that contradict each other.

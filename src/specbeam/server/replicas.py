@@ -1,6 +1,6 @@
 """One server in front of several processes: each has the complete application, as a replica of a Ray Serve deployment.
 
-The front checks and logs requests, and passes them on. Ray Serve starts replicas, watches them and replaces dead ones.
+The front checks and logs requests, and passes them on. Ray Serve starts replicas, monitors them and replaces dead ones.
 Ray's own HTTP proxy is not used. When a replica dies it ends a stream without a word, and it gives its requests to no
 other replica. While there is none, requests wait in it forever.
 """

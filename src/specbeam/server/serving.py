@@ -218,7 +218,7 @@ class Connection(HttpToolsProtocol):
         body_bytes, num_chunks = incoming.body_bytes, incoming.num_chunks
         super().data_received(piece)
         chunks = self._incoming.num_chunks
-        if incoming is self._incoming:  # else the next request begins at an unknown place in this piece
+        if incoming is self._incoming:  # else the next request begins at an unknown offset in this piece
             chunks -= num_chunks
             beside = len(piece) - (incoming.body_bytes - body_bytes) - CHUNK_FRAMING_BYTES * chunks
             incoming.framing_bytes = max(0, incoming.framing_bytes + beside)

@@ -44,7 +44,7 @@ LOADS = {
     "specbeam_cache_tokens": "Slots of the KV cache that live requests use.",
     "specbeam_kept_tokens": "Slots of the KV cache that hold cached prefixes.",
     "specbeam_kept_bytes": "Bytes of the cached prefixes, also of draft models.",
-    "specbeam_max_cache_tokens": "The most slots of the KV cache, live and cached together.",
+    "specbeam_max_cache_tokens": "The maximum number of slots of the KV cache, live and cached together.",
 }
 """The fields of :class:`specbeam.server.models.Load`."""
 

@@ -59,7 +59,7 @@ def alignment_heads(lm: LanguageModel) -> AlignmentHeads:
 
 
 class AlignText:
-    """A strategy that generates nothing. It reads a text, and notes how it attends to the audio.
+    """A strategy that generates nothing. It reads a text, and records how it attends to the audio.
 
     Args:
         begin: how many tokens of the prompt are before the one that asks for a text without timestamps.

@@ -38,7 +38,7 @@ Source: TypeAlias = str | os.PathLike[str] | BinaryIO | Samples
 logger = logging.getLogger("specbeam")
 MAX_SECONDS = 24 * 3600.0
 MAX_BYTES = 4 << 30
-"""The most that is read of a pipe or an open file."""
+"""The maximum that is read of a pipe or an open file."""
 COPIED_BYTES = 1 << 20
 MAX_PEAK = 2.0
 """Resampling may leave floats a little above 1, which are taken as they are. Far above, they are on another scale."""
@@ -86,7 +86,7 @@ def begin(
         with located(name or str(path)), _opened(path) as file:
             return Decoding(file, name or str(path), path.suffix, *limits)
     if not callable(getattr(source, "read", None)):
-        raise SpecbeamError(f"audio={shown(source)} is no sound: give a path, an open file, or an array of samples")
+        raise SpecbeamError(f"audio={shown(source)} is no audio: give a path, an open file, or an array of samples")
     file_name = getattr(source, "name", None)
     file_name = file_name if isinstance(file_name, str) else ""
     name = name or file_name or "the file"
@@ -105,7 +105,7 @@ class Decoding:
     """
 
     def __init__(self, file: IO[bytes], name: str, suffix: str, *limits: str) -> None:
-        require("reading files of sound", "av", extra="speech")
+        require("reading audio files", "av", extra="speech")
         if not os.fstat(file.fileno()).st_size:
             raise SpecbeamError("it is empty")
         suffix = suffix if re.fullmatch(r"\.\w{1,8}", suffix, re.ASCII) else ""
@@ -133,7 +133,7 @@ class Decoding:
             if report["error"] is not None:
                 raise SpecbeamError(report["error"])
             if not report["samples"]:
-                raise SpecbeamError("its sound cannot be decoded" if report["damaged"] else "it has no sound")
+                raise SpecbeamError("its audio cannot be decoded" if report["damaged"] else "it has no audio")
             _warn_of_damage(self._name, report)
             return np.frombuffer(mmap.mmap(self._samples.fileno(), 0, access=mmap.ACCESS_READ), np.int16)
 
@@ -167,12 +167,12 @@ def _checked(samples: NDArray[Any], max_seconds: float) -> Samples:
         samples = samples.ravel()
     if samples.ndim != 1:
         shape = " x ".join(map(str, samples.shape)) or "no dimensions"
-        raise SpecbeamError(f"they have the shape {shape}: give one dimension, of mono sound at 16 kHz")
+        raise SpecbeamError(f"they have the shape {shape}: give one dimension, of mono audio at 16 kHz")
     is_float = samples.dtype.kind == "f"
     if not is_float and samples.dtype != np.int16:
         raise SpecbeamError(f"they are of type {samples.dtype}: give floats from -1 to 1, or int16")
     if seconds_of(samples) > max_seconds:
-        raise SpecbeamError(f"they are more than {max_seconds:g} seconds of sound")
+        raise SpecbeamError(f"they are more than {max_seconds:g} seconds of audio")
     if is_float and len(samples):
         lowest, highest = float(samples.min()), float(samples.max())  # NaN if one is
         if not math.isfinite(highest - lowest):
@@ -220,10 +220,10 @@ def _warn_of_damage(name: str, report: Report) -> None:
     has, stated = report["samples"] / SAMPLE_RATE, report["seconds"]
     place = "" if report["damaged_at"] is None else f" at {report['damaged_at']:.1f} s"
     if stated is not None and has < stated * (1 - SHORT_BY_SHARE) - SHORT_BY_SECONDS:
-        logger.warning("%s is cut or damaged%s: of %.1f seconds of sound, %.1f could be read", name, place, stated, has)
+        logger.warning("%s is cut or damaged%s: of %.1f seconds of audio, %.1f could be read", name, place, stated, has)
     elif report["not_numbers"]:
         logger.warning("%s is damaged%s: %d samples are no numbers, and are silent", name, place, report["not_numbers"])
     elif report["damaged"] or report["missing"]:
         lacks = f"{report['missing']:.1f} seconds of silence stand for what is missing"
-        read = lacks if round(report["missing"], 1) else f"{has:.1f} seconds of sound could be read"
+        read = lacks if round(report["missing"], 1) else f"{has:.1f} seconds of audio could be read"
         logger.warning("%s is damaged%s: %s", name, place, read)

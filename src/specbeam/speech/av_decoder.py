@@ -76,7 +76,7 @@ def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
 
     Args:
         suffix: the end of its name, such as ".mp3". For some formats FFmpeg looks at nothing else.
-        max_samples: the most that are written. More is an error.
+        max_samples: the maximum that are written. More is an error.
         cpu_seconds: as for ``CPU_SECONDS``.
     """
     import av
@@ -93,14 +93,14 @@ def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
     try:
         with av.open(source, metadata_errors="ignore") as container:
             if not container.streams.audio:
-                return report | {"error": INCOMPLETE if _is_cut_mp4(head, source) else "it has no sound"}
+                return report | {"error": INCOMPLETE if _is_cut_mp4(head, source) else "it has no audio"}
             stream = container.streams.audio[0]
             report["seconds"] = _named_seconds(container, stream)
             frames = _decoded(container, stream, report, names_no_end=_names_no_end(head))
             for frame in _resampled(_of_numbers(frames, stream, report)):
                 report["samples"] += frame.samples
                 if report["samples"] > max_samples:
-                    return report | {"error": f"it has more than {max_samples / SAMPLE_RATE:g} seconds of sound"}
+                    return report | {"error": f"it has more than {max_samples / SAMPLE_RATE:g} seconds of audio"}
                 sys.stdout.buffer.write(memoryview(frame.planes[0])[: 2 * frame.samples])
                 child_processes.end_after(cpu_seconds)
         report["damaged"] += _lacks_its_last_page(source)
@@ -108,7 +108,7 @@ def main(suffix: str, max_samples: int, cpu_seconds: float) -> Report:
     except MemoryError:
         report["error"] = f"it needs more than {MEMORY_BYTES >> 20} MB of memory"
     except av.error.InvalidDataError:
-        otherwise = "it is no file of sound, or its beginning is damaged"
+        otherwise = "it is no audio file, or its beginning is damaged"
         report["error"] = INCOMPLETE if _is_cut_mp4(head, source) else otherwise
     except (av.error.FFmpegError, ValueError) as error:
         report["error"] = f"it cannot be decoded: {getattr(error, 'strerror', None) or error}"

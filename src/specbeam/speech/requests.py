@@ -32,7 +32,7 @@ MAX_LOOKUP_TOKENS = 1 << 14
 
 
 class ScorePromptThen:
-    """A strategy that first notes how likely some tokens are after one of the prompt, before any mask.
+    """A strategy that first records how likely some tokens are after one of the prompt, before any mask.
 
     Args:
         index: of the token in the prompt.

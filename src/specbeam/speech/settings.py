@@ -69,8 +69,8 @@ class Settings:
             None: nothing is left out.
         num_return_sequences: how many different texts of each window are returned, at most
             (:attr:`specbeam.speech.Transcript.windows`): the best of ``num_beams`` beams, or of ``best_of`` draws.
-        top_logprobs: also return how likely each token is, and this many of the likeliest tokens at its place. None for
-            neither.
+        top_logprobs: also return how likely each token is, and this many of the likeliest tokens at its position. None
+            for neither.
         vad_filter: leave out silence (Silero VAD). It has no effect beside ``clip_timestamps``.
         vad_parameters: arguments of :func:`specbeam.speech.vad.stretches`.
         clip_timestamps: the parts of the file to transcribe: start, end, start, end, ... in seconds, as numbers or as a

@@ -69,7 +69,7 @@ class Segment:
         text: as the tokenizer decodes it. Most texts begin with a space.
         tokens: token ids, timestamps included.
         avg_logprob: the mean of the log-probabilities of the window's tokens and its end token, each among the tokens
-            that were allowed at its place.
+            that were allowed at its position.
         no_speech_prob: the probability that nobody speaks in the window.
         compression_ratio: the bytes of the window's text, by their number after compression. Repetitions make it large.
         temperature: the window's text was drawn at it; 0 for beam search or greedy search.

@@ -64,7 +64,7 @@ def transcribe(
     draft: Draft | None = None,
     **options: Any,
 ) -> Transcript | list[Transcript]:
-    """Write down what is said in a file, or in several.
+    """Transcribe a file, or several.
 
     Args:
         lm: a Whisper model that :func:`specbeam.load` returned.
@@ -107,7 +107,7 @@ def transcribe_stream(
     check: Callable[[], object] | None = None,
     **options: Any,
 ) -> TranscriptStream:
-    """Write down what is said in a file. Its segments come as soon as they are final, in their order.
+    """Transcribe a file. Its segments come as soon as they are final, in their order.
 
     Args:
         engine: one that :func:`speech_engine` made, to share with others. Arguments else as for :func:`transcribe`.

@@ -94,7 +94,7 @@ class Vocabulary:
         """The special tokens of a model."""
         shape = lm.backend.features_shape
         if shape is None:
-            raise SpecbeamError(f"{lm.source} reads no sound: give a Whisper model")
+            raise SpecbeamError(f"{lm.source} reads no audio: give a Whisper model")
         if lm.tokenizer is None:
             raise SpecbeamError(
                 f"{lm.source} has no tokenizer, which transcripts need: put its tokenizer.json beside it"
@@ -151,7 +151,7 @@ class Vocabulary:
 
     @cached_property
     def non_speech(self) -> frozenset[int]:
-        """Symbols that mark speakers or sounds, as openai-whisper has them. Marks within words stay possible."""
+        """Symbols of speaker tags and noises, as openai-whisper has them. Marks within words stay possible."""
         symbols = {self._ids(" -")[0], self._ids(" '")[0]}
         for symbol in (*SYMBOLS, *SEQUENCES, *NOTES, "♪♪", "♪♪♪"):
             for ids in (self._ids(symbol), self._ids(" " + symbol)):

@@ -89,7 +89,7 @@ class Transcriber:
 
     @property
     def max_prompt(self) -> int:
-        """The most tokens of hotwords and previous text: with the token before them, half of the context."""
+        """The maximum length of hotwords and previous text: with the token before them, half of the context."""
         return self.context // 2 - 1
 
     @property
@@ -311,7 +311,7 @@ def window(transcriber: Transcriber, mel: LogMel, clip: Clip, start: int, frames
 
 
 def seed_of(seed: int, clip: Clip, start: int, attempt: int) -> int:
-    """The seed of an attempt's draws. It depends on the place in the file alone, and not on other files."""
+    """The seed of an attempt's draws. It depends on the position in the file alone, and not on other files."""
     ((place, _), *_) = clip.part(start, start + 1)
     digest = hashlib.sha256(f"{seed} {place} {attempt}".encode()).digest()
     return int.from_bytes(digest[:7], "little")

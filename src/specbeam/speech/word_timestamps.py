@@ -122,7 +122,7 @@ class WordFinder:
         heads: alignment heads.
         begin: the tokens that begin a prompt, up to the task.
         by_spaces: whether spaces part words.
-        window: the most frames of a window.
+        window: the maximum number of frames of a window.
         last_end: of the words so far, in seconds. The first words after a pause may not last too long.
         last_frame: the same, in frames of the clip.
     """

@@ -26,7 +26,7 @@ class Constraint(Protocol):
 
     A constraint may have two more attributes. ``together`` is the first of some adjacent tokens and the one after the
     last: where these together are likelier than each other allowed token, only they are allowed. ``measures``, if it is
-    true, asks for the probability of all allowed tokens at each place (:attr:`specbeam.Sequence.allowed_log_probs`).
+    true, asks for the probability of all allowed tokens at each position (:attr:`specbeam.Sequence.allowed_log_probs`).
 
     Attributes:
         start: the state after the prompt.

@@ -30,7 +30,7 @@ METHODS_WITH: dict[Need, str] = {
     "several": "methods with beams and methods that sample",
 }
 """The methods that have what an option needs."""
-WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
 WORDS |= {list: "a list", dict: "a mapping"}
 """The types of settings."""
 DECODE_KEYS = (
@@ -90,7 +90,7 @@ class Data:
     per_category: how many rows to draw from each category, with the seed.
     limit: how many rows to draw in all, with the seed.
     categories: the categories to keep; None: all.
-    turns: the most turns of a conversation.
+    turns: the maximum number of turns of a conversation.
     """
 
     source: str | None = None
@@ -108,7 +108,7 @@ class Data:
 @dataclass(frozen=True)
 class Metrics:
     """Attributes:
-    own: functions of the user's own, each ``module:name`` or the name of an entry point (:class:`CustomMetrics`).
+    own: user-defined functions, each ``module:name`` or the name of an entry point (:class:`CustomMetrics`).
     perplexity: models that measure the perplexity of the texts; "target" is the study's own target model.
     confidence: the confidence level of the intervals.
     baseline: the method that the others are compared with; None: the first one.
@@ -126,7 +126,7 @@ class Metrics:
 class Report:
     """Attributes:
     latex_columns: the metrics that are columns of ``tables/methods.tex``, as ``tables/methods.csv`` names them; None:
-        :data:`specbeam.study.tables.LATEX_COLUMNS`, and the user's own.
+        :data:`specbeam.study.tables.LATEX_COLUMNS`, and user-defined ones.
     """
 
     latex_columns: list[str] | None = None
@@ -135,7 +135,7 @@ class Report:
 @dataclass(frozen=True)
 class Tracking:
     """Attributes:
-    name: none, wandb, or a class of the user's own: ``module:name``, or the name of an entry point
+    name: none, wandb, or a user-defined class: ``module:name``, or the name of an entry point
         (:class:`specbeam.study.tracking.Tracker`).
     """
 
@@ -150,7 +150,7 @@ class Launcher:
     """Attributes:
     name: local or ray.
     address: of a Ray cluster; None starts one on this machine.
-    workers: the most workers; None: as many as the cluster has room for.
+    workers: the maximum number of workers; None: as many as the cluster has room for.
     cpus, gpus: CPUs and GPUs per worker.
     """
 

@@ -51,8 +51,8 @@ def passes(
 
     Args:
         problem: "prompt", "test" (which defines ``check``) and "entry_point", as in HumanEval.
-        seconds: the most time that it may take, including the start of the interpreter.
-        megabytes: the most address space that it may use.
+        seconds: the maximum time that it may take, including the start of the interpreter.
+        megabytes: the maximum address space that it may use.
     """
     if os.name != "posix":
         from specbeam.errors import SpecbeamError

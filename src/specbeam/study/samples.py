@@ -230,7 +230,7 @@ def align(tokens: list[tuple[str, bool]], text: str) -> list[tuple[str, bool]]:
     """The text in pieces, each with whether it was drafted.
 
     Tokens are decoded one by one. Part of a character, or a token that loses its leading space, differs from the text
-    at its place. Then it gets the text between the tokens around it.
+    at its position. Then it gets the text between the tokens around it.
     """
     pieces: list[tuple[str, bool]] = []
     at = 0

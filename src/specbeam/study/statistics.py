@@ -88,7 +88,7 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
 
 
 def share_interval(part: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a share, which is sound for few counts and for shares of 0 and 1."""
+    """Wilson's score interval (1927) of a share, which holds for few counts and for shares of 0 and 1."""
     from scipy.stats import binomtest
 
     interval = binomtest(part, total).proportion_ci(confidence, method="wilson")
@@ -121,7 +121,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values (Holm 1979): if nothing differs, the chance that any is below a level is at most that level.
+    """Adjusted p-values (Holm 1979): if nothing differs, the probability of any below a level is at most that level.
 
     The smallest of n is multiplied by n, the next by n - 1, and so on. None is below the one before it.
     """

@@ -157,7 +157,7 @@ def start(file: str, *arguments: str, **how: Any) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise SpecbeamError(
             f"{sys.executable or 'Python'} cannot be started as a child process ({error.strerror}), and only there "
-            "chat templates, files of sound and grammars are read: free memory or end other processes"
+            "chat templates, audio files and grammars are read: free memory or end other processes"
         ) from error
 
 

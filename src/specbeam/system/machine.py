@@ -26,7 +26,7 @@ class Memory(NamedTuple):
     """Bytes.
 
     Attributes:
-        total: the most that this process and its container may use.
+        total: the maximum that this process and its container may use.
         free: the part of it that can still be taken. Copies of files count as free, but mapped ones of a container and
             the ``mapped`` bytes of this process do not.
     """

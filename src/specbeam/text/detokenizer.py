@@ -151,7 +151,7 @@ class Progress(NamedTuple):
     Attributes:
         end: of the text, prompt included.
         tokens: the number of new tokens.
-        certain: the text that the last token made certain.
+        certain: the text that the last token made final.
         held: what may begin a stop string.
         stopped: what follows the text, if it has ended: the stop string and what came with it. Special tokens are
             written out.
@@ -225,7 +225,7 @@ class NewText:
         return Progress(end, tokens, certain, stopped=full[stop_at:])
 
     def rest(self, last: Progress, cancelled: bool = False) -> str:
-        """The text that is not certain before it is known that no more tokens come.
+        """The text that is not final before it is known that no more tokens come.
 
         Args:
             cancelled: more tokens would have come, so leave out an incomplete character. Otherwise the text ends as the
@@ -278,7 +278,7 @@ class TextStream:
         return self._progress.stopped is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens. Return the text that is now certain, which may be empty."""
+        """Take in tokens. Return the text that is now final, which may be empty."""
         begin = len(self._pieces)
         for token in token_ids:
             if self.stopped:

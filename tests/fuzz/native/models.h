@@ -51,7 +51,7 @@ inline ModelConfig config_of(Input &in) {
   return c;
 }
 
-// Of an encoder of sound beside a model. Its context is short, because a pass is over all of it.
+// Of an audio encoder beside a model. Its context is short, because a pass is over all of it.
 inline ModelConfig encoder_of(Input &in) {
   ModelConfig c = config_of(in);
   c.bands = in.number(1, 20), c.context_length = in.number(1, in.ConsumeIntegralInRange(0, 7) ? 20 : 300),

@@ -49,7 +49,7 @@ void listen(Input &in, void *model, const ModelConfig &encoder, Parameters &para
   if (wrong || !std::equal(tried.get(), tried.get() + length, source.slots.get())) source.drop(taken);
 }
 
-// Heads of cross-attention that a segment watches, and the room for their scores.
+// Heads of cross-attention that a segment probes, and the memory for their scores.
 struct Watched {
   std::unique_ptr<int64_t[]> heads;
   std::unique_ptr<float[]> scores;

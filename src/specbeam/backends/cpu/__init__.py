@@ -359,7 +359,7 @@ def _probe_fields(probe: AttentionProbe, kept: list[NDArray[Any]]) -> tuple[int,
     """The heads, rows and positions whose scores a pass writes, and where. The arrays are added to the kept ones."""
     scores = probe.scores
     if scores.dtype != np.float32 or not scores.flags.c_contiguous or len(scores) != len(probe.heads):
-        raise RuntimeError("a pass was refused: the scores of watched heads are no array of float32 for each head")
+        raise RuntimeError("a pass was refused: the scores of probed heads are no array of float32 for each head")
     kept.append(heads := np.array(probe.heads, np.int64))
     watched, rows, shown = scores.shape
     return watched, rows, shown, address(heads), address(scores)

@@ -25,7 +25,7 @@ class Choice:
 
     Args:
         logits: float32 [rows, vocab], in one piece.
-        passes: make room for the results of this many passes.
+        passes: the capacity for results, in passes.
 
     Attributes:
         packed: the structure, for native code.
@@ -191,7 +191,7 @@ class Joined:
         self.arrays: list[NDArray[Any]] = []
 
     def add(self, array: NDArray[Any], shape: tuple[int, ...] | None = None) -> int:
-        """Returns the place of the array's first number.
+        """Returns the address of the array's first number.
 
         Raises:
             ValueError: the array has another shape.

@@ -51,7 +51,7 @@ class Part:
         name: the parameter it belongs to. The parts of a parameter are stacked along their rows.
         source: the name of the checkpoint's tensor.
         raw: whether the blocks of the GGUF file keep their values.
-        offset, size: the place of its bytes in the packed data.
+        offset, size: of its bytes in the packed data.
     """
 
     name: str
@@ -159,7 +159,7 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
     """
     config = checkpoint.config
     width = -(-config.head_dim // LANES) * LANES
-    # As ``Cache`` in native/model.h: a key and a value, each with a scale if they are whole numbers.
+    # As ``Cache`` in native/model.h: a key and a value, each with a scale if they are integers.
     per_head = 8 * width if mode == "float32" else 3 * width + 8
     slot_bytes = config.num_layers * config.num_kv_heads * per_head
     source = 0 if config.encoder is None else config.encoder.context_length

@@ -77,8 +77,8 @@ class Group:
     """Sequences, or searches with as many beams each, that go on together.
 
     Args:
-        rows: their places among the rows of a selection, int64 [g, n]; n is 1 for sequences.
-        nodes: their places among the nodes of a pass, likewise.
+        rows: their indices among the rows of a selection, int64 [g, n]; n is 1 for sequences.
+        nodes: their indices among the nodes of a pass, likewise.
         beams: how each search goes on; None for sequences.
         ends: token ids, int64.
     """
@@ -99,7 +99,7 @@ class Group:
         """Choose the next nodes by a selection, [rows, top] twice and [rows].
 
         Returns:
-            Their tokens, [g, n], the places of their parents among the nodes of the pass, likewise, and whether each
+            Their tokens, [g, n], the indices of their parents among the nodes of the pass, likewise, and whether each
             sequence or search may evaluate them without a look at them, bool [g].
         """
         tokens, scores = tokens[self._rows], scores[self._rows]

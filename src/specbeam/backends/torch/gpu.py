@@ -65,7 +65,7 @@ class Pass:
     """A pass that is ready to run: its numbers on the device.
 
     Attributes:
-        may_be_captured: whether they are in the places that captured passes read.
+        may_be_captured: whether they are at the addresses that captured passes read.
     """
 
     numbers: Tensor
@@ -195,7 +195,7 @@ class GpuBackend(TorchBackend):
         self._replayed((ready.sizes, vocab), run)
 
     def _replayed(self, key: tuple[Sizes, int], run: Callable[[], Tensor]) -> Tensor:
-        """The result of a function that launches kernels on arrays in fixed places. It is captured once."""
+        """The result of a function that launches kernels on arrays at fixed addresses. It is captured once."""
         if not self._captures:
             return run()
         if key not in self._graphs:

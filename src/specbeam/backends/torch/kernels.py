@@ -579,7 +579,7 @@ def queries_of(nodes: int, group: int, dtype: torch.dtype) -> int:
     """How many queries of a segment read keys together: whole nodes, but not more than a tile if they fit into one.
 
     Args:
-        nodes: the most that a segment has.
+        nodes: the maximum that a segment has.
         group: the heads that share a key head.
     """
     tile = TILE_QUERIES if nodes * group <= TILE_QUERIES or dtype == torch.float32 else MAX_TILE_QUERIES

@@ -166,7 +166,7 @@ class CrossAttention(nn.Module):
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
 
     def _capture(self, probe: AttentionProbe, positions: NDArray[np.int64], q: Tensor, keys: Tensor) -> None:
-        """Write the scores of this layer's watched heads, from q [n, heads, head_dim], keys [kv_heads, p, head_dim]."""
+        """Write the scores of this layer's probed heads, from q [n, heads, head_dim], keys [kv_heads, p, head_dim]."""
         for number, (layer, head) in enumerate(probe.heads):
             if layer == self.layer:
                 keys_of_head = keys[head * len(keys) // q.shape[1], : probe.scores.shape[2]]

@@ -44,7 +44,7 @@ SCALE = "_scale"
 
 
 class CTranslate2Checkpoint(Checkpoint):
-    """A folder with a ``model.bin`` of version 6. Whole numbers count as the float weights that they stand for.
+    """A folder with a ``model.bin`` of version 6. Integers count as the float weights that they stand for.
 
     Raises:
         SpecbeamError: a file is damaged, or the model is of another kind.
@@ -76,7 +76,7 @@ class CTranslate2Checkpoint(Checkpoint):
                 raise SpecbeamError(f"{path}: {shown(name)} = {number:g} in {MODEL} is not supported")
         for name, one in self._file.variables.items():
             if one.is_whole and one.scales is None and name not in architecture.ctranslate2_ignored:
-                raise SpecbeamError(f"{path}: {shown(name)} of {MODEL} holds whole numbers, but has no scale")
+                raise SpecbeamError(f"{path}: {shown(name)} of {MODEL} holds integers, but has no scale")
         self._architecture = architecture
 
     @property
@@ -202,8 +202,8 @@ class Variable(NamedTuple):
 
     Attributes:
         dtype: its name in :data:`TYPES`.
-        begin: the place of its first byte in the file.
-        scales: of whole numbers: their divisors, one for each row or one for all, float32.
+        begin: the offset of its first byte in the file.
+        scales: of integers: their divisors, one for each row or one for all, float32.
     """
 
     file: Path
@@ -216,7 +216,7 @@ class Variable(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it holds whole numbers."""
+        """Whether it holds integers."""
         return self.kind.kind == "i"
 
     @property

@@ -78,7 +78,7 @@ KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
 OTHER_FILES = {
     "adapter": "a LoRA adapter, and no model: merge it into its base model with llama-export-lora and give the merged "
     "file, or give the adapter as the folder that PEFT saves, with a base model that is a folder",
-    "mmproj": "the part of a model that reads pictures or sound: give the file of its language model",
+    "mmproj": "the part of a model that reads pictures or audio: give the file of its language model",
     "vocab": "a vocabulary without weights: give the file of the model",
     "imatrix": "an importance matrix for llama-quantize: give the file of the model",
 }

@@ -29,7 +29,7 @@ class StoredTensor(NamedTuple):
     Attributes:
         name: in the file.
         dtype: as the format names it.
-        begin: the place of its first byte in the file.
+        begin: the offset of its first byte in the file.
     """
 
     file: Path

@@ -21,7 +21,7 @@ class SharedCost:
     """One request's cost of a pass that other requests share, in seconds.
 
     Its nodes cost what they add to the pass. The pass itself has to be run for all, so each request bears an equal
-    part. A draft token thus pays if its expected gain exceeds the delay to all requests.
+    part. A draft token thus saves time if its expected gain exceeds the delay to all requests.
 
     Args:
         expected: the cost of a pass.
@@ -50,7 +50,7 @@ class DraftTokens:
         nodes: int64 [n], parents before children.
         probabilities: of a tree, the draft model's estimates that each is accepted, float64 [n].
         width: the width that they were chosen with: draft tokens per level, or chains per beam.
-        skipped: there are none, because drafting would not have paid. The backend may go ahead.
+        skipped: there are none, because drafting would have saved no time. The backend may go ahead.
         seconds: expected for the draft model's passes.
         certain: each will be accepted, whatever the model says, so nothing is learned from them.
     """

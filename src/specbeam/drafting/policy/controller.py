@@ -29,7 +29,7 @@ LEVEL_PRIOR = 2 / 3
 MIN_GAIN = 1.05
 """Draft only if that promises this many times as many steps per second. The drafting itself takes time, too."""
 FURTHER_TOKENS = 64
-"""Sequences are expected to get this much longer at most. A draft model that reads the prompt must pay by then."""
+"""Sequences are expected to get this much longer at most. By then a draft model must have saved its prefill's time."""
 MAX_ADAPTIVE_DEPTH = 12
 """Tokens drafted ahead, where ``num_draft_tokens`` adapts."""
 MAX_ADAPTIVE_DRAFT_TOKENS = 128
@@ -91,9 +91,9 @@ class Controller:
         matches: the draft tokens are looked up, with a bucket for each length of a match.
 
     Attributes:
-        max_draft_tokens: the most draft tokens in a pass of the target.
-        max_drafted: the most nodes that the draft model evaluates in a round. Some may not become draft tokens.
-        max_drafted_at_once: the most nodes at which a pass of the draft model needs logits.
+        max_draft_tokens: the maximum number of draft tokens in a pass of the target.
+        max_drafted: how many nodes the draft model evaluates in a round at most. Some may not become draft tokens.
+        max_drafted_at_once: the maximum number of nodes at which a pass of the draft model needs logits.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Controller:
         return self._now.sizes.within_budget(*self._best(self._now, steps, matched)[1])
 
     def no_draft(self) -> DraftTokens:
-        """No draft tokens. The backend may go ahead, unless lookups paid lately: the next token may have a match."""
+        """No draft tokens. The backend may go ahead, unless lookups saved time: the next token may have a match."""
         rounds, plain = self._now.rounds, self._plain(self._now.sizes.num_tips)
         lookups_pay = self._matched is not None and rounds.seconds < rounds.steps * plain
         return DraftTokens() if lookups_pay else SKIPPED
@@ -137,7 +137,7 @@ class Controller:
 
     @property
     def tree_width(self) -> int:
-        """The most tokens of a level of a tree."""
+        """The maximum number of tokens of a level of a tree."""
         return self._now.sizes.widths[-1]
 
     def expanded(self, level: NDArray[np.float64], depth: int, probabilities: NDArray[np.float64], spent: float) -> int:
@@ -286,11 +286,11 @@ class Sizes:
     Args:
         num_draft_tokens: the draft length; None adapts.
         draft_width: draft tokens per level below all tips; with chains, chains per tip; None adapts.
-        draft_budget: the most draft tokens per pass of the target; None adapts.
+        draft_budget: the maximum number of draft tokens per pass of the target; None adapts.
         num_tips: 1, or the number of beams.
         chains: draft tokens come in chains below each tip, not in levels below all of them.
         one_width: all chains that adapt have a width of 1.
-        max_rows: the most draft tokens whose logits fit into memory. Sizes that were asked for may have more.
+        max_rows: how many draft tokens' logits fit into memory. Sizes that were asked for may have more.
 
     Attributes:
         widths: the allowed widths, ascending.
@@ -347,7 +347,7 @@ class Sizes:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most draft tokens in a pass of the target."""
+        """The maximum number of draft tokens in a pass of the target."""
         in_shape = self.draft_tokens(self.widths[-1], self.depths[-1])
         if self.draft_budget is not None:
             return min(in_shape, self.draft_budget)
@@ -356,12 +356,12 @@ class Sizes:
 
     @property
     def max_drafted(self) -> int:
-        """The most nodes that a draft model evaluates in a round. Some may not become draft tokens."""
+        """The maximum number of nodes that a draft model evaluates in a round. Some may not become draft tokens."""
         return self.widths[-1] * self.depths[-1]
 
     @property
     def max_drafted_at_once(self) -> int:
-        """The most nodes at which a pass of a draft model needs logits: of one level."""
+        """The maximum number of nodes at which a pass of a draft model needs logits: of one level."""
         return self.num_tips if self.chains else max(self.num_tips, self.widths[-1])
 
     @property

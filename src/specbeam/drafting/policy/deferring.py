@@ -131,7 +131,7 @@ class LikelyNeeded:
         """
         if self._drafts is None or not length:  # at first all beams are the prompt, which says nothing
             return False
-        if self._drafts.reading_seconds and length < RECENT_TOKENS:  # paid at once, and more will soon be known
+        if self._drafts.reading_seconds and length < RECENT_TOKENS:  # due at once, and more will soon be known
             return False
         later = probabilities.max(initial=0.0) ** 2 * self._later(cost)
         saves = self._drafts.seconds_per_step(self._max_length - length) <= (1 - MIN_DRAFTS_SAVING) * cost - later

@@ -140,7 +140,7 @@ def generate(
     Args:
         assistant_model: a draft model: a loaded model of transformers. transformers warns that beams ignore it, because
             its own beams do. With ``draft`` there is no warning.
-        streamer: gets the prompt, and each token as soon as it is certain. Not with beams.
+        streamer: gets the prompt, and each token as soon as it is final. Not with beams.
         draft: the same as ``assistant_model``, or a model that :func:`specbeam.load` returned, "ngram", "suffix", or an
             automaton that :func:`specbeam.suffix_automaton` returned.
         prompt_lookup_num_tokens: the n-gram draft, with at most this many tokens ahead.

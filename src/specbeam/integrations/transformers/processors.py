@@ -138,7 +138,7 @@ def check_processors(processors: Sequence[Any], vocab_size: int, num_beams: int)
 
 
 def options_of(processors: Iterable[Any], row: BatchRows, eos: Sequence[int], do_sample: bool) -> dict[str, Any]:
-    """Our options for all processors, both from the generation config and the caller's own.
+    """Our options for all processors, from both the generation config and the caller.
 
     A processor that specbeam has becomes an option if it has its turn there. The others are functions.
     """

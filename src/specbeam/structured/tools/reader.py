@@ -75,8 +75,8 @@ class Reader:
         self.content = ""
         self.calls: list[Call] = []
         self._text = ""
-        self._settled = 0  # no call opens before this place
-        self._scanned: dict[int, tuple[int, int]] = {}  # by the place of arguments, how far they are read, and how deep
+        self._settled = 0  # no call opens before this position
+        self._scanned: dict[int, tuple[int, int]] = {}  # by the start of arguments, how far they are read, and how deep
         self._thinks, self._has_form = thinks, has_form
         self._names, self._most = names, most
         self._format = tool_format
@@ -154,7 +154,7 @@ class Reader:
         return None if begun and THOUGHTS[0].startswith(begun) else 0
 
     def _calls(self, at: int) -> list[Call]:
-        """The calls in the text from a place on."""
+        """The calls in the text from a position on."""
         text, marker, calls = self._text, self._format.marker, list[Call]()
         while len(calls) < self._most:
             if (head := self._head.match(text, at)) and head["name"] in self._names:
@@ -177,7 +177,7 @@ class Reader:
         return calls
 
     def _value(self, begin: int) -> tuple[int, bool]:
-        """Where the JSON object ends that begins at a place, and whether it does."""
+        """Where the JSON object ends that begins at a position, and whether it does."""
         at, depth = self._scanned.get(begin, (begin, 0))
         for part in PARTS.finditer(self._text, at):
             if part[0][0] == '"' and part.end() == len(self._text):

@@ -243,7 +243,7 @@ int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
   return 0;
 }
 
-// Runs some layers of the encoder over sound. features: [bands, frames], two frames for each position of the encoder's
+// Runs some layers of the encoder over audio. features: [mel bins, frames], two frames for each position of the encoder's
 // context; states: [context, hidden], what the layers before `first` gave, then what those before `end` give: after the
 // last one the encoder's output. Returns the error, or null.
 const char *specbeam_encode(void *model, const float *features, int64_t bands, int64_t frames, int64_t first,
@@ -332,12 +332,12 @@ const char *specbeam_choose(void *model, const Choice *choice) {
 // error the slots of the last pass are empty.
 //
 // The choice has a request for each segment, about its nodes. The positions of its noise go on by one. Each pass
-// overwrites the logits, which are the choice's. Its results lie in the places of `choice`, plus the number of the pass
+// overwrites the logits, which are the choice's. Its results lie where `choice` points, plus the number of the pass
 // times the sizes.
 //
 // Each segment has one node, or beams at one position. The requests for beams ask for more tokens than there are beams.
 // Continuations are ranked by their sums, score of the beam plus score of the token. The best of these are the next
-// beams, ties resolved by the beam's number, then by the token's place in its row. The pass is the last one if
+// beams, ties resolved by the beam's number, then by the token's index in its row. The pass is the last one if
 // - a sum is not a number,
 // - one of the next beams is a token of `ends`,
 // - the best sum is not above best_above, or the sum of a next beam is not above all_above.

@@ -29,12 +29,12 @@ constexpr int64_t STEPS_PER_FETCH = 8, SLOTS_PER_FETCH = 6;  // a width has a mu
 constexpr int64_t LINE_BYTES = 64;
 constexpr int64_t QUERIES_AHEAD = 8;  // that are prefetched
 
-// The largest shares, so that a sum of SPLIT products with values fits into 32 bits. The values of a cache of whole
-// numbers are at most LARGEST_VALUE.
+// The largest shares, so that a sum of SPLIT products with values fits into 32 bits. The values of a cache of
+// integers are at most LARGEST_VALUE.
 constexpr float LARGEST_SHARE = 32767, LARGEST_VALUE = 127;
 static_assert(SPLIT * int64_t(LARGEST_SHARE) * int64_t(LARGEST_VALUE) <= INT32_MAX);
 
-// Adds to each lane the product of its numbers with `numbers`: one float32, or two whole numbers of 16 bits.
+// Adds to each lane the product of its numbers with `numbers`: one float32, or two integers of 16 bits.
 inline F32 multiply_lanes(F32 sum, U32 lanes, uint32_t numbers) {
   return multiply_add((F32)lanes, (F32)all(int32_t(numbers)), sum);
 }
@@ -43,7 +43,7 @@ inline I32 multiply_lanes(I32 sum, U32 lanes, uint32_t numbers) { return dot2(su
 inline void store_some_whole(int16_t *p, I32 x) { store_shorts(p, x); }
 inline void store_some_whole(int8_t *p, I32 x) { store_bytes(p, x); }
 
-// Rounds to whole numbers, at most `largest`. Returns what they are to be multiplied by.
+// Rounds to integers, at most `largest`. Returns what they are to be multiplied by.
 template <class Whole> inline float store_whole(Whole *to, const float *x, int64_t size, int64_t width, float largest) {
   const I32 sign = all(int32_t(0x7fffffff));
   F32 magnitudes{};
@@ -128,7 +128,7 @@ struct Sums {
 
 // One item. Rows are the query heads of the tile's nodes: [node, head of the group]. Positions count from the start of
 // the split.
-// WHOLE: keys, queries, values and shares are whole numbers, and a lane of 32 bits holds N = 2 of them. Else they are
+// WHOLE: keys, queries, values and shares are integers, and a lane of 32 bits holds N = 2 of them. Else they are
 // float32.
 template <bool WHOLE> class Work {
   static_assert(LANES == Cache::PANEL_SLOTS);

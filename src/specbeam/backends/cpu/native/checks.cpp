@@ -33,7 +33,7 @@ const char *wrong(const ModelConfig &c) {
   if (c.num_layers > MAX_LAYERS) return "there are too many layers";
   if (c.bands < 0 || c.bands > INT32_MAX ||
       (c.bands && std::max({3 * c.bands, 3 * c.hidden_size, 2 * c.context_length}) > INT32_MAX))
-    return "the frames of sound are too large, or too many";
+    return "the frames of audio are too large, or too many";
   if (c.num_heads % c.num_kv_heads) return "the number of heads is not a multiple of the number of key heads";
   if (c.num_heads > INT32_MAX / 3 / c.head_dim || c.intermediate_size > INT32_MAX / 2) return "a layer is too wide";
   return wrong_value(c);
@@ -104,20 +104,20 @@ static const char *missing(const Segment &s) {
   if (s.source_length < 0 || s.source_length > INT32_MAX || (s.source_length && !s.source))
     return "a source is missing";
   if (s.watched < 0 || s.watched > INT32_MAX || (s.watched && (!s.heads || !s.scores)))
-    return "the watched heads are missing";
+    return "the probed heads are missing";
   return nullptr;
 }
 
-// The first error in the heads that a segment watches, or null.
+// The first error in the heads that a segment probes, or null.
 static const char *wrong_heads(const ModelConfig &c, const Segment &s) {
   if (s.rows < 1 || s.rows > INT32_MAX || s.shown < 1 || s.shown > s.source_length)
-    return "the scores of watched heads have no room, or are about more positions than the source has";
+    return "the scores of probed heads have no memory, or are about more positions than the source has";
   for (int64_t i = 0; i < s.watched; i++)
     if (s.heads[2 * i] < 0 || s.heads[2 * i] >= c.num_layers || s.heads[2 * i + 1] < 0 ||
         s.heads[2 * i + 1] >= c.num_heads)
-      return "a watched head is not in the model";
+      return "a probed head is not in the model";
   for (int64_t n = 0; n < s.nodes; n++)
-    if (s.positions[n] >= s.rows) return "the scores of watched heads have no row for a position";
+    if (s.positions[n] >= s.rows) return "the scores of probed heads have no row for a position";
   return nullptr;
 }
 

@@ -47,13 +47,13 @@ inline int64_t block_bytes(Format format, int64_t columns) {
   return (bytes + 63) / 64 * 64;
 }
 
-// The place of a weight's bits: a byte of its block, and a shift in the byte.
+// The position of a weight's bits: a byte of its block, and a shift in the byte.
 struct Place {
   int64_t byte;
   int shift;
 };
 
-// The place of a weight. Of a 6-bit weight, it is the place of the lower four bits.
+// The position of a weight. Of a 6-bit weight, it is that of the lower four bits.
 inline Place place(Format format, int lane, int64_t column) {
   const int64_t group = column / GROUP_COLUMNS * (GROUP_COLUMNS * BLOCK_ROWS * LAYOUTS[format].bits / 8);
   const int vector = int(column % GROUP_COLUMNS / 4), at = lane * 4 + int(column % 4);
@@ -61,7 +61,7 @@ inline Place place(Format format, int lane, int64_t column) {
   return {group + vector % 4 * 64 + at, vector / 4 * 4};
 }
 
-// The place of the upper two bits of a 6-bit weight.
+// The position of the upper two bits of a 6-bit weight.
 inline Place upper_place(int lane, int64_t column) {
   const int vector = int(column % GROUP_COLUMNS / 4);
   return {column / GROUP_COLUMNS * 384 + 256 + vector / 4 * 64 + lane * 4 + column % 4, vector % 4 * 2};

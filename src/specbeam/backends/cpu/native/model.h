@@ -68,7 +68,7 @@ struct Model {
   std::vector<Layer> layers;
   std::vector<Rope> ropes;
   Product embedding, positions, head;
-  Product conv1, conv2;  // over three frames each: [hidden, 3 * bands], [hidden, 3 * hidden]
+  Product conv1, conv2;  // over three frames each: [hidden, 3 * mel bins], [hidden, 3 * hidden]
   Norm norm;
   std::unique_ptr<Model> encoder;  // null if there is none
 };
@@ -77,14 +77,14 @@ struct Model {
 inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 // Keys and values of all sequences of a model: [block of slots, layer, kv head, keys and values, SLOTS_PER_BLOCK,
-// padded head_dim]. They are float32, or whole numbers: keys of 16 bits and values of 8 bits, with two scales per slot.
+// padded head_dim]. They are float32, or integers: keys of 16 bits and values of 8 bits, with two scales per slot.
 // Keys lie in panels of PANEL_SLOTS slots: [lane of 32 bits, slot], and the scales of keys and of values follow as two
 // more lanes. So a vector holds the same lane of the keys of neighbouring slots. Memory is reserved once and never
 // moves. The system gives a page when it is first written.
 class Cache {
  public:
   static constexpr int64_t SLOTS_PER_BLOCK = 256, PANEL_SLOTS = 16;
-  const bool whole;            // keys and values are whole numbers
+  const bool whole;            // keys and values are integers
   const int64_t width, lanes;  // the padded head_dim; lanes of 32 bits for a key and the scales of its slot
   const int64_t value, panel;  // bytes of a value; of a panel
   const int64_t keys, head;    // bytes of a block for a head's keys; for its keys and values

@@ -119,10 +119,10 @@ void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
   }
 }
 
-// A whole number from `low` to `high`. NaN becomes 0.
+// An integer from `low` to `high`. NaN becomes 0.
 float rounded(float x, float low, float high) { return x == x ? std::clamp(std::nearbyint(x), low, high) : 0.0f; }
 
-// The highest magnitude, or NaN if there is one: as whole numbers, the bits of NaN are above the bits of infinity.
+// The highest magnitude, or NaN if there is one: as integers, the bits of NaN are above the bits of infinity.
 float highest_magnitude(const float *x, int64_t n) {
   int32_t highest = 0;
   for (int64_t i = 0; i < n; i++) {

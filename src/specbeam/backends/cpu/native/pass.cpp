@@ -37,8 +37,8 @@ constexpr int64_t ACTIVATIONS_AHEAD = 1024;  // numbers that are prefetched, ove
 constexpr int64_t BLOCKS_PER_THREAD = 16;    // at least, of a product whose items are several blocks
 constexpr int64_t ITEMS_PER_THREAD = 8;      // at least, of attention, where a sequence is long enough
 
-// The distance of a buffer's rows: an odd number of cache lines. So the lines of neighbouring rows have different
-// places in a cache. A multiple of 64 lines would give all rows the same few places.
+// The distance of a buffer's rows: an odd number of cache lines. So the lines of neighbouring rows lie in different
+// sets of a cache. A multiple of 64 lines would put all rows into the same few sets.
 int64_t stride_of(int64_t columns) { return ((columns + LANES - 1) / LANES | 1) * LANES; }
 
 // Writes the first p.rows() columns of out[x.rows, stride].
@@ -130,7 +130,7 @@ struct Pass {
     if (model.encoder) divide(space.cross, space.sources.data(), [](int64_t row, int64_t) { return row; });
   }
 
-  // row_of: a node's row of queries, by its place among the nodes that go on, and by its number
+  // row_of: a node's row of queries, by its index among the nodes that go on, and by its number
   template <class RowOf> void divide(Tiling &to, const Segment *seen, const RowOf &row_of) {
     const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / (c.num_heads / c.num_kv_heads));  // nodes of a tile
     to.tiles.clear(), to.tile_of.resize(nodes);
@@ -339,7 +339,7 @@ struct Pass {
     });
   }
 
-  // Writes the scores of the layer's watched heads. queries: [rows, stride], of the nodes that go on
+  // Writes the scores of the layer's probed heads. queries: [rows, stride], of the nodes that go on
   void show(int64_t l, const float *queries, int64_t stride) {
     const std::vector<int64_t> &going = space.going;
     const int64_t rows = int64_t(going.size());
@@ -413,7 +413,7 @@ struct Pass {
     });
   }
 
-  // features: [bands, 2 * nodes]; states: [nodes, hidden], between layers what the next one reads
+  // features: [mel bins, 2 * nodes]; states: [nodes, hidden], between layers what the next one reads
   void encode(const float *features, int64_t first, int64_t end, float *states) {
     float *x = room(space.x, nodes * c.hidden_size);
     if (first == 0) begin(features, x);

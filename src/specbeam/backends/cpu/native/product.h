@@ -87,7 +87,7 @@ struct Activations {
   }
 
  private:
-  // x times `inverse`, as whole numbers from -127 to 127. Where x or `inverse` was not finite, they are 0.
+  // x times `inverse`, as integers from -127 to 127. Where x or `inverse` was not finite, they are 0.
   static I32 rounded(F32 x, float inverse) {
     return to_int(multiply_add(x, all(inverse), all(ROUNDER)) - ROUNDER, 127.0f);
   }

@@ -286,9 +286,9 @@ inline void store_shorts(int16_t *p, I32 x) {
 #endif
 }
 
-constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
-// Whole numbers from -most to most as integers. Other numbers, infinity and NaN become 0.
+// Integral floats from -most to most as integers. Other numbers, infinity and NaN become 0.
 inline I32 to_int(F32 whole, float most) {
   const F32 magnitude = (F32)((I32)whole & all(int32_t(0x7fffffff)));
   return to_int(select(magnitude <= most, whole, F32{}));
