@@ -1,4 +1,4 @@
-"""Parts of the site that come from the program itself: the help of each command, and the tutorial notebook."""
+"""Parts of the site that come from the program itself: helps of commands, the options, and the tutorial notebook."""
 
 import json
 import re
@@ -7,10 +7,14 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 HELP = re.compile(r"^<!-- help: (.*) -->$", re.MULTILINE)
 NOTEBOOK = re.compile(r"^<!-- notebook: (.*) -->$", re.MULTILINE)
+OPTIONS = "<!-- options -->"
 ROLE = re.compile(r":(?:func|class|meth|mod|data):<code>([\w.]+)</code>")
 
 
 def on_page_markdown(markdown, **_):
+    from specbeam.options.surfaces import table
+
+    markdown = markdown.replace(OPTIONS, table())
     markdown = HELP.sub(lambda found: fenced(help_of(found[1].split()), "text"), markdown)
     return NOTEBOOK.sub(lambda found: pages_of(DOCS / found[1]), markdown)
 

@@ -77,3 +77,8 @@ def check_interrupts():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def warpers(**values):
+    """The warpers of a selection request, by their options. None is for one that is not there."""
+    return tuple((name, value) for name, value in values.items() if value is not None)

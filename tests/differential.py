@@ -50,6 +50,12 @@ REAL_CASE_EVERY = 12
 PATIENCE = 120.0
 """Seconds after which a case counts as hung: then the stacks of all threads are printed, and the process ends."""
 Line = dict[str, Any]
+WITHOUT_EDITABLE = """
+import runpy, sys
+sys.meta_path = [one for one in sys.meta_path if not type(one).__module__.startswith("_editable")]
+runpy.run_module("tests.differential", run_name="__main__")
+"""
+"""Runs this module without the importer of an editable install, which comes before PYTHONPATH."""
 
 
 def main() -> int:
@@ -270,7 +276,7 @@ def run_fuzz(given: argparse.Namespace) -> int:
         print(f"--old-src: there is no {source}/specbeam", file=sys.stderr)
         return 2
     with tiny_models(None) as folder:
-        command = [sys.executable, "-m", "tests.differential", "record", "--models", str(folder), "--out", "-"]
+        command = [sys.executable, "-c", WITHOUT_EDITABLE, "record", "--models", str(folder), "--out", "-"]
         for name in ("cases", "seed", "first"):
             command += [f"--{name}", str(getattr(given, name))]
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -88,7 +88,7 @@ class Stats:
         draft_seconds: time of the draft model's passes, divided likewise.
         nodes_evaluated: nodes of the tree that the target evaluated, including the prompt's that were not reused.
         peak_slots: the most cache slots in use at once on the target. A slot holds the keys and values of one token, or
-            of one position of the sound that an encoder has read.
+            of one position of the audio that an encoder has read.
         drafted: draft tokens that the target verified. The tokens that a constraint forces are such, too.
         accepted: draft tokens that became part of the sequence, or of a beam.
         acceptance_rate: accepted / drafted; None without drafts. The draft tokens of a tree cannot all be accepted.

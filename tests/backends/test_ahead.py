@@ -12,6 +12,7 @@ import specbeam
 from specbeam.backends.contract import TreeBatch
 from specbeam.core.selection import Edit, NextBeams, Noise, SelectionRequest
 from tests.backends.test_cpu import of_one_sequence
+from tests.calls import warpers
 from tests.conftest import examples, head_of, random_model
 from tests.core.test_selection import assert_equal_bits
 
@@ -61,7 +62,7 @@ class Search:
         ban = Edit("ban", np.repeat(np.arange(n, dtype=np.int32), len(banned)), np.tile(banned, n))
         if self.given["beams"]:
             return SelectionRequest(edits=(ban,), top=2 * n + 1, normalize=True)
-        return SelectionRequest(edits=(ban,), noise=noise, **self.given["warpers"])
+        return SelectionRequest(edits=(ban,), noise=noise, warpers=warpers(**self.given["warpers"]))
 
     def prompt(self):
         """The part of a pass over the prompt."""

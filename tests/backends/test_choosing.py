@@ -14,6 +14,7 @@ from specbeam.backends.cpu.library import library
 from specbeam.backends.torch.sampling import select
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.selection import Edit, Noise, SelectionRequest
+from tests.calls import warpers
 from tests.conftest import random_model
 from tests.core.test_selection import ARRAYS, assert_equal_bits
 
@@ -70,11 +71,13 @@ def request_of(rng, n, vocab, tied, plain=0.6):
         functions=(lambda scores: scores * 2,) if rng.random() < 0.05 else (),
         one_of=tuple(rng.permutation(vocab + 1)[:3].tolist()) if rng.random() > plain else (),
         together=maybe(tuple(sorted(rng.integers(0, vocab + 3, 2).tolist()))),
-        temperature=maybe(float(rng.uniform(0.1, 3))),
-        top_k=maybe(int(rng.integers(1, vocab + 5))),
-        top_p=None if tied else maybe(float(rng.uniform(0, 1))),  # transformers keeps any of equal tokens
-        min_p=maybe(float(rng.uniform(0, 0.5))),
-        typical_p=maybe(float(rng.uniform(0.01, 1))),
+        warpers=warpers(
+            temperature=maybe(float(rng.uniform(0.1, 3))),
+            top_k=maybe(int(rng.integers(1, vocab + 5))),
+            top_p=None if tied else maybe(float(rng.uniform(0, 1))),  # transformers keeps any of equal tokens
+            min_p=maybe(float(rng.uniform(0, 0.5))),
+            typical_p=maybe(float(rng.uniform(0.01, 1))),
+        ),
         renormalize=bool(rng.random() < 0.3),
         noise=maybe(noise),
         total=bool(rng.random() < 0.5),
@@ -130,8 +133,8 @@ def test_selections_are_those_of_the_reference(backends, rng, vocab):
 def test_typical_tokens_and_their_log_probs_are_those_of_transformers(backends, rng, vocab, p, is_truncated):
     """In float64, where rounding decides nothing: of tokens that are equally near within 1e-5, any may stay."""
     logits = rows_of(rng, 2, vocab, tied=bool(rng.random() < 0.4))
-    request = SelectionRequest(top=vocab, typical_p=p, temperature=1.7 if is_truncated else None, renormalize=True)
-    request = replace(request, top_k=9, min_p=0.01) if is_truncated else request
+    before = {"temperature": 1.7, "top_k": 9, "min_p": 0.01} if is_truncated else {}
+    request = SelectionRequest(top=vocab, warpers=warpers(**before, typical_p=p), renormalize=True)
     scores = logits.double()
     if is_truncated:
         for warper in (TemperatureLogitsWarper(1.7), TopKLogitsWarper(9), MinPLogitsWarper(0.01)):

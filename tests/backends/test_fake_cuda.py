@@ -18,6 +18,7 @@ from specbeam.core.selection import Edit, Noise, SelectionRequest
 from specbeam.core.tree import Tree
 from specbeam.engine import CostTable
 from tests.backends.test_conformance import FAMILIES, evaluate
+from tests.calls import warpers
 from tests.conftest import random_model, run_alone
 from tests.core.test_selection import assert_equal_bits
 from tests.fake_cuda import fake_cuda, twin
@@ -196,7 +197,9 @@ KINDS = {
     "a mask": lambda n, vocab: SelectionRequest(
         allowed=np.full((n, -(-vocab // 8)), 85, np.uint8), one_of=(0, 2), together=(vocab // 2, vocab)
     ),
-    "warpers": lambda n, vocab: SelectionRequest(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9),
+    "warpers": lambda n, vocab: SelectionRequest(
+        warpers=warpers(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9)
+    ),
     "given": lambda n, vocab: SelectionRequest(given=np.full((n, 2), 3), total=True),
     "few": lambda n, vocab: SelectionRequest(top=3, vocab=33),
 }

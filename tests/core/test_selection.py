@@ -21,6 +21,7 @@ from transformers import (
 from specbeam.backends.torch import sampling
 from specbeam.backends.torch.sampling import choose, gumbel, highest, philox, select
 from specbeam.core.selection import Edit, Noise, SelectionRequest
+from tests.calls import warpers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -84,11 +85,13 @@ def random_request(rng, n, vocab, kind):
         allowed=None if allowed is None else np.packbits(allowed, axis=-1, bitorder="little"),
         one_of=(0, 1) if options.random() < 0.3 else (),
         together=(vocab // 2, vocab) if options.random() < 0.3 else None,
-        temperature=1.7 if drawn else None,
-        top_k=5 if options.random() < 0.3 else None,
-        top_p=0.8 if options.random() < 0.3 else None,
-        min_p=0.1 if options.random() < 0.3 else None,
-        typical_p=0.8 if options.random() < 0.2 else None,
+        warpers=warpers(
+            temperature=1.7 if drawn else None,
+            top_k=5 if options.random() < 0.3 else None,
+            top_p=0.8 if options.random() < 0.3 else None,
+            min_p=0.1 if options.random() < 0.3 else None,
+            typical_p=0.8 if options.random() < 0.2 else None,
+        ),
         noise=noise if drawn else None,
         total=bool(options.random() < 0.3),
     )
@@ -128,7 +131,9 @@ def test_a_selection_has_the_models_own_log_probs(rng, vocab):
     logits = torch.from_numpy(rng.normal(size=(3, vocab)).astype(np.float32)) * 3
     given_tokens = rng.integers(0, vocab, (3, 4))
     edit = Edit("ban", np.array([0], np.int32), np.array([1], np.int32))
-    selection = select(logits, SelectionRequest(top=2, given=given_tokens, edits=(edit,), temperature=0.7))
+    selection = select(
+        logits, SelectionRequest(top=2, given=given_tokens, edits=(edit,), warpers=warpers(temperature=0.7))
+    )
     expected = logits.log_softmax(-1).numpy()
     np.testing.assert_allclose(selection.log_probs, np.take_along_axis(expected, selection.tokens, -1), atol=1e-5)
     np.testing.assert_allclose(selection.given, np.take_along_axis(expected, given_tokens, -1), atol=1e-5)
@@ -142,12 +147,12 @@ def test_scores_are_changed_as_transformers_changes_them(rng, temperature, k, to
     ids = rng.integers(0, vocab, (2, int(rng.integers(1, 20))))
     rows = np.repeat(np.arange(2, dtype=np.int32), ids.shape[1])
     edit = Edit("repeat", rows, ids.ravel().astype(np.int32), np.full(ids.size, penalty, np.float32))
-    warpers = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+    values = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.from_numpy(ids), logits.clone())
     kinds = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper
-    for kind, value in zip(kinds, warpers.values(), strict=True):
+    for kind, value in zip(kinds, values.values(), strict=True):
         expected = kind(value)(None, expected)
-    selection = select(logits, SelectionRequest(top=vocab, edits=(edit,), **warpers))
+    selection = select(logits, SelectionRequest(top=vocab, edits=(edit,), warpers=warpers(**values)))
     assert [sorted(row) for row in selection.tokens.tolist()] == [[*range(vocab)]] * 2
     np.testing.assert_allclose(selection.scores, np.take_along_axis(expected.numpy(), selection.tokens, -1), rtol=1e-5)
 
@@ -206,7 +211,7 @@ def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
     rows, tokens, tenths = ids.astype(np.int32), np.array([5, 6, vocab], np.int32), np.full(n, 1.1, np.float32)
     everything = {
         **{"top": 4, "normalize": True, "total": True, "one_of": (0, 1), "noise": Noise(2**64 - 1, ids, ids)},
-        **{"temperature": 1.5, "top_k": 2000, "top_p": 0.95, "min_p": 1e-4, "typical_p": 0.95},
+        "warpers": warpers(temperature=1.5, top_k=2000, top_p=0.95, min_p=1e-4, typical_p=0.95),
         "given": rng.integers(0, vocab, (n, 2)),
         "edits": (Edit("repeat", rows, tokens, tenths), Edit("add", rows, tokens, tenths), Edit("ban", rows, tokens)),
         "allowed": np.packbits(rng.random((n, vocab)) < 0.9, axis=-1, bitorder="little"),

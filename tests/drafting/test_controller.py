@@ -35,7 +35,7 @@ def quarter(nodes):
 
 def controller_of(kind, target=memory_bound, draft=quarter, plain=None, num_tips=None, sizes=AUTO, unread=0, room=512):
     chains, num_tips = kind in ("lookup", "chains"), num_tips or NUM_TIPS[kind]
-    one = Sizes(*sizes, num_tips=num_tips, chains=chains, one_width=kind == "lookup", room=room)
+    one = Sizes(*sizes, num_tips=num_tips, chains=chains, one_width=kind == "lookup", max_rows=room)
     draft = None if kind == "lookup" else draft
     return Controller([one], target, plain or target, draft, unread, matches=kind == "lookup")
 

@@ -40,11 +40,11 @@ def test_warpers_are_those_of_transformers(scores, temperature, k, top_p, min_p,
     }
     together = scores
     for name, (value, warper) in warpers.items():
-        alone = scores_by(scores, **warpers_of(Options(**{name: value})))
+        alone = scores_by(scores, warpers=warpers_of(Options(**{name: value})))
         torch.testing.assert_close(alone, warper(value)(None, scores))
         together = warper(value)(None, together)
     options = Options(**{name: value for name, (value, _) in warpers.items()})
-    torch.testing.assert_close(scores_by(scores, **warpers_of(options)), together)
+    torch.testing.assert_close(scores_by(scores, warpers=warpers_of(options)), together)
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=5)

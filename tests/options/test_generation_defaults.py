@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import specbeam
 from specbeam import SpecbeamError, hf
 from specbeam.models.sampling_defaults import FALLBACK
+from specbeam.options.declared import SHAPING
 from specbeam.options.generation_defaults import (
     APPLIED,
     APPLIED_WHEN_SAMPLING,
@@ -25,7 +26,6 @@ from specbeam.options.generation_defaults import (
     GenerationDefaults,
     defaults_of_config,
 )
-from specbeam.options.options import SAMPLING_OPTIONS
 from specbeam.server.completions import CompletionRequest
 from specbeam.server.limits import Limits
 from tests.backends.test_encoder_decoder import make
@@ -43,7 +43,7 @@ def test_every_field_of_transformers_has_one_place():
     theirs = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert theirs - {*FIELDS} == set()
     assert max(Counter(FIELDS).values()) == 1
-    assert APPLIED_WHEN_SAMPLING == SAMPLING_OPTIONS
+    assert tuple(SHAPING) == APPLIED_WHEN_SAMPLING
 
 
 @cache

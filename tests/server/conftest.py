@@ -155,7 +155,7 @@ def plain_lm(tiny):
 
 @pytest.fixture(scope="session")
 def reference(tiny):
-    """The served model, as transformers runs it."""
+    """The served model, as the reference implementation runs it."""
     return tiny("llama", chat=True)[0]
 
 

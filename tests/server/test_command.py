@@ -94,6 +94,12 @@ def test_the_time_of_a_chunk_is_stated_and_kept(started, monkeypatch):
     assert min(sizes) == 0.025
 
 
+def test_a_lookup_may_have_a_name_of_the_operator(started):
+    models, _, _ = started("--draft", "fast=ngram", "--draft", "suffix")
+    model = models.get(None)
+    assert [model.draft(name) for name in (None, "fast", "ngram", "suffix", "none")] == [*["ngram"] * 3, "suffix", None]
+
+
 @pytest.mark.parametrize(
     ("given", "variable", "access"),
     [

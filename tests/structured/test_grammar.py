@@ -198,7 +198,7 @@ def test_a_state_is_that_of_a_parser_of_its_own(tiny, schema):
         mask[[*lm.eos_token_ids]] = 0
         np.testing.assert_array_equal(np.packbits(mask, bitorder="little"), constraint.mask(state, 259))
         assert constraint.complete(state) == matcher.is_accepting()
-    assert schema == {"type": ["object", "array", "string"]} or any(state.place for state in states)
+    assert schema == {"type": ["object", "array", "string"]} or any(state.index for state in states)
 
 
 class Person:

@@ -9,7 +9,9 @@ from typing import Any, get_type_hints
 
 import specbeam
 from specbeam import Options
+from specbeam.options import keywords
 from specbeam.options.keywords import OptionKeywords
+from specbeam.options.surfaces import with_keywords
 from tests.conftest import needs_torch
 
 HERE = Path(__file__).parent
@@ -33,6 +35,11 @@ def test_pyright_objects_to_the_marked_lines_alone(tmp_path):
 
 def test_the_keywords_are_the_options():
     """Names and types. Options that accept several forms are Any there, since they store one form."""
-    options, keywords = get_type_hints(Options), get_type_hints(OptionKeywords)
-    assert [*keywords] == [*options]
-    assert [name for name in options if options[name] not in (Any, keywords[name])] == []
+    options, accepted = get_type_hints(Options), get_type_hints(OptionKeywords)
+    assert [*accepted] == [*options]
+    assert [name for name in options if options[name] not in (Any, accepted[name])] == []
+
+
+def test_the_keywords_are_as_python_m_specbeam_options_writes_them():
+    written = Path(keywords.__file__).read_text(encoding="utf-8")
+    assert with_keywords(written) == written

@@ -168,10 +168,10 @@ def nbest(
     given.setdefault("num_return_sequences", given["num_beams"])
     engine = Engine(lm)
     request = engine.submit(prompt, Options.of(given), system=system, raw=raw, draft=draft, strategy=strategy)
-    return _found(engine, request)
+    return _sequences(engine, request)
 
 
-def _found(engine: Engine, request: Request) -> Iterator[FoundSequence]:
+def _sequences(engine: Engine, request: Request) -> Iterator[FoundSequence]:
     more, yielded = True, 0
     while more:
         more = engine.step()

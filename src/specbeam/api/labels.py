@@ -78,16 +78,16 @@ def question(
     """What has to be scored for the labels after a prompt. Arguments and errors as for :func:`probabilities`."""
     context, tokens = encode_answers(lm, prompt, labels, system=system, raw=raw)
     check_length(lm, context, tokens)
-    numbers: dict[tuple[int, ...], int] = {}
-    for number, ids in enumerate(map(tuple, tokens)):
+    indices: dict[tuple[int, ...], int] = {}
+    for index, ids in enumerate(map(tuple, tokens)):
         if not ids:
-            raise SpecbeamError(f"the label {labels[number]!r} has no tokens for {lm.source}: change it")
-        if (other := numbers.setdefault(ids, number)) != number:
-            both = f"{labels[other]!r} and {labels[number]!r}"
+            raise SpecbeamError(f"the label {labels[index]!r} has no tokens for {lm.source}: change it")
+        if (other := indices.setdefault(ids, index)) != index:
+            both = f"{labels[other]!r} and {labels[index]!r}"
             raise SpecbeamError(f"the labels {both} have the same tokens for {lm.source}: change one")
-    beginnings = ([ids[:length] for length in range(len(ids) - 1, 0, -1)] for ids in numbers)
-    shorter = [next((numbers[ids] for ids in some if ids in numbers), None) for some in beginnings]
-    return Question([(context, [*ids]) for ids in numbers], shorter)
+    beginnings = ([ids[:length] for length in range(len(ids) - 1, 0, -1)] for ids in indices)
+    shorter = [next((indices[ids] for ids in prefixes if ids in indices), None) for prefixes in beginnings]
+    return Question([(context, [*ids]) for ids in indices], shorter)
 
 
 def prior(

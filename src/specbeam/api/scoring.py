@@ -54,42 +54,42 @@ def score(
     texts = [(as_list(context), as_list(continuation)) for context, continuation in texts]
     # In the order of their tokens, each context shares most with the one before. The longest one is the first, so that
     # a lack of memory shows early.
-    groups = deque(sorted(_shared(texts, max_batch_tokens), key=lambda numbers: texts[numbers[0]][0]))
+    groups = deque(sorted(_shared(texts, max_batch_tokens), key=lambda group: texts[group[0]][0]))
     if not groups:
         return
-    lengths = [sum(map(len, texts[numbers[0]])) for numbers in groups]
+    lengths = [sum(map(len, texts[group[0]])) for group in groups]
     groups.rotate(-lengths.index(max(lengths)))
     # A context that is done stays cached only as long as there is room beside the contexts of live requests.
-    largest = max(len(texts[some[0]][0]) + max(1, sum(len(texts[number][1]) for number in some)) for some in groups)
+    sizes = [len(texts[group[0]][0]) + max(1, sum(len(texts[index][1]) for index in group)) for group in groups]
     engine = Engine(
         lm,
         max_requests=max_contexts,
         max_batch_tokens=max_batch_tokens,
-        max_cache_tokens=max_contexts * largest,
+        max_cache_tokens=max_contexts * max(sizes),
     )
-    submissions = (_submit(engine, numbers, [texts[number] for number in numbers]) for numbers in groups)
-    for (numbers, scores), request in engine.as_completed(submissions):
+    submissions = (_submit(engine, group, [texts[index] for index in group]) for group in groups)
+    for (indices, scores), request in engine.as_completed(submissions):
         request.result()
-        yield from zip(numbers, scores.log_probs.tolist(), scores.greedy.tolist(), strict=True)
+        yield from zip(indices, scores.log_probs.tolist(), scores.greedy.tolist(), strict=True)
 
 
 def score_by_owner(
     lm: LanguageModel, texts: Mapping[int, list[Text]], *, max_contexts: int = 8
 ) -> Iterator[tuple[int, list[float]]]:
     """The scores of all texts of each owner, as soon as they are known. Arguments and errors as for :func:`score`."""
-    owners = [(owner, place) for owner, some in texts.items() for place in range(len(some))]
-    scores = {owner: [0.0] * len(some) for owner, some in texts.items()}
+    owners = [(owner, position) for owner, owned in texts.items() for position in range(len(owned))]
+    scores = {owner: [0.0] * len(owned) for owner, owned in texts.items()}
     left = Counter(owner for owner, _ in owners)
     for index, log_prob, _ in score(lm, [*chain.from_iterable(texts.values())], max_contexts=max_contexts):
-        owner, place = owners[index]
-        scores[owner][place] = log_prob
+        owner, position = owners[index]
+        scores[owner][position] = log_prob
         left[owner] -= 1
         if not left[owner]:
             yield owner, scores[owner]
 
 
 def _submit(
-    engine: Engine, numbers: list[int], texts: list[Text]
+    engine: Engine, indices: list[int], texts: list[Text]
 ) -> tuple[tuple[list[int], ContinuationScores], Request]:
     """Submit a request that scores the continuations of one context."""
     lm = engine.lm
@@ -105,7 +105,7 @@ def _submit(
 
     longest = max(1, *map(len, continuations))
     options = {"max_new_tokens": longest, "eos_token_id": []}  # nothing is generated, so nothing ends a text
-    return (numbers, scores), engine.submit(context, options, strategy=strategy, writes=False)
+    return (indices, scores), engine.submit(context, options, strategy=strategy, writes=False)
 
 
 def check_length(lm: LanguageModel, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
@@ -119,22 +119,22 @@ def check_length(lm: LanguageModel, context: Sequence[int], continuations: Seque
         )
 
 
-def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:
-    """Groups of texts, by number, that share a context and have at most ``most`` tokens below it together.
+def _shared(texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
+    """Groups of texts, by index, that share a context and have at most ``max_tokens`` tokens below it together.
 
     A node's attention runs over the slots of its whole tree, also over masked ones. In larger groups, sharing a short
     context would cost more than prefilling it again.
     """
-    together: list[list[int]] = []
+    groups: list[list[int]] = []
     open_for: dict[tuple[int, ...], tuple[list[int], int]] = {}
-    for number, (context, continuation) in enumerate(texts):
-        numbers, size = open_for.get(key := tuple(context), ([], 0))
-        if not numbers or size + len(continuation) > most:
-            numbers, size = [], 0
-            together.append(numbers)
-        numbers.append(number)
-        open_for[key] = numbers, size + len(continuation)
-    return together
+    for index, (context, continuation) in enumerate(texts):
+        indices, size = open_for.get(key := tuple(context), ([], 0))
+        if not indices or size + len(continuation) > max_tokens:
+            indices, size = [], 0
+            groups.append(indices)
+        indices.append(index)
+        open_for[key] = indices, size + len(continuation)
+    return groups
 
 
 @dataclass
@@ -159,13 +159,13 @@ def score_continuations(
         scores: filled here.
     """
     scored: list[tuple[int, int, int]] = []  # for each token: the node that it follows, its id, and its continuation
-    for number, tokens in enumerate(continuations):
+    for index, tokens in enumerate(continuations):
         node = tree.tip
-        for place, token in enumerate(tokens):
-            scored.append((node, token, number))
-            if place + 1 < len(tokens):
+        for position, token in enumerate(tokens):
+            scored.append((node, token, index))
+            if position + 1 < len(tokens):
                 (node,) = tree.draft(node, token).tolist()
-    after, ids, numbers = np.array(sorted(scored), dtype=np.int64).reshape(-1, 3).T
+    after, ids, indices = np.array(sorted(scored), dtype=np.int64).reshape(-1, 3).T
     nodes, first, rows = np.unique(after, return_index=True, return_inverse=True)
     columns = np.arange(len(after)) - first[rows]
     given = np.zeros((len(nodes), columns.max(initial=-1) + 1), dtype=np.int64)
@@ -173,10 +173,10 @@ def score_continuations(
     for part in _parts(len(nodes)):
         selection = yield Evaluate(nodes[part], SelectionRequest(top=1, given=given[part]))
         assert selection.given is not None
-        here = (part.start <= rows) & (rows < part.stop)
-        at = rows[here] - part.start
-        np.add.at(scores.log_probs, numbers[here], selection.given[at, columns[here]].astype(np.float64))
-        np.logical_and.at(scores.greedy, numbers[here], selection.tokens[at, 0] == ids[here])
+        in_part = (part.start <= rows) & (rows < part.stop)
+        row = rows[in_part] - part.start
+        np.add.at(scores.log_probs, indices[in_part], selection.given[row, columns[in_part]].astype(np.float64))
+        np.logical_and.at(scores.greedy, indices[in_part], selection.tokens[row, 0] == ids[in_part])
 
 
 @dataclass
@@ -193,13 +193,13 @@ class PromptScores:
 
 
 def score_prompt(tree: Tree, k: int, scores: PromptScores) -> Generator[Evaluate, Selection, None]:
-    """The first part of a strategy: evaluate the prompt, and note its log-probabilities.
+    """The first part of a strategy: evaluate the prompt, and collect its log-probabilities.
 
     It evaluates all tokens, because cached prefixes have no logits. The request should have ``share_prefix=False``.
     Otherwise its forward passes overwrite keys and values of other requests, and may round them differently.
 
     Args:
-        k: how many of the likeliest tokens at each position are noted.
+        k: how many of the likeliest tokens at each position to collect.
         scores: filled here.
     """
     before, tokens = tree.prefix[:-1], tree.tokens(tree.prefix[1:])

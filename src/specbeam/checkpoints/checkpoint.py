@@ -34,11 +34,7 @@ Piece = tuple[int, Callable[[], object]]
 
 
 def read_all(pieces: list[Piece], what: str) -> None:
-    """Read pieces on all cores, with a progress bar.
-
-    Args:
-        what: the label of the bar.
-    """
+    """Read pieces on all cores, with a progress bar."""
     from tqdm import tqdm
 
     with (
@@ -277,9 +273,5 @@ class Checkpoint(ABC):
             )
 
     def on_extra_tensors(self, problem: str) -> None:
-        """Refuse tensors that are no parameters, as llama.cpp does, or warn where the format's reference warns.
-
-        Args:
-            problem: names them.
-        """
+        """Refuse tensors that are no parameters, as llama.cpp does, or warn where the format's reference warns."""
         raise SpecbeamError(problem)

@@ -103,11 +103,7 @@ def are_finite(weights: NDArray[np.float32]) -> bool:
 
 
 def not_finite(place: str | Path, tensor: str) -> SpecbeamError:
-    """The error for a tensor with weights that are not finite.
-
-    Args:
-        place: the file or the model that has the tensor.
-    """
+    """The error for a tensor with weights that are not finite."""
     return SpecbeamError(
         f"{place}: tensor {tensor} has weights that are not finite numbers (NaN or infinite): fetch it again, or ask "
         "who made it for a sound one"

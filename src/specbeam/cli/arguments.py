@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from specbeam import plugins
 from specbeam.cli.prompts import read_rows
 from specbeam.drafting.resolve import resolve_draft
 from specbeam.errors import SpecbeamError, shown
+from specbeam.options.declared import OPTIONS, SHAPING, Kind, Option
 from specbeam.options.names import BACKENDS, LOOKUPS
 from specbeam.options.options import Options
 from specbeam.text import chat_templates
@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("auto", "keep", "int8", "int4", "float32")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OFFERED = [option for option in OPTIONS.values() if option.metavar is not None]
+"""The options that commands have as they are declared."""
+SAMPLING = (*SHAPING, "repetition_penalty")
 
 
 def completer(*names: str) -> Callable[..., list[str]]:
@@ -89,50 +91,9 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int, labels:
         labels: with --labels, which is a constraint. A command may have labels of its own.
     """
     options = parser.add_argument_group("generation (transformers' names; see specbeam.Options)")
-    add = options.add_argument
-    about = "end after N new tokens (default %(default)s)"
-    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=about)
-    add("--min-new-tokens", type=int, metavar="N", help="do not end before N new tokens (default: the model's own)")
-    add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens instead of taking the likeliest")
-    add_sampling_to(options)
-    add("--typical-p", type=float, metavar="P", help="draw among tokens of expected surprise that sum to P")
-    add("--no-repeat-ngram-size", type=int, metavar="N", help="no N tokens in a row come twice")
-    add("--frequency-penalty", type=float, metavar="X", help="subtracted from a token's score for each time it came")
-    add("--presence-penalty", type=float, metavar="X", help="subtracted from a token's score once it came")
-    add(
-        "--logit-bias",
-        type=token_and_number,
-        action=Biases,
-        metavar="ID=X",
-        help="added to a token's score; -inf forbids it (repeatable)",
-    )
-    add(
-        "--bad-words-ids",
-        type=token_ids,
-        action="append",
-        metavar="ID,ID,...",
-        help="token ids that the text must not have in this order; specbeam tokens shows a word's ids (repeatable)",
-    )
-    add("--num-beams", type=int, metavar="B", help="beam search with B beams (default 1)")
-    add("--num-return-sequences", type=int, metavar="N", help="return the N best beams, or N samples (default 1)")
-    add(
-        "--distinct",
-        action=argparse.BooleanOptionalAction,
-        help="return beams whose texts differ, not only their tokens (default no)",
-    )
-    add("--length-penalty", type=float, metavar="X", help="over 0 favours long beams (default 1)")
-    add("--early-stopping", type=early_stopping, metavar="E", help="true, false or never (default false)")
-    add("--num-beam-groups", type=int, metavar="G", help="diverse beam search with G groups of beams (default 1)")
-    add(
-        "--diversity-penalty",
-        type=float,
-        metavar="X",
-        help="subtracted from the score of a token that another group chose (default 0)",
-    )
-    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    add("--eos-token-id", type=int, action="append", metavar="ID", help="a token that ends the text (repeatable)")
-    about = r"end before this text (repeatable); \n is a new line"
-    add("--stop-strings", type=typed_text, action="append", metavar="TEXT", help=about)
+    for option in OFFERED:
+        if "draft" not in option.needs:
+            add_option_to(options, option, max_new_tokens if option.name == "max_new_tokens" else None)
     add = partial(options.add_mutually_exclusive_group().add_argument, dest="constraint")
     add("--json-schema", type=json_schema, metavar="FILE", help="write JSON that is valid by the JSON Schema in a file")
     add("--regex", type=regex, metavar="PATTERN", help="write a text that matches a regular expression as a whole")
@@ -142,14 +103,31 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int, labels:
     add("--grammar", type=grammar, metavar="FILE", help="write a text of a grammar: a file in Lark or GBNF")
 
 
+def add_option_to(group: Any, option: Option, default: Any = None, usual: Any = None) -> None:
+    """Add an option.
+
+    Args:
+        default: what it is if it is not given.
+        usual: what its help calls the default. None: the default, or else the option's own.
+    """
+    how: dict[str, Any] = {"default": default, **READ[option.kind]}
+    if option.kind is not Kind.FLAG:
+        how["metavar"] = option.metavar
+    usual = default if usual is None else usual
+    usual = option.unset if usual is None else usual
+    notes = [r"\n is a new line"] if option.kind is Kind.TEXTS else []
+    notes += ["repeatable"] if how.get("action") in ("append", Biases) else []
+    if usual not in (None, ()) and option.name not in SAMPLING:
+        notes.append(f"default {usual:g}" if isinstance(usual, float) else f"default {usual}".lower())
+    elif option.of_checkpoint == "read":
+        notes.append("default: the model's own")
+    group.add_argument(option.flag, help=option.help + (f" ({'; '.join(notes)})" if notes else ""), **how)
+
+
 def add_sampling_to(group: Any) -> None:
     """The options that say how tokens are drawn: ``SAMPLING``."""
-    add = group.add_argument
-    add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")
-    add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
-    add("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that sum to P")
-    add("--min-p", type=float, metavar="P", help="draw among tokens at least P times as likely as the likeliest")
-    add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely")
+    for name in SAMPLING:
+        add_option_to(group, OPTIONS[name])
 
 
 def add_draft_to(parser: argparse.ArgumentParser) -> None:
@@ -163,9 +141,9 @@ def add_draft_to(parser: argparse.ArgumentParser) -> None:
     )
     source.completer = completer(*LOOKUPS)  # type: ignore[attr-defined]
     add("--draft-corpus", metavar="FILE", help="earlier texts for --draft suffix, one per line as for --prompts")
-    add("--num-draft-tokens", type=auto_or_int, metavar="K", help="the draft length, in tokens (default auto)")
-    add("--draft-width", type=auto_or_int, metavar="W", help="draft tokens per level of the draft tree (default auto)")
-    add("--draft-budget", type=auto_or_int, metavar="N", help="at most N draft tokens per forward pass (default auto)")
+    for option in OFFERED:
+        if "draft" in option.needs:
+            add_option_to(draft, option)
 
 
 def add_strategy_to(parser: argparse.ArgumentParser) -> None:
@@ -228,8 +206,22 @@ def token_ids(text: str) -> list[int]:
 token_ids.__name__ = "list of token ids"
 
 
-def early_stopping(value: str) -> bool | str:
+def flag_or_text(value: str) -> bool | str:
     return {"true": True, "false": False}.get(value.lower(), value)
+
+
+READ: dict[Kind, dict[str, Any]] = {
+    Kind.INTEGER: {"type": int},
+    Kind.NUMBER: {"type": float},
+    Kind.FLAG: {"action": argparse.BooleanOptionalAction},
+    Kind.SIZE: {"type": auto_or_int},
+    Kind.STOPPING: {"type": flag_or_text},
+    Kind.BIASES: {"type": token_and_number, "action": Biases},
+    Kind.WORDS: {"type": token_ids, "action": "append"},
+    Kind.TOKENS: {"type": int, "action": "append"},
+    Kind.TEXTS: {"type": typed_text, "action": "append"},
+}
+"""How a parser reads an option, by its kind."""
 
 
 def json_schema(path: str) -> Any:
@@ -293,7 +285,7 @@ def options_of(given: argparse.Namespace, own: dict[str, Any] | None = None) -> 
 
 def values_of(given: argparse.Namespace) -> dict[str, Any]:
     """The options that the command line gives, by the names of Options."""
-    values = {field.name: getattr(given, field.name, None) for field in fields(Options)}
+    values = {name: getattr(given, name, None) for name in OPTIONS}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,9 @@ from specbeam.cli.printing import one_line, printing_to
 from specbeam.cli.repetition import repeated_end
 from specbeam.errors import FAILED, SpecbeamError, shown
 from specbeam.models.sampling_defaults import DRAWN_BY, FALLBACK, SamplingDefaults, sampling_defaults
+from specbeam.options.declared import OBJECTS, SHAPING, names_where
 from specbeam.options.names import nearest_name
-from specbeam.options.options import SAMPLING_OPTIONS, Options, check_names
+from specbeam.options.options import Options, check_names
 from specbeam.text.escapes import unescaped
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ MAX_NEW_TOKENS = 1024
 ONCE_MORE = "[Ctrl-C once more ends the chat, and so does /bye]"
 COMMAND = re.compile(r"/\w+")
 """A first word like this is a command. The path /usr/bin is a message."""
-NOT_SETTABLE = {
-    *("constraint", "prefix_allowed_tokens_fn", "logits_processor"),
-    *("num_return_sequences", "top_logprobs", "trace", "share_prefix", "bound_rule"),
-}
-"""The options that are objects of Python, or have no use in a chat."""
-SETTABLE = [option.name for option in fields(Options) if option.name not in NOT_SETTABLE]
+SETTABLE = names_where(
+    lambda option: (
+        option.name not in OBJECTS
+        and (option.changes_text or "draft" in option.needs)
+        and "several" not in option.needs
+    )
+)
+"""The options that have a use in a chat."""
 PAGE_WIDTH = 80
 SHOWN_CHARACTERS = 40
 """Of a part that an answer repeats."""
@@ -191,7 +194,7 @@ class Chat:
         if not options.samples:
             beams = options.num_beams
             chosen = f"searches with {beams} beams" if beams > 1 else "takes the likeliest token (greedy)"
-            is_yours = given & {"do_sample", *SAMPLING_OPTIONS, "num_beams"}
+            is_yours = given & {"do_sample", *SHAPING, "num_beams"}
             return f"{chosen}, {'as you say' if is_yours else self.sampling.origin}"
         drawn = {"temperature": 1.0} | {name: value for name in DRAWN_BY if (value := getattr(options, name))}
         others = SamplingDefaults({n: v for n, v in drawn.items() if n not in given}, self.sampling.origin)

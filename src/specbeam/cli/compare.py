@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
@@ -17,14 +16,22 @@ from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError, located
-from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
+from specbeam.options.declared import MAX_SIZES, OPTIONS, Need
+from specbeam.options.options import Options
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
 """The strategies in the order they run. Each has the strategy whose text it must reproduce, or None."""
+WITH_BEAMS, WITH_DRAFTS = ("beam", "speculative-beam"), ("speculative", "speculative-beam")
+WITH: dict[Need, tuple[str, ...]] = {
+    "sampling": ("sample",),
+    "several": WITH_BEAMS,
+    "beams": WITH_BEAMS,
+    "draft": WITH_DRAFTS,
+}
+"""The strategies that have what an option needs."""
 ONLY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*SAMPLING_OPTIONS, "seed"), ("sample",)),
-    **dict.fromkeys(("num_return_sequences", *SEARCH_OPTIONS), ("beam", "speculative-beam")),
-    **dict.fromkeys(("draft", "draft_corpus", *MAX_DRAFT_SIZES), ("speculative", "speculative-beam")),
+    **{name: WITH[need] for name, option in OPTIONS.items() for need in option.needs},
+    **dict.fromkeys(("draft", "draft_corpus"), WITH_DRAFTS),
 }
 """The strategies of the options that not all strategies have."""
 WARM_UP_TOKENS = 8
@@ -87,10 +94,10 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         has_own = bool({*given.strategies} - {*TWINS}) and "speculative" not in users
         if name in values and not (has_own or {*users} & {*given.strategies}):
             raise SpecbeamError(f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies")
-    names = {field.name for field in fields(Options)} & {*values}
+    names = OPTIONS.keys() & values
     # A custom strategy gets all options but the sizes of drafts: it has none.
     chosen = {
-        s: {n: values[n] for n in names if s in ONLY.get(n, TWINS) or (s not in TWINS and n not in MAX_DRAFT_SIZES)}
+        s: {n: values[n] for n in names if s in ONLY.get(n, TWINS) or (s not in TWINS and n not in MAX_SIZES)}
         for s in given.strategies
     }
     for strategy, options in chosen.items():
@@ -98,7 +105,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
             options["do_sample"] = True
         if strategy not in TWINS and "sample" in chosen and not Options.of({**options, "seed": None}).samples:
             options.pop("seed", None)  # it is for the samples
-        if strategy in ONLY["num_beams"] and options.setdefault("num_beams", DEFAULT_BEAMS) < 2:
+        if strategy in WITH_BEAMS and options.setdefault("num_beams", DEFAULT_BEAMS) < 2:
             raise SpecbeamError(f"num_beams={options['num_beams']} is no beam search: give 2 or more")
         Options.of(options)
     return chosen
@@ -115,7 +122,7 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.api.generation import generate
     from specbeam.engine import Engine
 
-    drafted = {*ONLY["draft"]} & {*chosen}
+    drafted = {*WITH_DRAFTS} & {*chosen}
     if drafted and given.draft is None:
         given.draft = "ngram"
     lm = load_model(given)

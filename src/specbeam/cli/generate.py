@@ -9,7 +9,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,6 +29,7 @@ from specbeam.cli.printing import check_writable, json_line, one_line, print_lin
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
 from specbeam.errors import FAILED, SpecbeamError, located
+from specbeam.options.declared import OBJECTS, OPTIONS
 from specbeam.options.names import OTHER_NAMES
 from specbeam.options.options import Options, check_names
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
 OTHER_FIELDS = ("id", "system")
 """Fields of a line of --prompts beside its prompt and options. All others are the user's data."""
-NOT_JSON = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-"""Options that no line of --prompts can have."""
+IN_LINES = [name for name in OPTIONS if name not in OBJECTS]
+"""The options that a line of --prompts can have."""
 MIN_LIKENESS = 0.75
 """difflib's ratio, from 0 to 1. A field whose name is less like all options is data, and no misspelt option."""
 SHOWN_PROMPT_WIDTH = 80
@@ -149,11 +150,10 @@ def check_no_input(given: argparse.Namespace) -> None:
 
 def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
     """The options for a prompt. Options on the prompt's own line take the place of the command line's."""
-    names = [field.name for field in fields(Options) if field.name not in NOT_JSON]
     with located(row.name if row.fields else ""):
-        strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]
-        check_names([name for name in strange if resembles(name, names)], names, "option")
-        of_row = {name: value for name, value in row.fields.items() if name in names and value is not None}
+        strange = [name for name in row.fields if name not in (*IN_LINES, *OTHER_FIELDS)]
+        check_names([name for name in strange if resembles(name, IN_LINES)], IN_LINES, "option")
+        of_row = {name: value for name, value in row.fields.items() if name in IN_LINES and value is not None}
         return options_of(given, of_row)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,8 @@ from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import FAILED, SpecbeamError, located, shown_counts
-from specbeam.options.options import ARGUMENTS, Options, check_names
+from specbeam.options.declared import OPTIONS
+from specbeam.options.options import ARGUMENTS, check_names
 
 if TYPE_CHECKING:
     from specbeam.api.scoring import Text
@@ -37,7 +38,7 @@ Answer = dict[str, Any]
 Answers = Callable[[Iterable[NumberedItem]], Iterator[Answer]]
 """Makes the answers to items, in the order in which they are known. Items are taken as there is room for them."""
 
-OPTION_NAMES = [field.name for field in fields(Options)]
+OPTION_NAMES = [*OPTIONS]
 SETTINGS_WITHOUT_EFFECT = (
     *("command", "run", "input", "output", "batch_size"),
     *("threads", "launcher", "address", "workers", "cpus", "gpus"),

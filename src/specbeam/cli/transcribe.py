@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import (
+    OFFERED,
+    add_option_to,
     add_placement_to,
     add_revision_to,
     add_source_to,
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from specbeam.speech.subtitles import Layout
 
 MODEL = "whisper-base"
+OF_WINDOWS = ("max_new_tokens", "num_return_sequences")
+"""Options that mean something else for the windows of a file."""
+DEFAULTS = {"num_beams": 5, "seed": 0}
+"""Of Settings, which the command's help does not import, where they are not the options' own."""
 JOURNAL, LOCK = ".specbeam-transcribe.jsonl", ".specbeam-transcribe.lock"
 """In the folder of the results: a line for each finished file, and what one process at a time holds."""
 
@@ -81,7 +87,9 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     yes_or_no = partial(add, action=argparse.BooleanOptionalAction)
     add("--language", metavar="NAME", help="the spoken language, such as en or English (default: the likeliest)")
     add("--task", metavar="TASK", help="transcribe, or translate into English (default transcribe)")
-    add("--num-beams", type=int, metavar="B", help="beam search with B beams (default 5)")
+    for option in OFFERED:
+        if option.speech and option.name not in OF_WINDOWS:
+            add_option_to(options, option, usual=DEFAULTS.get(option.name))
     add(
         "--best-of",
         type=int,
@@ -90,10 +98,6 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     )
     about = "0 searches; a text that is rejected is drawn again at the next one (default 0,0.2,0.4,0.6,0.8,1)"
     add("--temperature", type=numbers, metavar="T,T,...", help=about)
-    add("--seed", type=int, metavar="N", help="of the draws (default 0)")
-    add("--length-penalty", type=float, metavar="X", help="over 0 favours long beams (default 1)")
-    add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely (default 1)")
-    add("--no-repeat-ngram-size", type=int, metavar="N", help="no N tokens in a row come twice")
     limit = partial(add, type=number_or_none, action=Given, metavar="X")
     limit("--compression-ratio-threshold", help="reject texts that repeat themselves more than this (default 2.4)")
     limit("--log-prob-threshold", help="reject texts less likely than this, per token (default -1)")
@@ -105,7 +109,7 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     add("--hotwords", metavar="TEXT", help="words that are likely in all of the file")
     yes_or_no("--suppress-blank", help="no text begins with a space (default)")
     about = "ids of tokens that never follow; -1 for symbols that nobody speaks (default -1)"
-    add("--suppress-tokens", type=whole_numbers, metavar="ID,ID,...", help=about)
+    add("--suppress-tokens", type=integers, metavar="ID,ID,...", help=about)
     yes_or_no("--without-timestamps", help="write one segment for each window")
     add("--max-initial-timestamp", type=float, metavar="S", help="the latest start of a window's text (default 1)")
     add("--max-new-tokens", type=int, metavar="N", help="of a window of 30 seconds (default 224)")
@@ -125,11 +129,11 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def whole_numbers(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-numbers.__name__ = whole_numbers.__name__ = "list of numbers"
+numbers.__name__ = integers.__name__ = "list of numbers"
 
 
 def number_or_none(text: str) -> float | None:

@@ -48,9 +48,6 @@ def call(option: str, function: Callable[..., Any], device: str, *args: Any) -> 
         option: names the function in errors.
         device: where tensors go.
         args: its arguments. Arrays become tensors where the function wants them.
-
-    Raises:
-        SpecbeamError: it used an array as a tensor, or wants tensors where PyTorch is missing.
     """
     if wants_tensors(function):
         require(f"{option} of tensors", "torch")
@@ -80,11 +77,7 @@ def _took_an_array_for_a_tensor(error: AttributeError | TypeError) -> bool:
 
 
 def as_scores(option: str, returned: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """The scores that a function returned, an array or a tensor on any device, as float32 of a shape.
-
-    Raises:
-        SpecbeamError: they are neither, or have another shape.
-    """
+    """The scores that a function returned, an array or a tensor on any device, as float32 of a shape."""
     array = returned.detach().cpu().float().numpy() if hasattr(returned, "detach") else returned
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub" or array.shape != shape:
         is_numbers = isinstance(array, np.ndarray) and array.dtype.kind in "fiub"

@@ -72,7 +72,7 @@ class SelectionRequest:
         one_of: in each row only the likeliest of these tokens keeps its score.
         together: the first of some adjacent tokens, and the one after the last. Where these together are likelier than
             each other token, no other token keeps its score (the timestamps of Whisper, Radford et al. 2022, 4.5).
-        temperature, top_k, top_p, min_p, typical_p: the warpers of transformers; None for none.
+        warpers: the names and values of the options that shape the distribution of draws, in this order.
         renormalize: make log-probabilities of the changed scores.
         noise: rank by score and noise. The highest is then a draw from the softmax of the scores (Gumbel-max). The k
             highest are k draws without replacement (Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3).
@@ -88,11 +88,7 @@ class SelectionRequest:
     functions: tuple[Callable[[NDArray[np.float32]], NDArray[np.float32]], ...] = ()
     one_of: tuple[int, ...] = ()
     together: tuple[int, int] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
+    warpers: tuple[tuple[str, Any], ...] = ()
     renormalize: bool = False
     noise: Noise | None = None
     total: bool = False

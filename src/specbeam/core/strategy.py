@@ -3,7 +3,7 @@
 A strategy yields :class:`Evaluate` with a :class:`SelectionRequest`, and is sent the :class:`Selection`: the likeliest
 tokens at the nodes, say. Without a request it is sent the logits, float32 [nodes, vocab]. It decides which nodes live
 (``tree.keep``), and returns its hypotheses, best first. It returns none, or raises :class:`DeadEnd`, if no sequence is
-possible. It may yield a :class:`Hypothesis` as soon as that is certain to be the next best; it is then sent None. It
+possible. It may yield a :class:`Hypothesis` once no other can rank before it; the engine then sends None. A strategy
 knows nothing of caches, devices or other requests.
 """
 

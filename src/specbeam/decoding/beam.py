@@ -112,8 +112,8 @@ class BeamSearch(Search):
         arguments: dict[str, Any] = {
             "num_beams": options.num_beams,
             "num_return_sequences": options.num_return_sequences,
-            "length_penalty": 1.0 if options.length_penalty is None else options.length_penalty,
-            "early_stopping": False if options.early_stopping is None else options.early_stopping,
+            "length_penalty": options["length_penalty"],
+            "early_stopping": options["early_stopping"],
             "bounded": options.bound_rule and not options.samples and not setup.selector.process.raises,
             "distinct": options.is_distinct,
         }

@@ -78,7 +78,7 @@ class LazyBeamSearch(BeamSearch):
         Draft sizes that were asked for are sizes below all beams.
         """
         options, process = setup.options, setup.selector.process
-        sizes = (options.draft_size(name) for name in ("num_draft_tokens", "draft_width", "draft_budget"))
+        sizes = options.draft_sizes.values()
         return (
             options.bound_rule
             and options.num_beams > 1

@@ -152,7 +152,7 @@ def likeliest(
         if len(chain) == depth:
             continue
         followed = below(context)
-        # A shorter context is weaker evidence. Smooth its counts, as if another token had followed it too.
+        # The counts of a shorter context are weaker. Smooth them, as if another token had followed it, too.
         total = sum(count for _, count, _ in followed) + 1 / (matched + len(chain))
         for token, count, after in followed:
             if (less_likely := probability * count / total) <= -MIN_PROBABILITY:

@@ -99,11 +99,11 @@ class PassTimes:
     """Measured costs: seconds that a backend's passes took lately. They include the use of the logits.
 
     Args:
-        otherwise: the times to expect for sizes that were not measured.
+        fallback: the times to expect for sizes that were not measured.
     """
 
-    def __init__(self, otherwise: PassTimes | None = None) -> None:
-        self._otherwise = otherwise
+    def __init__(self, fallback: PassTimes | None = None) -> None:
+        self._fallback = fallback
         self._measured: list[Measured] = []  # by size, ascending. Replaced as a whole, because other threads read it
         self._first: dict[float, tuple[float, int]] = {}  # by size, the first pass, which may have been slow
         self._expected: dict[int, float] = {}  # since the last measurement
@@ -116,7 +116,7 @@ class PassTimes:
             latest, before = seconds / nodes, self._node_seconds or seconds / nodes
             self._node_seconds = min(max(latest, before / MAX_NODE_COST_RATIO), before * MAX_NODE_COST_RATIO)
         size = _size(nodes)
-        known = next((one for one in self._measured if one.size == size), None)
+        known = next((entry for entry in self._measured if entry.size == size), None)
         if size not in self._first:
             self._first[size] = seconds, nodes
         elif known is None:
@@ -125,9 +125,10 @@ class PassTimes:
         else:
             # A busy machine slows down passes of all sizes, including sizes that were last measured a while ago.
             slowdown = min(max(seconds / known.seconds, 0.5), 2.0) ** DRIFT_WEIGHT
-            own = Measured(size, known.nodes + DRIFT_WEIGHT * (nodes - known.nodes), known.seconds * slowdown**2)
+            updated = Measured(size, known.nodes + DRIFT_WEIGHT * (nodes - known.nodes), known.seconds * slowdown**2)
             self._measured = [
-                own if one is known else Measured(one.size, one.nodes, one.seconds * slowdown) for one in self._measured
+                updated if entry is known else Measured(entry.size, entry.nodes, entry.seconds * slowdown)
+                for entry in self._measured
             ]
         self._expected = {}
 
@@ -143,8 +144,8 @@ class PassTimes:
     def knows(self, nodes: int) -> bool:
         """Whether passes of about this size were measured, here or by the times to expect otherwise."""
         size = _size(max(1, nodes))
-        return any(one.size == size for one in self._measured) or (
-            self._otherwise is not None and self._otherwise.knows(nodes)
+        return any(entry.size == size for entry in self._measured) or (
+            self._fallback is not None and self._fallback.knows(nodes)
         )
 
     def expected(self, nodes: int) -> float:
@@ -153,8 +154,8 @@ class PassTimes:
         Where no pass of about this size was measured, the estimate is low on purpose: only sizes that are tried come to
         be measured.
         """
-        if self._otherwise is not None and all(one.size != _size(max(1, nodes)) for one in self._measured):
-            return self._otherwise.expected(nodes)
+        if self._fallback is not None and all(entry.size != _size(max(1, nodes)) for entry in self._measured):
+            return self._fallback.expected(nodes)
         expected = self._expected  # in an iteration, all requests ask about the same few sizes
         if nodes not in expected:
             expected[nodes] = self._estimate(nodes)
@@ -165,7 +166,7 @@ class PassTimes:
         if not measured:
             return UNMEASURED_SECONDS * nominal_cost(nodes)
         smallest = measured[0]
-        smaller = [one for one in measured if one.nodes <= nodes]
+        smaller = [entry for entry in measured if entry.nodes <= nodes]
         if not smaller and _size(max(1, nodes)) >= smallest.size:  # in the first bin
             return smallest.seconds * nominal_cost(nodes) / nominal_cost(smallest.nodes)
         if not smaller:  # below all measured sizes: a share of the smallest, and little for each further node

@@ -19,11 +19,7 @@ OURS = "specbeam."
 
 
 def load_strategy(given: Any) -> MakeStrategy | None:
-    """The strategy that a caller means: a function, or the text that names one.
-
-    Raises:
-        SpecbeamError: there is no such strategy, or it cannot be called as one.
-    """
+    """The strategy that a caller means: a function, or the text that names one."""
     if isinstance(given, str):
         given = plugins.resolve(given, "strategy")
     if given is None or isinstance(given, CustomStrategy):
@@ -43,7 +39,7 @@ def load_strategy(given: Any) -> MakeStrategy | None:
 
 
 class CustomStrategy:
-    """A strategy of the user's own. An error in it becomes one that names it, and ends its request alone.
+    """A user-defined strategy. An error in it becomes one that names it, and ends its request alone.
 
     Args:
         make: a function of the setup and the drafter or None that returns the strategy.

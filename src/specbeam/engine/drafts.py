@@ -22,11 +22,12 @@ from specbeam.engine.features import described
 from specbeam.errors import SpecbeamError, shown
 from specbeam.logits.selector import Selector, warpers_of
 from specbeam.models.model import LanguageModel
+from specbeam.options.declared import OPTIONS
 from specbeam.options.options import Options
 
 Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
 """A draft model or its source, "ngram", "suffix", an automaton over earlier texts, one of these three for a text that
-goes on from more than its prompt, or a drafter of the caller's own: a function, a class, or the text that names one."""
+goes on from more than its prompt, or a user-defined drafter: a function, a class, or the text that names one."""
 
 
 def load_draft(lm: LanguageModel, draft: Any) -> Any:
@@ -60,8 +61,9 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     Raises:
         SpecbeamError: says what does not fit, and what to give instead.
     """
-    for name in ("draft_temperature", "draft_top_k"):
-        if getattr(options, name) is not None and not isinstance(draft, LanguageModel):
+    for name, option in OPTIONS.items():
+        of_model = {"draft", "sampling"} <= option.needs
+        if of_model and getattr(options, name) is not None and not isinstance(draft, LanguageModel):
             raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):
@@ -93,31 +95,29 @@ def make_drafter(
     draft: Draft,
     unread: int,
     draft_cost: Cost | None,
-    room: int,
+    max_rows: int,
 ) -> Drafter:
     """The drafter of one request.
 
     Args:
         draft: has passed :func:`check_draft`.
-        unread: tokens and positions of sound that a draft model has to read before its first draft token.
+        unread: tokens and positions of audio that a draft model has to read before its first draft token.
         draft_cost: of the draft model's passes for this request; None for lookups.
-        room: the most draft tokens whose logits fit into memory.
+        max_rows: the most draft tokens whose logits fit into memory.
 
     Raises:
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    is_model, is_own = isinstance(draft, LanguageModel), callable(draft)
-    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_own)
+    is_model, is_custom = isinstance(draft, LanguageModel), callable(draft)
+    looks_up = getattr(draft, "looks_up", False) if isinstance(draft, type) else not (is_model or is_custom)
     sizes = [
         Sizes(
-            num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
-            draft_width=setup.options.draft_size("draft_width"),
-            draft_budget=setup.options.draft_size("draft_budget"),
+            **setup.options.draft_sizes,
             num_tips=num_tips,
             chains=not shares_tokenizer,
             one_width=looks_up,
-            room=room,
+            max_rows=max_rows,
         )
         for num_tips in sorted({setup.options.num_beams} | ({1} if LazyBeamSearch.fits(setup) else set()))
     ]

@@ -52,7 +52,7 @@ class Engine:
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
         max_pass_seconds: about how long a pass with prefill may take while other requests are live. Prompts are then
             prefilled in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
-            requests it may take as long as they do. An encoder's pass over sound is divided by its layers. No result
+            requests it may take as long as they do. An encoder's pass over audio is divided by its layers. No result
             changes. By default only ``max_batch_tokens`` counts.
         costs: the cost model, by which the engine decides how far to draft, which beams to defer, and how many passes
             to run at once. No result depends on it. By default passes are measured, and all engines of the process
@@ -165,7 +165,7 @@ class Engine:
                 ``finish_reason`` "timeout". They count from now, waiting included.
             source: goes to the backend with each pass of the request, in place of its encoder's output
                 (:attr:`specbeam.backends.contract.TreeBatch.source`). The request shares no keys and values then.
-            features: the sound that the model's encoder reads, float32 [bands, frames]
+            features: of the audio that the model's encoder reads, float32 [mel bins, frames]
                 (:attr:`specbeam.backends.contract.Backend.features_shape`): for Whisper, log-mel features of 30 seconds
                 as ``WhisperFeatureExtractor`` makes them. The prompt is then the beginning of the transcript: its start
                 token, language and task. The request shares no keys and values.
@@ -186,9 +186,9 @@ class Engine:
             raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")
         if not writes and strategy is None:
             raise SpecbeamError("writes=False needs a strategy that adds no tokens: give one, or leave it out")
-        sound = None if source is not None else check_features(self.lm, features)
+        audio = None if source is not None else check_features(self.lm, features)
         own: dict[str, Any] = {"strategy": load_strategy(strategy), "priority": priority, "timeout": timeout}
-        own |= {"source": source, "features": sound}
+        own |= {"source": source, "features": audio}
         state = self._state(prompt, options, system, raw, draft, writes, **own)
         with HeldInterrupts():
             self._thread.add(state)

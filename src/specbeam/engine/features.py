@@ -80,11 +80,7 @@ def have_equal_encoders(one: Backend, other: Backend) -> bool:
 
 
 def check_features(lm: LanguageModel, features: Any) -> AudioFeatures | None:
-    """A copy of features, float32 [mel bins, frames], or the given ones; None for a model that reads no audio.
-
-    Raises:
-        SpecbeamError: the model reads other features, or none at all.
-    """
+    """A copy of features, float32 [mel bins, frames], or the given ones; None for a model that reads no audio."""
     expected = lm.backend.features_shape
     if expected is None:
         if features is not None:

@@ -23,7 +23,7 @@ class ModelState:
         draft_tokens: the most draft tokens per round. Where slots are short, the request does without them.
         max_rows: the most nodes whose logits are needed at once.
         source: in place of the encoder's output.
-        sound: that an encoder reads before the first pass.
+        audio: that an encoder reads before the first pass.
 
     Attributes:
         slots: of its tree.
@@ -46,7 +46,7 @@ class ModelState:
         draft_tokens: int,
         max_rows: int,
         source: Any = None,
-        sound: AudioFeatures | None = None,
+        audio: AudioFeatures | None = None,
     ) -> None:
         self.backend = backend
         self.tree = tree
@@ -54,10 +54,10 @@ class ModelState:
         self.passes = self.completed = self.nodes = 0
         self.seconds = 0.0
         self.source = self._given_source = source
-        self._encoder_reads: Any = sound if backend.start_token_ids is None else prompt_ids
+        self._encoder_reads: Any = audio if backend.start_token_ids is None else prompt_ids
         cache, positions = budget.cache_of(backend), 0
         if source is None and self._encoder_reads is not None:
-            read = self._encoder_reads if sound is None else sound.features
+            read = self._encoder_reads if audio is None else audio.features
             positions = cast(TextEncoder, backend).source_slots(read)
         # A sequence of as many positions, of which only the slots are used.
         self._source_slots = Slots(Tree([0] * positions), backend, cache) if positions else None
@@ -96,12 +96,12 @@ class ModelState:
 
     @property
     def unread_source(self) -> Any:
-        """What the encoder has to read before the next pass: token ids or sound. None for nothing."""
+        """What the encoder has to read before the next pass: token ids or audio. None for nothing."""
         return self._encoder_reads if self.source is None else None
 
     @property
     def has_unread_audio(self) -> bool:
-        """Whether the encoder has to read sound before the next pass."""
+        """Whether the encoder has to read audio before the next pass."""
         return self.source is None and isinstance(self._encoder_reads, AudioFeatures)
 
     def place_source(self) -> Ints:

@@ -17,6 +17,7 @@ from specbeam.engine.model_state import ModelState
 from specbeam.engine.request import Request
 from specbeam.errors import SpecbeamError
 from specbeam.models.model import LanguageModel
+from specbeam.options.declared import OBJECTS, names_where
 from specbeam.recording.log_probs import AllowedMass, Alternatives, NodeLogProbs
 from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
 from specbeam.text.detokenizer import TextStream
@@ -26,18 +27,8 @@ logger = logging.getLogger("specbeam")
 WHY_FEWER = (
     "there are no more, or beams went to other spellings of these texts in tokens, so ask for more beams than texts"
 )
-MAY_FORBID = (
-    "constraint",
-    "eos_token_id",
-    "prefix_allowed_tokens_fn",
-    "logits_processor",
-    "bad_words_ids",
-    "logit_bias",
-    "no_repeat_ngram_size",
-    "length_penalty",
-    "min_new_tokens",
-    "max_new_tokens",
-)
+FORBIDDING = names_where(lambda option: option.forbids)
+MAY_FORBID = dict.fromkeys((*OBJECTS, "eos_token_id", *FORBIDDING, "length_penalty", "max_new_tokens"))
 """The options that can leave no text possible. ``length_penalty`` can put all scores out of range."""
 
 
@@ -101,9 +92,6 @@ class Output:
             hypotheses: best first.
             target, draft: their counts go into the statistics.
             drafted: whether there was a drafter.
-
-        Raises:
-            SpecbeamError: there is no hypothesis.
         """
         if not hypotheses:
             given = [name for name in MAY_FORBID if getattr(self._setup.options, name)]

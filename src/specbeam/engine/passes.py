@@ -80,14 +80,14 @@ def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
     """Let the encoder read the sources that requests lack. Its time depends on these, so no pass's cost counts it.
 
     Returns:
-        The batch without requests whose sound takes a further pass of the encoder.
+        The batch without requests whose audio takes a further pass of the encoder.
     """
     unread = [request.model for request, _ in batch if request.model.unread_source is not None]
     if not unread:
         return batch
     if unread[0].has_unread_audio:
         for model in unread:
-            _hear(model, scheduler)
+            _encode_audio(model, scheduler)
         return [(request, nodes) for request, nodes in batch if request.model.unread_source is None]
     start = time.perf_counter()
     slots = [model.place_source() for model in unread]
@@ -99,12 +99,12 @@ def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
     return batch
 
 
-def _hear(model: ModelState, scheduler: Scheduler) -> None:
-    """Let the encoder read sound, or some of it where others wait. Alone: a pass over all of it uses all threads."""
+def _encode_audio(model: ModelState, scheduler: Scheduler) -> None:
+    """Let the encoder read audio, or some of it where others wait. Alone: a pass over all of it uses all threads."""
     start = time.perf_counter()
-    backend, sound = cast(AudioEncoder, model.backend), model.unread_source
+    backend, audio = cast(AudioEncoder, model.backend), model.unread_source
     with scheduler.passing():
-        states = sound.states(backend, scheduler.max_encoder_seconds())
+        states = audio.states(backend, scheduler.max_encoder_seconds())
     if states is not None:
         slots = model.place_source()
         with scheduler.passing():

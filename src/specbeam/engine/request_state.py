@@ -81,8 +81,8 @@ class RequestState:
         self._setup = setup = make_setup(lm, prompt_ids, options, costs, writes)
         self.request = Request(prompt_ids, setup.stop.max_length, self, clients)
         name = f"strategy {strategy.name}" if isinstance(strategy, CustomStrategy) else "strategy"
-        given = ((name, strategy), ("source", source), ("features", features))
-        objects = [name for name, value in given if value is not None]
+        of_caller = ((name, strategy), ("source", source), ("features", features))
+        objects = [name for name, value in of_caller if value is not None]
         inputs = inputs_of(lm, prompt_ids, setup.options, setup.stop.eos_token_ids, setup.selector.seed, objects)
         self._output = Output(lm, setup, self.request, inputs)
         num_texts = setup.options.num_texts
@@ -90,13 +90,13 @@ class RequestState:
         self._drafter = None
         draft_tokens = 0
         if draft is not None:
-            room = max(0, budget.max_rows - num_texts)  # for draft tokens
+            max_rows = max(0, budget.max_rows - num_texts)  # for draft tokens
             unread = 0
             if isinstance(draft, LanguageModel):
                 unread = len(prompt_ids)
                 if features is not None:
                     unread += features.unread_positions(draft.backend, lm.backend)
-            self._drafter = make_drafter(setup, lm, draft, unread, self._draft_cost, room)
+            self._drafter = make_drafter(setup, lm, draft, unread, self._draft_cost, max_rows)
             draft_tokens = self._drafter.controller.max_draft_tokens
         if setup.options.constraint is not None:
             draft_tokens = max(draft_tokens, MAX_FORCED_TOKENS)
@@ -109,7 +109,7 @@ class RequestState:
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             drafted, rows = self._drafter.controller.max_drafted, self._drafter.controller.max_drafted_at_once
             tree = self._drafter.tree
-            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, tree, drafted, rows, sound=features)
+            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, tree, drafted, rows, audio=features)
             self._states.append(self._draft)
         self._trees = [*{state.tree for state in self._states}]
         self.model = self._target

@@ -46,7 +46,7 @@ class Scheduler:
 
     Every live request advances: it gets nodes in each pass of the model that it waits for. Only if more requests wait
     for a model than ``max_batch_tokens``, they take turns: one node in ``ceil(waiting / max_batch_tokens)`` passes.
-    While some requests write, the encoder reads sound for one other request per iteration, or some of its layers do.
+    While some requests write, the encoder reads audio for one other request per iteration, or some of its layers do.
 
     Args:
         max_requests, max_batch_tokens, max_waiting, max_pass_seconds: as for :class:`specbeam.Engine`.
@@ -95,11 +95,7 @@ class Scheduler:
         self.clients.halt[0] = 1
 
     def check_capacity(self) -> None:
-        """Refuse a further request if the queue is full.
-
-        Raises:
-            QueueFull: it is full.
-        """
+        """Refuse a further request if the queue is full."""
         if self.max_waiting is not None and len(self._unfinished) >= self.max_requests + self.max_waiting:
             raise QueueFull(
                 f"{len(self._unfinished)} requests are unfinished, which is all that max_requests={self.max_requests} "
@@ -222,7 +218,7 @@ class Scheduler:
         encoding = 0
         for index, request in enumerate(live):
             waits = request.model.slots.is_fresh and request.await_prefix(live[:index])
-            if request.model.has_unread_audio:  # an encoder of sound takes long, and the others wait
+            if request.model.has_unread_audio:  # an encoder of audio takes long, and the others wait
                 waits |= writing and encoding > 0
                 encoding += 1
             if not (request.done or waits):
@@ -237,7 +233,7 @@ class Scheduler:
     def _waits_for(self, drafts: list[Batch]) -> bool:
         """Whether the target waits for these passes of draft models.
 
-        It does not wait for a draft model that prefills a long prompt or reads sound, nor for requests that began to
+        It does not wait for a draft model that prefills a long prompt or reads audio, nor for requests that began to
         draft later than the wait. So it waits for at most as many iterations as the longest draft has tokens, whatever
         requests come and go.
         """
@@ -280,7 +276,7 @@ class Scheduler:
         return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
 
     def max_encoder_seconds(self) -> float:
-        """About how long a part of an encoder's pass over sound may take: as long as it wants while all wait for it."""
+        """About how long a part of an encoder's pass over audio may take: as long as it wants while all wait for it."""
         waiting = sum(request.model.has_unread_audio for request in self._live)
         return math.inf if self.max_pass_seconds is None or waiting == len(self._live) else self.max_pass_seconds
 

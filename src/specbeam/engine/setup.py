@@ -61,7 +61,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         replace(options, constraint=constraint), eos, backend.vocab_size, of_checkpoint, backend.device, written
     )
     stop = Stopping(eos, max_length, options.stop_strings, decode, options.min_new_tokens or 0, written)
-    warpers, seed = (warpers_of(options), some_seed(options.seed)) if options.samples else (None, None)
+    warpers, seed = (warpers_of(options), some_seed(options.seed)) if options.samples else ((), None)
     selector = Selector(process, warpers, seed, step_by_step=options.trace or options.top_logprobs is not None)
     draws_beams = options.num_beams > 1 and (options.samples or options.num_beam_groups > 1)
     goes_ahead = hasattr(backend, "forward_ahead") and selector.ahead(tree, tree.tip, stop) > 0 and not draws_beams

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,14 @@ from specbeam.engine.drafts import check_draft
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.models.model import LanguageModel, load
 from specbeam.models.prompts import apply_chat_template, first_token
-from specbeam.options.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
+from specbeam.options.declared import OPTIONS, SHAPING
+from specbeam.options.options import Options, check_names
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
 
 # Names of arguments. An unknown name is refused with the nearest of these, or of the options.
 LOADING = ("pretrained", "backend", "device", "dtype", "quantize", "threads", "revision")
 ARGUMENTS = (*LOADING, "draft", "max_length", "batch_size")
-OPTIONS = tuple(field.name for field in fields(Options))
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names that tasks use for the most tokens to generate. The first one counts, as for the harness's own models."""
 
@@ -239,12 +239,12 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         task = dict(generation_kwargs)
         stops = [stop for name in ("until", "stop_strings") for stop in _strings(task.pop(name, None))]
         lengths = [length for name in LENGTHS if (length := task.pop(name, None)) is not None]
-        sampling = {name: task.pop(name) for name in ("do_sample", *SAMPLING_OPTIONS) if name in task}
-        check_names(task, OPTIONS, "option in the task's generation_kwargs")
+        sampling = {name: task.pop(name) for name in ("do_sample", *SHAPING) if name in task}
+        check_names(task, [*OPTIONS], "option in the task's generation_kwargs")
 
         # Tasks give options of beams and samples even without these, and do_sample together with temperature=0.
         if {**task, **self._given}.get("num_beams", 1) == 1:
-            task = {name: value for name, value in task.items() if name not in BEAM_OPTIONS}
+            task = {name: value for name, value in task.items() if "beams" not in OPTIONS[name].needs}
         of_task = task.pop("seed", None)
         seed = of_task if self._seed is None else self._seed
         warmth, samples = sampling.get("temperature"), sampling.get("do_sample")

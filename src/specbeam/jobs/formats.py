@@ -192,13 +192,13 @@ class ParquetRows(Rows):
 
     def cells(self, columns: Sequence[str]) -> Iterator[Row]:
         for batch in self._checked(partial(self._batches, [*columns])):
-            columns_of_cells = []
+            cells_by_column = []
             for column in columns:
                 try:
-                    columns_of_cells.append(batch.column(column).to_pylist())
+                    cells_by_column.append(batch.column(column).to_pylist())
                 except CONVERSION_ERRORS as error:
                     raise SpecbeamError(f"the column {column!r} of {self.path} cannot be used: {error}") from error
-            for cells in zip(*columns_of_cells, strict=True):
+            for cells in zip(*cells_by_column, strict=True):
                 yield dict(zip(columns, cells, strict=True))
 
     def lines(self) -> Iterator[str]:
@@ -270,8 +270,8 @@ class TextRows(Rows):
         pa = pyarrow()
         schema = pa.schema([])
         for rows in chunks(self, ROWS_PER_TABLE):
-            found_schema = table_of(rows, {name: None for row in rows for name in row}).schema
-            schema = pa.unify_schemas([schema, found_schema], promote_options="permissive")
+            schema_of_part = table_of(rows, {name: None for row in rows for name in row}).schema
+            schema = pa.unify_schemas([schema, schema_of_part], promote_options="permissive")
         for _ in self.tables(schema):  # whole numbers may be too large for a column that has fractions elsewhere
             pass
         return schema
@@ -421,8 +421,8 @@ def parquet_writer(path: Path, rows: Rows, types: Mapping[str, Type], _delimiter
     pa = pyarrow()
     added = {name: arrow_type(pa, kind) for name, kind in types.items()}
     try:
-        given = rows.schema()
-        schema = pa.schema([*given, *pa.schema(added)], given.metadata)
+        input_schema = rows.schema()
+        schema = pa.schema([*input_schema, *pa.schema(added)], input_schema.metadata)
         pa.parquet.ParquetWriter(io.BytesIO(), schema).close()
     except pa.ArrowException as error:
         raise SpecbeamError(f"{rows.path} cannot become a .parquet file ({error}): name OUT .jsonl") from error
@@ -431,7 +431,7 @@ def parquet_writer(path: Path, rows: Rows, types: Mapping[str, Type], _delimiter
         rest = iter(cells)
         with replacing(path) as file, pa.parquet.ParquetWriter(file, schema) as out:
             group, size = [], 0
-            for table in rows.tables(given):
+            for table in rows.tables(input_schema):
                 new = table_of([*islice(rest, table.num_rows)], added)
                 group.append(pa.Table.from_arrays([*table.columns, *new.columns], schema=schema))
                 size += group[-1].nbytes
@@ -459,8 +459,8 @@ def jsonl_writer(path: Path, rows: Rows, _types: Mapping[str, Type], _delimiter:
     def write(cells: Iterable[Row]) -> None:
         with replacing(path) as file:
             for line, added in zip(rows.lines(), cells, strict=True):
-                given = line[:-1].rstrip()  # without the closing brace
-                file.write(given.encode() + (b"" if given == "{" else b", ") + json_line(added)[1:])
+                row = line[:-1].rstrip()  # without the closing brace
+                file.write(row.encode() + (b"" if row == "{" else b", ") + json_line(added)[1:])
 
     return write
 
@@ -468,14 +468,14 @@ def jsonl_writer(path: Path, rows: Rows, _types: Mapping[str, Type], _delimiter:
 def csv_writer(path: Path, rows: Rows, types: Mapping[str, Type], delimiter: str) -> Write:
     """Texts are cells as they are. Other values are JSON, and a cell without a value is empty."""
 
-    def given() -> Iterator[list[Any]]:
+    def input_cells() -> Iterator[list[Any]]:
         for text in rows.lines():
             row = ROW_DECODER.decode(text)
             yield [row.get(name) for name in rows.columns]
 
     head = [*rows.columns, *types]
     try:
-        for cells in chain([head], given()):
+        for cells in chain([head], input_cells()):
             csv_line(cells, delimiter)
     except UnicodeEncodeError as error:
         message = f"{rows.path} has half a surrogate pair, which is no character"
@@ -484,7 +484,7 @@ def csv_writer(path: Path, rows: Rows, types: Mapping[str, Type], delimiter: str
     def write(cells: Iterable[Row]) -> None:
         with replacing(path) as file:
             file.write(csv_line(head, delimiter))
-            for before, new in zip(given(), cells, strict=True):
+            for before, new in zip(input_cells(), cells, strict=True):
                 file.write(csv_line([*before, *(new[name] for name in types)], delimiter))
 
     return write

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from specbeam.errors import SpecbeamError
 from specbeam.logits.bans import BadWords, BannedTokens, Bans, SequenceBias, SourceNgrams
+from specbeam.options.declared import MAX_LOGIT_BIAS
 from specbeam.options.generation_defaults import GenerationDefaults, is_number
-from specbeam.options.options import MAX_LOGIT_BIAS, Options
+from specbeam.options.options import Options
 
 LARGEST_RAISE = 1e30
 """The most that a score is multiplied by. float32 has no numbers over 3e38."""
@@ -109,7 +110,7 @@ def processors_of_checkpoint(
     if options.constraint is not None:  # as GenerationDefaults.under_constraint: a constraint loses no token
         biases = {word: bias for word, bias in biases.items() if bias > -np.inf}
     bans: list[Bans] = []
-    if ngrams := read.number("encoder_no_repeat_ngram_size", 0, "a whole number", whole=True):
+    if ngrams := read.number("encoder_no_repeat_ngram_size", 0, "a whole number", integer=True):
         bans += [SourceNgrams(prompt_ids, int(ngrams))] if ngrams > 0 else []
     if options.bad_words_ids is None and (words := read.words("bad_words_ids")):
         bans.append(BadWords(words, eos_token_ids))
@@ -145,9 +146,9 @@ class _Reader:
     def __init__(self, defaults: GenerationDefaults, vocab_size: int) -> None:
         self.defaults, self.vocab_size = defaults, vocab_size
 
-    def number(self, name: str, otherwise: float, allowed: str, holds: Any = isfinite, whole: bool = False) -> float:
+    def number(self, name: str, otherwise: float, allowed: str, holds: Any = isfinite, integer: bool = False) -> float:
         value = self.defaults.get(name, otherwise)
-        if not is_number(value, whole) or not holds(value):
+        if not is_number(value, integer) or not holds(value):
             raise self.defaults.refused(name, allowed)
         return float(value)
 
@@ -161,7 +162,7 @@ class _Reader:
         """The token ids of a field, without negative ones, which stand for no token."""
         value = self.defaults.get(name, [])
         tokens = value if isinstance(value, list | tuple) else [value]
-        if not all(is_number(token, whole=True) for token in tokens):
+        if not all(is_number(token, integer=True) for token in tokens):
             raise self.defaults.refused(name, "token ids")
         if forced and max(tokens, default=0) >= self.vocab_size:
             file = self.defaults.file
@@ -193,13 +194,13 @@ class _Reader:
         if value is None:
             return None
         pair = [*value] if isinstance(value, list | tuple) else []
-        if len(pair) != 2 or not is_number(pair[0], whole=True) or not is_number(pair[1]) or not 0 < pair[1] <= 1e5:
+        if len(pair) != 2 or not is_number(pair[0], integer=True) or not is_number(pair[1]) or not 0 < pair[1] <= 1e5:
             raise self.defaults.refused(name, "a pair of a whole number and a factor over 0, such as [40, 1.05]")
         return int(pair[0]), float(pair[1])
 
 
 def _is_word(word: Any) -> bool:
-    return isinstance(word, list | tuple) and len(word) > 0 and all(is_number(token, whole=True) for token in word)
+    return isinstance(word, list | tuple) and len(word) > 0 and all(is_number(token, integer=True) for token in word)
 
 
 def _is_biased_word(pair: Any) -> bool:

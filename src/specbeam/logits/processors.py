@@ -265,11 +265,7 @@ def _by_length(tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], ND
 
 
 def check_token_ids(options: Options, vocab_size: int) -> None:
-    """Refuse token ids that the vocabulary lacks.
-
-    Raises:
-        SpecbeamError: names the option and the token id.
-    """
+    """Refuse token ids that the vocabulary lacks."""
     words = [token for word in options.bad_words_ids or () for token in word]
     for name, tokens in {"logit_bias": options.logit_bias or (), "bad_words_ids": words}.items():
         if foreign := [token for token in tokens if token >= vocab_size]:

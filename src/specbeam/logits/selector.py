@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from specbeam.core.selection import Noise, SelectionRequest
 from specbeam.core.tree import Nodes, NodeStates, Tree
 from specbeam.logits.processors import Processors
 from specbeam.logits.stopping import Stopping
-from specbeam.options.options import NEUTRAL_VALUES, Options
+from specbeam.options.declared import SHAPING
+from specbeam.options.options import Options
 
 
 class Selector:
@@ -30,13 +30,13 @@ class Selector:
     def __init__(
         self,
         process: Processors,
-        warpers: Mapping[str, Any] | None = None,
+        warpers: tuple[tuple[str, Any], ...] = (),
         seed: int | None = None,
         step_by_step: bool = False,
     ) -> None:
         self.process = process
         self.step_by_step = step_by_step
-        self.warpers = dict(warpers or {})
+        self.warpers = warpers
         self.seed = seed
         self._is_plain = process.is_plain and not self.warpers and seed is None
         self._plain: dict[tuple[Any, ...], SelectionRequest] = {}  # the same at all nodes, by their wants
@@ -69,7 +69,7 @@ class Selector:
             noise = Noise(self.seed, numbers, positions)
         changes = self.process(tree, nodes, draft_tokens)
         renormalizes = self.process.of_checkpoint.renormalizes and bool(wants.get("normalize"))  # else without effect
-        return SelectionRequest(**changes, **self.warpers, noise=noise, renormalize=renormalizes, **wants)
+        return SelectionRequest(**changes, warpers=self.warpers, noise=noise, renormalize=renormalizes, **wants)
 
     def ahead(self, tree: Tree, node: int, stop: Stopping) -> int:
         """For how many further tokens below a node the same request holds, and only an end token ends the sequence."""
@@ -85,10 +85,10 @@ class Selector:
         return np.array([self._checksums.at(tree, node) for node in nodes.tolist()], dtype=np.uint32)
 
 
-def warpers_of(options: Options) -> dict[str, Any]:
-    """The warpers that options ask for, by the names of a request's attributes."""
-    values = {name: getattr(options, name) for name in NEUTRAL_VALUES}
-    return {name: value for name, value in values.items() if value not in (None, NEUTRAL_VALUES[name])}
+def warpers_of(options: Options) -> tuple[tuple[str, Any], ...]:
+    """The warpers that options ask for."""
+    values = ((name, getattr(options, name)) for name in SHAPING)
+    return tuple((name, value) for name, value in values if value not in (None, SHAPING[name]))
 
 
 def some_seed(seed: int | None) -> int:

@@ -37,7 +37,7 @@ shown_precisions: set[str] = set()  # the lines that this process has shown
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and in which numbers a model runs: arguments of :func:`load`, which says what they mean."""
+    """Where a model runs and in which precision: arguments of :func:`load`, which says what they mean."""
 
     backend: str = "auto"
     device: str = "auto"

@@ -90,9 +90,6 @@ def as_list(given: Any) -> Any:
     """A list of Python's own values, whatever holds them: a tuple, a generator, an array, or a column of a table.
 
     A column may be of pandas, polars, pyarrow or datasets. What is no list, such as a text, is returned as it is.
-
-    Raises:
-        SpecbeamError: it is a table.
     """
     if isinstance(given, list | str | bytes | bytearray | Mapping | AbstractSet):
         return given
@@ -200,11 +197,7 @@ def encode_answers(
 
 
 def first_token(lm: LanguageModel) -> int:
-    """The token before a text that follows nothing: the one that begins texts, or the one that ends them.
-
-    Raises:
-        SpecbeamError: the model has neither.
-    """
+    """The token before a text that follows nothing: the one that begins texts, or the one that ends them."""
     for token in (lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id, *sorted(lm.eos_token_ids)):
         if token is not None:
             return int(token)
@@ -315,9 +308,6 @@ def render(tokenizer: Any, messages: list[Message], rendering: Rendering = DEFAU
     If the assistant has the last message, that place is the end of its content. Space at its end stays, also where the
     template trims messages. An empty last message of the assistant is an answer that it has not begun.
     ``rendering`` may say otherwise.
-
-    Raises:
-        SpecbeamError: the template refuses the messages, or changes the text that is to be continued.
     """
     adds, begun = rendering.add_generation_prompt, rendering.continue_final_message
     is_free = adds is None and begun is None
@@ -417,11 +407,7 @@ def _content(message: Message) -> str:
 
 
 def _text(part: Any) -> Any:
-    """The text of a part of a message; None if it is no part.
-
-    Raises:
-        SpecbeamError: it is a part of another kind, such as an image.
-    """
+    """The text of a part of a message; None if it is no part."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in (None, "text"):
         raise SpecbeamError(f"a chat message has a part of type {kind!r}, but models read text only: remove it")
@@ -452,11 +438,7 @@ def least_tokens(text: str, most: int, count: Callable[[str], int]) -> int:
 
 
 def infilling_prompt(lm: LanguageModel, prefix: str, suffix: str) -> list[int]:
-    """The token ids of a prompt for the text between two others: the prefix first, then the suffix.
-
-    Raises:
-        SpecbeamError: the vocabulary has no tokens for it.
-    """
+    """The token ids of a prompt for the text between two others: the prefix first, then the suffix."""
     tokenizer = lm.tokenizer
     bare, whole = token_ids(tokenizer, prefix), token_ids(tokenizer, prefix, add_special_tokens=True)
     begin = whole[: len(whole) - len(bare)] if whole[len(whole) - len(bare) :] == bare else []

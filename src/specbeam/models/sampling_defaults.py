@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbeam.errors import SpecbeamError
+from specbeam.options.declared import SHAPING
 from specbeam.options.generation_defaults import is_number
-from specbeam.options.options import NEUTRAL_VALUES, SAMPLING_OPTIONS, Options
+from specbeam.options.options import Options
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.models.model import LanguageModel
@@ -54,7 +55,7 @@ class SamplingDefaults:
         beams = given.get("num_beams", 1)
         searches = searches or (isinstance(beams, int) and beams > 1)
         asks = "do_sample" in given or "temperature" in given
-        asks = asks or any(given.get(name, neutral) != neutral for name, neutral in NEUTRAL_VALUES.items())
+        asks = asks or any(given.get(name, neutral) != neutral for name, neutral in SHAPING.items())
         if given.get("do_sample") is False or (searches and not asks):
             return {**self.always, **given}
         filled = {**self.settings, **given}
@@ -71,7 +72,7 @@ class SamplingDefaults:
         settings = {**self.settings, **own}
         samples = Options.of(settings).samples
         if samples:
-            settings = {"temperature": NEUTRAL_VALUES["temperature"], **settings}
+            settings = {"temperature": SHAPING["temperature"], **settings}
         rest = "" if not samples or self.settings.keys() <= own.keys() else f", and else {self.origin}"
         return SamplingDefaults(settings, f"as you say{rest}", {n: v for n, v in own.items() if n == PENALTY})
 
@@ -83,7 +84,7 @@ class SamplingDefaults:
 
 
 PENALTY = "repetition_penalty"
-DRAWN_BY = (*SAMPLING_OPTIONS, PENALTY, "frequency_penalty")
+DRAWN_BY = (*SHAPING, PENALTY, "frequency_penalty")
 """The options that may be among a model's sampling options."""
 GREEDY = SamplingDefaults({}, "as models with an encoder do")
 FALLBACK = SamplingDefaults({"temperature": 0.7, "top_p": 0.9, PENALTY: 1.1}, "as specbeam does by default")
@@ -198,15 +199,15 @@ def sampling_defaults(lm: LanguageModel, own: Mapping[str, float] | None = None)
 def _of_checkpoint(lm: LanguageModel, own: Mapping[str, float]) -> SamplingDefaults | None:
     """What the checkpoint says; None if it says nothing about sampling, or only that one should."""
     says = lm.generation_defaults
-    settings = {name: says[name] for name in SAMPLING_OPTIONS if name in says}
+    settings = {name: says[name] for name in SHAPING if name in says}
     temperature = settings.get("temperature")
     if says.get("do_sample") is False or (
         temperature is not None and is_number(temperature) and 0 <= temperature < MIN_TEMPERATURE
     ):
         return SamplingDefaults({}, f"as the model's {says.file} says")
-    if not settings or (not says.get("do_sample") and all(NEUTRAL_VALUES[n] == value for n, value in settings.items())):
+    if not settings or (not says.get("do_sample") and all(SHAPING[n] == value for n, value in settings.items())):
         return None
-    settings = {"temperature": NEUTRAL_VALUES["temperature"], **settings, **says.when_sampling}
+    settings = {"temperature": SHAPING["temperature"], **settings, **says.when_sampling}
     try:
         Options.of({**settings, **own})
     except SpecbeamError as error:

@@ -9,52 +9,42 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specbeam.errors import SpecbeamError, shown
+from specbeam.options.declared import SHAPING, names_where
 from specbeam.system.numbers import is_integer, is_real
 
 FILE = "generation_config.json"
 APPLIED = (
+    *names_where(lambda option: option.of_checkpoint in ("fills", "read") and not option.needs),
     "min_length",
-    "min_new_tokens",
-    "repetition_penalty",
     "encoder_repetition_penalty",
-    "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size",
-    "bad_words_ids",
     "sequence_bias",
     "forced_bos_token_id",
     "forced_eos_token_id",
     "exponential_decay_length_penalty",
     "suppress_tokens",
     "begin_suppress_tokens",
-    "eos_token_id",
     "bos_token_id",
     "decoder_start_token_id",
 )
 """Applied to every text. The last two begin the texts of an encoder-decoder model."""
-APPLIED_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-APPLIED_WITH_BEAMS = ("length_penalty", "early_stopping", "renormalize_logits")
+APPLIED_WHEN_SAMPLING = tuple(SHAPING)
+APPLIED_WITH_BEAMS = (
+    *names_where(lambda option: option.of_checkpoint == "fills" and "beams" in option.needs),
+    "renormalize_logits",
+)
 """Without beams, the last of them has no effect on a text: probabilities keep their order and their ratios."""
 NOT_UNDER_A_CONSTRAINT = (
+    *names_where(lambda option: option.of_checkpoint is not None and option.forbids),
     "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size",
-    "bad_words_ids",
     "forced_bos_token_id",
     "forced_eos_token_id",
     "suppress_tokens",
     "begin_suppress_tokens",
 )
 """They forbid or force tokens. A constraint says itself which tokens may follow, and the caller has asked for it."""
-LEFT_TO_THE_CALLER = (
-    "do_sample",
-    "num_beams",
-    "num_beam_groups",
-    "diversity_penalty",
-    "num_return_sequences",
-    "max_length",
-    "max_new_tokens",
-)
+LEFT_TO_THE_CALLER = (*names_where(lambda option: option.of_checkpoint == "left"), "max_length")
 """Never taken from a checkpoint: docs/exactness.md, "Differences from transformers on purpose"."""
 WITHOUT_EFFECT = {
     "a draft changes no text": (
@@ -179,9 +169,9 @@ class GenerationDefaults(dict[str, Any]):
         return SpecbeamError(f"the model's {self.file}: {name}={shown(self[name])} is not allowed: give {allowed}")
 
 
-def is_number(value: Any, whole: bool = False) -> bool:
-    """Whether a value is a number, or a whole number, that arrays can hold."""
-    return (is_integer if whole else is_real)(value) and bool(abs(value) < 2**63)
+def is_number(value: Any, integer: bool = False) -> bool:
+    """Whether a value is a number, or an integer, that arrays can hold."""
+    return (is_integer if integer else is_real)(value) and bool(abs(value) < 2**63)
 
 
 def defaults_of_config(config: Mapping[str, Any]) -> GenerationDefaults:

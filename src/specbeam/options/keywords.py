@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.options.options import Options
+from specbeam.options.declared import OPTIONS
 from specbeam.structured import Constraint
 from specbeam.structured.grammar import OutputSpec
 
@@ -23,7 +22,7 @@ LogitsProcessor = Callable[[Any, Any], Any]
 class OptionKeywords(TypedDict, total=False):
     """The fields of :class:`specbeam.Options`, which says what each does.
 
-    Kept by hand, since type checkers read no code. A test compares it with the fields.
+    ``python -m specbeam.options`` writes them, since type checkers read no code. A test compares them with the fields.
     """
 
     max_new_tokens: int
@@ -72,8 +71,8 @@ def show_option_keywords(function: Function) -> Function:
     signature = inspect.signature(function, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     added = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
-        for field, annotation in zip(fields(Options), get_type_hints(OptionKeywords).values(), strict=True)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default, annotation=annotation)
+        for name, annotation in get_type_hints(OptionKeywords).items()
     ]
     function.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
     return function

@@ -1,15 +1,17 @@
 // The hypotheses of a search that has ended, best first, and how each differs from the best one.
 
+import { UNSET } from "./declared.js";
 import { isWord } from "./run.js";
 import { html, useMemo } from "./vendor/preact.js";
 
 const MOST = 8;
+const penaltyOf = (run) => run.begin.options.length_penalty ?? UNSET.length_penalty;
 
 // Returned hypotheses have their scores from the server. The others are those that the search has found on its way:
 // finished ones, and beams of the last step.
 export function hypothesesOf(run) {
   if (!run.isWhole || run.width === 1) return [];
-  const penalty = run.begin.options.length_penalty ?? 1;
+  const penalty = penaltyOf(run);
   const ends = [...run.nodes.values()].filter((node) => node.score !== null && node.kind !== "masked" && (node.isEnd || node.rank >= 0 && node.depth === run.front && !node.isEnd));
   const returned = run.end.sequences.map(({ token_ids, score, text }) => ({ path: run.pathOf(token_ids), score, text, isReturned: true }));
   const known = new Set(returned.map(({ path }) => path.at(-1)));
@@ -45,7 +47,7 @@ export function Hypotheses({ run }) {
   }, [run, run.isWhole]);
   if (all.length < 2) return null;
   return html`<section class="hypotheses" aria-label="Hypotheses"><h2>The best and its runners-up</h2>
-    <p class="help">Ranked by score: log-probability per token${(run.begin.options.length_penalty ?? 1) === 1 ? "" : `, with length penalty ${run.begin.options.length_penalty}`}. What differs from the best text is marked. ${run.end.sequences.length > 1 ? "" : "The runners-up are those that the search met on its way. “Texts” returns as many as you ask for."}</p>
+    <p class="help">Ranked by score: log-probability per token${penaltyOf(run) === 1 ? "" : `, with length penalty ${penaltyOf(run)}`}. What differs from the best text is marked. ${run.end.sequences.length > 1 ? "" : "The runners-up are those that the search met on its way. “Texts” returns as many as you ask for."}</p>
     <ol>${all.map(({ pieces, score, isReturned, isFinished }, i) => html`<li key=${i} class=${i ? "" : "first"}>
       <span class="score">${score.toFixed(3)}</span>
       <p>${pieces.map(([piece, kind], j) => (kind === "same" ? piece : kind === "other" ? html`<mark key=${j}>${piece.trim() ? piece : piece.replace(/\n/g, "⏎")}</mark>` : html`<del key=${j}>${piece}</del>`))}${!isReturned && !isFinished ? html` <small>not finished</small>` : ""}</p>

@@ -1,31 +1,19 @@
 // The options of a run: their fields, the request that they make, and the link that holds them.
 
+import { OPTIONS } from "./declared.js";
 import { EXAMPLES } from "./examples.js";
 import { html } from "./vendor/preact.js";
 
-const whole = (least, most) => ({ kind: "number", least, most, step: 1 });
 export const FIELDS = [
-  { name: "model", label: "Model", kind: "choice", wide: true, help: "The model that decides every token." },
-  { name: "draft", label: "Draft", kind: "choice", help: "Proposes tokens ahead. It saves passes and changes no text." },
-  { name: "num_beams", label: "Beams", ...whole(1, 64), start: 4, help: "Texts that grow side by side. 1 is greedy search or sampling." },
-  { name: "max_tokens", label: "New tokens", ...whole(1, 4096), start: 48, help: "The text ends after this many tokens at the latest." },
-  { name: "num_draft_tokens", label: "Draft length", kind: "auto", least: 1, most: 64, help: "How far the draft looks ahead. Empty: as far as it pays.", needs: "draft" },
-  { name: "draft_width", label: "Draft width", kind: "auto", least: 1, most: 64, help: "How many continuations are drafted. Empty: as many as pay.", needs: "draft" },
-  { name: "temperature", label: "Temperature", kind: "number", least: 0, most: 2, step: 0.1, start: 0, help: "0 takes the likeliest token. Higher ones draw more freely.", more: true },
-  { name: "top_p", label: "Top p", kind: "number", least: 0.01, most: 1, step: 0.01, help: "Draw among the likeliest tokens that have this probability together.", more: true },
-  { name: "top_k", label: "Top k", ...whole(0, 1000), help: "Draw among this many likeliest tokens. 0 means all.", more: true },
-  { name: "seed", label: "Seed", ...whole(0, 2 ** 31), help: "The same seed draws the same text.", more: true },
-  { name: "n", label: "Texts", ...whole(1, 32), help: "How many of the best beams are returned.", more: true },
-  { name: "length_penalty", label: "Length penalty", kind: "number", least: -2, most: 5, step: 0.1, help: "Above 0, longer beams rank better.", more: true },
-  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", least: 0.5, most: 2, step: 0.05, help: "Above 1, tokens that occurred get less likely.", more: true },
-  { name: "no_repeat_ngram_size", label: "No repeated n-grams", ...whole(0, 20), help: "No run of this many tokens comes twice. 0 allows all.", more: true },
+  { name: "model", label: "Model", kind: "choice", wide: true, help: "The model that decides every token.", chat: {} },
+  { name: "draft", label: "Draft", kind: "choice", help: "Proposes tokens ahead. It saves passes and changes no text.", chat: {} },
+  ...OPTIONS,
   { name: "structured_outputs", label: "Only these answers", kind: "lines", wide: true, help: "One per line: the text is one of them. Begin each with a space if it goes on from a text.", more: true },
   { name: "schema", label: "JSON schema", kind: "schema", wide: true, help: "The text is JSON that is valid by it. The model does not see it, so say in the prompt what you want.", beside: true },
-  { name: "stop", label: "Stop text", kind: "text", help: "The text ends before this string.", more: true },
 ];
 // The chat has settings of its own. What is empty is left to the server.
-const OWN = { max_tokens: { start: 512 }, temperature: { start: "", more: false }, top_p: { more: false }, top_k: {}, repetition_penalty: {}, seed: {} };
-export const CHAT_FIELDS = FIELDS.filter(({ name }) => ["model", "draft"].includes(name) || name in OWN).map((field) => ({ ...field, ...OWN[field.name], isServers: ["temperature", "top_p", "top_k", "repetition_penalty"].includes(field.name) }));
+export const CHAT_FIELDS = FIELDS.filter(({ chat }) => chat).map((field) => ({ ...field, ...field.chat }));
+export const needs = (field, ...things) => (field.needs || []).some((need) => things.includes(need));
 const startOf = (fields) => Object.fromEntries(fields.map((field) => [field.name, field.start ?? ""]));
 export const START = { ...startOf(FIELDS), prompt: "", as: "chat" };
 export const CHAT_START = startOf(CHAT_FIELDS);
@@ -33,6 +21,7 @@ export const LIKELIEST = 10;
 export const linesOf = (text) => (text || "").split("\n").filter((line) => line.trim());
 export const CONTROLS = "controls"; // the form that the options belong to, wherever they stand
 
+const hasDraft = (form) => Boolean(form.draft) && form.draft !== "none";
 const startIn = (view) => (view === "chat" ? CHAT_START : START);
 
 // A view and its form from the address.
@@ -58,8 +47,8 @@ export function bodyOf(form) {
     if (kind === "schema") { if (value.trim()) body.structured_outputs = { ...body.structured_outputs, json: value }; continue; }
     body[name] = kind === "number" || kind === "auto" ? Number(value) : value;
   }
-  if (body.num_beams === 1) { delete body.num_beams; delete body.n; delete body.length_penalty; }
-  if (body.draft === "none" || !body.draft) { delete body.num_draft_tokens; delete body.draft_width; }
+  const missing = [...(body.num_beams === 1 ? ["beams", "several"] : []), ...(hasDraft(body) ? [] : ["draft"])];
+  for (const field of FIELDS) if (needs(field, ...missing)) delete body[field.name];
   if (body.temperature === 0 || body.num_beams) delete body.seed;
   return body;
 }
@@ -106,7 +95,7 @@ export function Controls({ form, set, setForm, model, error, onGo, run, go, chil
 export function Options({ fields = FIELDS, form, set, model, models, error }) {
   const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${ofField(error, field, form)}
     choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []}
-    off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
+    off=${needs(field, "draft") && !hasDraft(form)} />`;
   return html`<section class="options" aria-label="Options"><div class="fields">${fields.filter((field) => !field.more && !field.beside).map(one)}</div>
     <details class="more" open=${fields.some((field) => isUsed(field, form, error)) || undefined}><summary>More options</summary><div class="fields">${fields.filter((field) => field.more).map(one)}</div></details></section>`;
 }

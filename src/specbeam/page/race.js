@@ -1,13 +1,13 @@
 // The same prompt in two ways, side by side.
 
 import { useFrames } from "./hooks.js";
-import { Controls, FIELDS, Options, requestOf } from "./options.js";
+import { Controls, FIELDS, Options, needs, requestOf } from "./options.js";
 import { AsText, Cut, Numbers } from "./panel.js";
 import { isWord } from "./run.js";
 import { html, useRef, useState } from "./vendor/preact.js";
 
 const REPEATS = 3, MOST_SECONDS = 8; // a race is run this often, unless it would take longer
-const RACED = FIELDS.filter(({ name }) => !["n", "length_penalty"].includes(name));
+const RACED = FIELDS.filter((field) => field.name === "num_beams" || !needs(field, "beams", "several"));
 
 export function RacePage(all) {
   const { shared, start, redraw, setSays } = all;

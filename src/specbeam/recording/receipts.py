@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import SpecbeamError, shown
+from specbeam.options.declared import OBJECTS, names_where
 from specbeam.options.generation_defaults import APPLIED, APPLIED_WHEN_SAMPLING, APPLIED_WITH_BEAMS, GenerationDefaults
 from specbeam.options.options import Options
 from specbeam.results import DIGITS, INPUTS_FORMAT, Result, Sequence, receipt_of
@@ -24,13 +25,8 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
 
 CUT_SHORT = ("cancelled", "timeout")
 """The reasons of an end that no other run has at the same token."""
-CHANGE_NO_TOKEN = (
-    *("num_draft_tokens", "draft_width", "draft_budget", "draft_temperature", "draft_top_k"),
-    *("bound_rule", "share_prefix", "top_logprobs", "trace"),
-)
+CHANGE_NO_TOKEN = names_where(lambda option: not option.changes_text)
 """Options on which no token and no score depends. So a speculative run has the receipt of its plain twin."""
-OBJECTS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-"""Options that are objects of the caller, which no file can hold. A constraint may be described by plain data."""
 DESCRIBED = tuple(OUTPUT_SPECS.values())
 
 
@@ -54,11 +50,7 @@ class Saved:
 
     @classmethod
     def read(cls, value: Any) -> Saved:
-        """The object that ``specbeam generate --json`` prints.
-
-        Raises:
-            SpecbeamError: a field is missing or wrong.
-        """
+        """The object that ``specbeam generate --json`` prints."""
         if isinstance(value, dict) and "inputs" not in value:
             raise SpecbeamError('it has no "inputs" to make it again from: save results with specbeam generate --json')
         inputs = _field(value, "inputs", dict)
@@ -135,10 +127,10 @@ class Saved:
     def other_score(self, result: Result) -> str | None:
         """The first log-probability or score that has other bits; None if there is none."""
         for number, (theirs, ours) in enumerate(zip(self.sequences, result.sequences, strict=True), 1):
-            numbers = [(theirs.log_prob, ours.log_prob, "log_prob"), (theirs.score, ours.score, "score")]
+            pairs = [(theirs.log_prob, ours.log_prob, "log_prob"), (theirs.score, ours.score, "score")]
             for at, pair in enumerate(zip(theirs.log_probs, ours.log_probs, strict=False), 1):
-                numbers.append((*pair, f"log_prob of token {at}"))
-            for a, b, name in numbers:
+                pairs.append((*pair, f"log_prob of token {at}"))
+            for a, b, name in pairs:
                 if a != b:
                     return f"the {name} of sequence {number} is {a} there and {b} here"
         return None

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from specbeam.options.surfaces import page_script
 from specbeam.recording.events import Event, event_line
 
 PAGE = Path(__file__).parents[1] / "page"
@@ -52,7 +53,8 @@ def replay_page(recording: Iterable[Event], title: str) -> str:
         return (PAGE / name).read_text(encoding="utf-8")
 
     names = ["vendor/preact.js", *sorted(file.name for file in PAGE.glob("*.js"))]
-    scripts = {f"page/{name}": IMPORT.sub(r'from "page/\1"', read(name)) for name in names}
+    texts = {"declared.js": page_script(), **{name: read(name) for name in names}}
+    scripts = {f"page/{name}": IMPORT.sub(r'from "page/\1"', text) for name, text in texts.items()}
     lines = "".join(f"{event_line(event)}\n" for event in recording)
     return TEMPLATE.format(
         policy=POLICY,

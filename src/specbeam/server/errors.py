@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from specbeam.errors import ConstraintError, NotFinite, QueueFull, SpecbeamError
+from specbeam.options.declared import OPTIONS
 from specbeam.options.names import nearest_name
-from specbeam.options.options import Options
 from specbeam.plugins import PluginError
 
 M = TypeVar("M", bound=BaseModel)
@@ -22,7 +22,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 """OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
 TYPE_NAMES = ("str", "int", "float", "bool")
 REMOVE_IT = " is not supported: remove it"
-OPTION = re.compile(rf"\b({'|'.join(one.name for one in fields(Options))})\b")
+OPTION = re.compile(rf"\b({'|'.join(OPTIONS)})\b")
 
 
 @dataclass(eq=False)

@@ -5,15 +5,16 @@ A field that cannot be honoured is refused by its name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, create_model, model_validator
 from pydantic_core import PydanticKnownError
 
 from specbeam.errors import SpecbeamError
+from specbeam.options.declared import MAX_LOGIT_BIAS, OPTIONS, SHAPING, Kind, Option
 from specbeam.options.names import OTHER_NAMES
-from specbeam.options.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
+from specbeam.options.options import Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
 from specbeam.server.ignored_fields import PENALTY_WINDOWS, Fields, with_ignored_fields, without_nulls
@@ -23,6 +24,8 @@ from specbeam.server.models import ServedModel
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
 MAX_STOP_STRINGS = 64
+MADE = ("max_new_tokens", "num_beams", "num_return_sequences", "seed", "eos_token_id")
+"""The options that a plan makes of several fields, or of a field that each endpoint has."""
 
 
 def whole(value: Any) -> Any:
@@ -36,12 +39,10 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]+$")]
 """A token id as a name in an object."""
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 Count = Annotated[Whole, Field(ge=1, lt=2**31)]
-CountOrZero = Annotated[Whole, Field(ge=0, lt=2**31)]
 NewTokens = Count | Literal[-1]
 """How many new tokens there are at most. -1: as many as the context has left."""
 TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
 """How many of the likeliest tokens to return for each place."""
-Size = Count | Literal["auto"]
 
 
 def content_of(content: Any, message: ValidationInfo) -> Any:
@@ -68,17 +69,7 @@ class OpenAIDecoding(Fields):
 
     model: str | None = Field(None, description="A name from /v1/models. The first model if it is left out.")
     n: Count | None = Field(None, description="Texts for each prompt. With beams they are the best ones.")
-    temperature: float | None = Field(
-        None, ge=0, description="The model's default if it is left out and there are no beams. 0: greedy."
-    )
-    top_p: float | None = Field(None, gt=0, le=1, description="The model's default if it is left out and one samples.")
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(without_nulls)] | None = Field(
-        None, description="Added to scores, by token id."
-    )
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, and has no effect.")
@@ -87,36 +78,50 @@ class OpenAIDecoding(Fields):
     )
 
 
+def type_of(option: Option) -> Any:
+    """The values of a field that sets an option."""
+    limits: dict[str, Any] = {}
+    if option.range is not None:
+        low, high = option.range.low, option.range.high
+        limits["gt" if option.range.exclusive else "ge"] = 0 if option.range.or_zero else low
+        limits |= {"le": high} if high < 2**31 else {"lt": 2**31}
+    integer: Any = Annotated[int, Field(**limits), BeforeValidator(whole)]
+    kinds: dict[Kind, Any] = {
+        Kind.INTEGER: integer,
+        Kind.NUMBER: Annotated[float, Field(**limits)],
+        Kind.FLAG: bool,
+        Kind.SIZE: integer | Literal["auto"],
+        Kind.STOPPING: bool | Literal["never"],
+        Kind.BIASES: Annotated[dict[TokenKey, Bias], BeforeValidator(without_nulls)],
+        Kind.TOKENS: list[TokenId],
+        Kind.TEXTS: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)],
+    }
+    return kinds[option.kind]
+
+
+def with_options(model: type[Decoding]) -> type[Decoding]:
+    """The class with a field for each option that has none of its own there, with other values than the option's."""
+    made: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        if option.http_name is not None and option.http_name not in model.model_fields and name not in MADE:
+            says = option.sentence
+            says += " The model's default if it is left out." if option.of_checkpoint in ("fills", "read") else ""
+            made[option.http_name] = (type_of(option) | None, Field(None, description=says))
+    return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **made)
+
+
 @with_ignored_fields
+@with_options
 class Decoding(OpenAIDecoding):
     """The fields that all endpoints for texts share: OpenAI's, and vLLM's and specbeam's after them."""
 
     top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 and 0: all tokens.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    no_repeat_ngram_size: CountOrZero | None = None
-    min_tokens: CountOrZero | None = Field(
-        None,
-        description="Neither an end token nor a stop string ends the text before this many tokens. The model's own if "
-        "it is left out.",
-    )
     ignore_eos: bool | None = Field(None, description="Do not end at an end-of-sequence token.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Further tokens that end the text.")
     num_beams: Count | None = Field(None, description="Beam search with this many beams. n is at most this.")
     use_beam_search: bool | None = Field(None, description="Beam search with best_of or n beams, as in vLLM.")
     best_of: Count | None = Field(None, description="Beams; or samples, and the n likeliest per token are returned.")
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    num_beam_groups: Count | None = None
-    diversity_penalty: float | None = Field(None, ge=0)
-    distinct: bool | None = None
     draft: str | None = Field(None, description='The name of a draft, "ngram", "suffix" or "none".')
-    num_draft_tokens: Size | None = None
-    draft_width: Size | None = None
-    draft_budget: Size | None = None
-    draft_temperature: float | None = None
-    draft_top_k: CountOrZero | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower ones start first.")
     response_format: ResponseFormat | None = Field(None, description="The answer is JSON, or valid by a JSON Schema.")
     structured_outputs: StructuredOutputs | None = Field(
@@ -181,8 +186,9 @@ class Decoding(OpenAIDecoding):
             raise Refusal(f"best_of={self.best_of} is less than n={self.n}: give at least n", "best_of")
         if self.stream and self.best_of is not None and not self.use_beam_search and self.best_of > (self.n or 1):
             raise Refusal("best_of cannot be streamed: all its texts must end before the best one is known", "best_of")
-        has_penalties = self.repetition_penalty not in (None, 1) or self.frequency_penalty or self.presence_penalty
-        for name in PENALTY_WINDOWS if has_penalties else ():
+        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        penalizes = any(getattr(self, name) not in (None, OPTIONS[name].unset) for name in penalties)
+        for name in PENALTY_WINDOWS if penalizes else ():
             if (value := getattr(self, name)) not in (None, -1):
                 raise Refusal(f"{name}={value:g} is not supported: penalties count over all tokens. Remove it", name)
 
@@ -215,27 +221,25 @@ class Decoding(OpenAIDecoding):
             raise Refusal(f"n={n} is more than num_beams={beams}: give at most {beams}, or more beams", "n")
         if choices and searches and n > len(choices):
             raise Refusal(f"n={n} is more than the {len(choices)} texts of structured_outputs.choice", "n")
-        if (self.min_tokens or 0) > max_tokens:
-            raise Refusal(f"min_tokens={self.min_tokens} is more than {field}={max_tokens}", "min_tokens")
-        values = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
+        names = {name: option.http_name for name, option in OPTIONS.items() if option.http_name is not None}
+        values = {n: value for n in names if n not in MADE and (value := getattr(self, names[n])) is not None}
+        names |= {"max_new_tokens": field, "constraint": constrained_by}
+        if (least := values.get("min_new_tokens", 0)) > max_tokens:
+            raise Refusal(f"min_tokens={least} is more than {field}={max_tokens}", "min_tokens")
         if self.top_k is not None:
             values["top_k"] = max(self.top_k, 0)
-        values |= {name: value for name, given in RENAMED.items() if (value := getattr(self, given)) is not None}
         if self.ignore_eos or self.stop_token_ids:
             ends = () if self.ignore_eos else model.lm.eos_token_ids
             values["eos_token_id"] = sorted({*ends, *(self.stop_token_ids or ())})
         if searches:
             values |= {"num_beams": beams, "num_return_sequences": n}
         else:
-            values = {name: value for name, value in values.items() if value != NEUTRAL_OF_BEAMS.get(name)}
+            values = {
+                name: value
+                for name, value in values.items()
+                if "beams" not in OPTIONS[name].needs or value != OPTIONS[name].unset  # clients also send defaults
+            }
         values |= {"max_new_tokens": max(max_tokens, 1), "top_logprobs": top}
-        names = {
-            **RENAMED,
-            "max_new_tokens": field,
-            "num_return_sequences": "n",
-            "eos_token_id": "stop_token_ids",
-            "constraint": constrained_by,
-        }
         try:
             options = Options.of(model.sampling.fill(values, searches=searches))
             if self.seed is not None and options.samples:  # a text that is not drawn is the same for each seed
@@ -243,7 +247,7 @@ class Decoding(OpenAIDecoding):
         except SpecbeamError as error:
             raise refusal_of(error, names) from error
         if searches and not options.samples:
-            for name, neutral in NEUTRAL_VALUES.items():
+            for name, neutral in SHAPING.items():
                 if name != "temperature" and getattr(options, name) not in (None, neutral):
                     raise Refusal(f"{name} has no effect on beams with temperature 0: leave one out", name)
         return Plan(
@@ -258,14 +262,8 @@ class Decoding(OpenAIDecoding):
         )
 
 
-SAME_NAMES = {option.name for option in fields(Options)} & {*Decoding.model_fields} - {"seed", "num_beams"}
-"""Fields that are options of the same name. The plan makes the seed and the beams of several fields."""
 REPEATED_DEFAULTS = {"max_tokens": -1, "repetition_penalty": 1, "typical_p": 1, "min_tokens": 0, "stop": []}
 """What other servers' names of a field may have where the field itself is left out."""
-NEUTRAL_OF_BEAMS = {"length_penalty": 1, "early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0}
-"""Defaults of options of beams, which clients also send without beams."""
-RENAMED = {"stop_strings": "stop", "min_new_tokens": "min_tokens"}
-"""Fields that are options of another name, by the option."""
 
 
 @dataclass(frozen=True)

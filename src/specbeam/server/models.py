@@ -240,7 +240,7 @@ class Models:
 
     Args:
         lms: loaded models by name.
-        drafts: draft models and custom drafters, by name.
+        drafts: draft models, custom drafters and lookups, by name. Lookups have their own names, too.
         default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none". In place
             of a draft model for audio, a model for text has the first one for text, and the reverse.
         sharers: processes of this machine that serve these models, and share its memory.

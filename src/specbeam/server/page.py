@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from specbeam.models.prompts import last_message
+from specbeam.options.surfaces import page_script
 from specbeam.recording.events import begin, end, event_line, rounds
 from specbeam.recording.replay import PAGE, replay_page
 from specbeam.server.call import Call
@@ -53,6 +54,7 @@ def add_page_to(app: FastAPI) -> None:
     """Add a route for each file, and for the page of a replay, which gets its recording in the browser."""
     files = [file for file in PAGE.rglob("*") if file.suffix in TYPES]
     contents = {file.relative_to(PAGE).as_posix(): file.read_bytes() for file in files}
+    contents["declared.js"] = page_script().encode()
     contents["replay.html"] = replay_page([], "A run of specbeam").encode()
     for name, content in contents.items():
         path = "/" if name == "index.html" else PREFIX + name

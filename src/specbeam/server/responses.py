@@ -267,7 +267,7 @@ class ResponseAnswer:
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump(by_alias=True, exclude={"return_"}) for tool in fields.tools or []],
             "top_logprobs": fields.top_logprobs or 0,
-            "top_p": 1.0 if options.top_p is None else options.top_p,
+            "top_p": options["top_p"],
             "truncation": "disabled",
             "usage": None,
             "user": fields.user,

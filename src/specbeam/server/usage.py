@@ -95,7 +95,7 @@ def _vllm_metrics(call: Call, results: Sequence[Result]) -> dict[str, Any] | Non
             "num_spec_steps": sum(histogram),
             "num_accepted_draft_tokens": stats.accepted,
             "num_draft_tokens": stats.drafted,
-            "num_spec_tokens": call.plan.options.draft_size("num_draft_tokens"),
+            "num_spec_tokens": call.plan.options.draft_sizes["num_draft_tokens"],
         }
     }
 

@@ -9,8 +9,10 @@ from math import isfinite
 from typing import Any
 
 from specbeam.errors import SpecbeamError, shown
+from specbeam.options.declared import OPTIONS, Need
 from specbeam.options.generation_defaults import is_number
 from specbeam.options.options import check_names
+from specbeam.options.values import checked
 from specbeam.speech.vocabulary import TASKS, code_of
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -82,9 +84,9 @@ class Settings:
     task: str = "transcribe"
     num_beams: int = 5
     best_of: int = 5
-    length_penalty: float = 1.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
+    length_penalty: float = OPTIONS["length_penalty"].unset
+    repetition_penalty: float = OPTIONS["repetition_penalty"].unset
+    no_repeat_ngram_size: int = OPTIONS["no_repeat_ngram_size"].unset
     temperature: Any = TEMPERATURES
     seed: int = 0
     compression_ratio_threshold: float | None = 2.4
@@ -114,12 +116,11 @@ class Settings:
         self._check("language", self.language is None or isinstance(self.language, str), "a code such as 'en', or None")
         if self.language is not None:
             object.__setattr__(self, "language", code_of(self.language))
-        for name in ("num_beams", "best_of", "num_return_sequences"):
-            self._check(name, _is_number(getattr(self, name), whole=True) and getattr(self, name) >= 1, "at least 1")
-        seed = self.seed
-        self._check("seed", _is_number(seed, whole=True) and 0 <= seed < 2**63, "0 to 2**63 - 1")
-        new = self.max_new_tokens
-        self._check("max_new_tokens", new is None or (_is_number(new, whole=True) and new >= 1), "at least 1, or None")
+        for own in fields(self):
+            option, value = OPTIONS.get(own.name), getattr(self, own.name)
+            if option is not None and option.speech and (value is not None or own.default is not None):
+                object.__setattr__(self, own.name, checked(option, value))
+        self._check("best_of", _is_number(self.best_of, integer=True) and self.best_of >= 1, "at least 1")
         for name in ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold"):
             value = getattr(self, name)
             self._check(name, value is None or _is_number(value), "a number, or None")
@@ -136,21 +137,25 @@ class Settings:
                 raise SpecbeamError(f"hallucination_silence_threshold={silence:g} needs word_timestamps")
         for name in ("prepend_punctuations", "append_punctuations"):
             self._check(name, isinstance(getattr(self, name), str), "a text")
-        top = self.top_logprobs
-        self._check("top_logprobs", top is None or (_is_number(top, whole=True) and top >= 0), "0 or more, or None")
         self._check("hotwords", self.hotwords is None or isinstance(self.hotwords, str), "a text, or None")
         self._check_vad_parameters()
         temperatures = self._numbers("temperature", "0, a number over 0, or several of them, such as (0.0, 0.2)")
-        known = all(value == 0 or 1e-5 <= value <= 1e5 for value in temperatures)
-        self._check("temperature", bool(temperatures) and known, "0, or 0.00001 to 100000")
+        allowed = OPTIONS["temperature"].range
+        assert allowed is not None
+        self._check("temperature", temperatures and all(value in allowed for value in temperatures), allowed.words)
         limit = "num_beams" if 0 in temperatures else "best_of"
         several, most = self.num_return_sequences, getattr(self, limit)
         self._check("num_return_sequences", several <= most, f"at most {limit}={most}")
         suppressed = () if self.suppress_tokens is None else self.suppress_tokens
         object.__setattr__(self, "suppress_tokens", suppressed)
-        self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", whole=True)
+        self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", integer=True)
         self._make_clips()
         self._make_initial_prompt()
+
+    def options_with(self, *needs: Need) -> dict[str, Any]:
+        """The options of a search that have an effect with something, or always."""
+        shared = (own.name for own in fields(self) if own.name in OPTIONS and OPTIONS[own.name].speech)
+        return {name: getattr(self, name) for name in shared if OPTIONS[name].needs == {*needs}}
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
@@ -178,7 +183,7 @@ class Settings:
         check_names(given, own, "VAD parameter")
         for name, value in given.items():
             milliseconds = name.endswith("_ms")
-            fits = _is_number(value, whole=milliseconds) and value >= 0 if value is not None else defaults[name] is None
+            fits = _is_number(value, milliseconds) and value >= 0 if value is not None else defaults[name] is None
             allowed = "milliseconds, 0 or more" if milliseconds else "a number, 0 or more"
             if not fits:
                 raise SpecbeamError(f"vad_parameters: {name}={shown(value)} is not allowed: give {allowed}")
@@ -197,22 +202,22 @@ class Settings:
     def _make_initial_prompt(self) -> None:
         given = self.initial_prompt
         if given is not None and not isinstance(given, str):
-            self._numbers("initial_prompt", "a text, or token ids", whole=True)
+            self._numbers("initial_prompt", "a text, or token ids", integer=True)
 
-    def _numbers(self, name: str, allowed: str, whole: bool = False) -> tuple[Any, ...]:
+    def _numbers(self, name: str, allowed: str, integer: bool = False) -> tuple[Any, ...]:
         """Check one number or several, and make them a tuple."""
         given = getattr(self, name)
         several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
         numbers = tuple(given) if several else (given,)
-        self._check(name, all(_is_number(number, whole) for number in numbers), allowed)
-        numbers = tuple(int(number) if whole else float(number) for number in numbers)
+        self._check(name, all(_is_number(number, integer) for number in numbers), allowed)
+        numbers = tuple(int(number) if integer else float(number) for number in numbers)
         object.__setattr__(self, name, numbers)
         return numbers
 
-    def _check(self, name: str, holds: bool, allowed: str) -> None:
+    def _check(self, name: str, holds: object, allowed: str) -> None:
         if not holds:
             raise SpecbeamError(f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}")
 
 
-def _is_number(value: Any, whole: bool = False) -> bool:
-    return is_number(value, whole) and isfinite(value)
+def _is_number(value: Any, integer: bool = False) -> bool:
+    return is_number(value, integer) and isfinite(value)

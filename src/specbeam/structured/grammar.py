@@ -1,7 +1,7 @@
 """Constraints by a grammar: JSON schemas, regular expressions and context-free grammars.
 
-llguidance parses them (https://github.com/guidance-ai/llguidance). A description is plain data, and refuses what cannot
-be enforced. The automaton that it makes for a model serves any number of requests.
+llguidance parses them (https://github.com/guidance-ai/llguidance). An output spec is plain data, and refuses what
+cannot be enforced. The automaton that it makes for a model serves any number of requests.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ PRIVATE = "\ue000"
 """A character without a meaning."""
 NO_TEXT = "NoExtension"
 """The error of a parser that nothing can follow begins so."""
-MAX_TEXTS, MAX_STEPS = 256, 5_000
+MAX_LISTED_TEXTS, MAX_LISTING_STEPS = 256, 5_000
 """A longer list is not made, nor one that takes more steps: a step takes 20 microseconds."""
-LEXER_FUEL = 5_000
+LISTING_FUEL = 5_000
 """For a step: 0.4 milliseconds at most."""
 
 
@@ -82,7 +82,7 @@ class OutputSpec(ABC):
         """The constraint for a model that :func:`specbeam.load` returned.
 
         Raises:
-            SpecbeamError: the model has no tokenizer, or no text of its tokens satisfies the description.
+            SpecbeamError: the model has no tokenizer, or no text of its tokens satisfies the spec.
         """
 
     def listed(self, lm: Any) -> TokenTrie | None:
@@ -93,13 +93,13 @@ class OutputSpec(ABC):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The description as JSON can hold it, which :func:`output_spec_of` reads."""
+        """The spec as JSON can hold it, which :func:`output_spec_of` reads."""
         name = next(name for name, kind in OUTPUT_SPECS.items() if kind is type(self))
         return {name: {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}}
 
 
 class Parsed(OutputSpec):
-    """A description that llguidance parses.
+    """An output spec that llguidance parses.
 
     Attributes:
         lexer_fuel: the work of llguidance's lexer for one mask, about 14,000 in a millisecond; None for its own limit.
@@ -134,11 +134,7 @@ class Parsed(OutputSpec):
         return self.text
 
     def trial(self) -> Trial:
-        """What comes of its compilation, in a process with limits.
-
-        Raises:
-            SpecbeamError: the compilation exceeds a limit.
-        """
+        """What comes of its compilation, in a process with limits."""
         try:
             return trial(self.text_in_bytes, self.is_forcing, self.lexer_fuel, self.max_symbols)
         except TooCostly as error:
@@ -357,15 +353,11 @@ class Choice(OutputSpec):
 
 
 OUTPUT_SPECS: dict[str, Any] = {"json_schema": JsonSchema, "regex": Regex, "grammar": Grammar, "choice": Choice}
-"""The descriptions by the names that they have in files. Each is made of one value of JSON."""
+"""The output specs by the names that they have in files. Each is made of one value of JSON."""
 
 
 def output_spec_of(value: Any) -> OutputSpec:
-    """A description that was saved (:meth:`OutputSpec.to_dict`).
-
-    Raises:
-        SpecbeamError: it is none, or cannot be enforced.
-    """
+    """An output spec that was saved (:meth:`OutputSpec.to_dict`)."""
     try:
         ((name, given),) = value.items()
         made: OutputSpec = OUTPUT_SPECS[name](**given)
@@ -384,36 +376,36 @@ class _State:
 
     Attributes:
         forced: tokens that follow the parser's because no other is allowed. Empty if that is not known, or not so.
-        place: of the next of these.
+        index: of the next of these.
         mask: of the tokens that may follow; None if that is not known.
     """
 
-    __slots__ = ("forced", "mask", "matcher", "place")
+    __slots__ = ("forced", "index", "mask", "matcher")
 
-    def __init__(self, matcher: Any, forced: Sequence[int] = (), place: int = 0) -> None:
+    def __init__(self, matcher: Any, forced: Sequence[int] = (), index: int = 0) -> None:
         self.matcher = matcher
         self.forced = forced
-        self.place = place
+        self.index = index
         self.mask: NDArray[np.uint8] | None = None
 
 
 class GrammarConstraint:
-    """The automaton of a description over a model's tokens: a :class:`specbeam.constraints.Constraint`.
+    """The automaton of an output spec over a model's tokens: a :class:`specbeam.constraints.Constraint`.
 
     The mask says which tokens may follow. Where the grammar forces bytes, it allows only the tokens that the tokenizer
     makes of them.
 
     Raises:
-        SpecbeamError: the model has no tokenizer, or no text satisfies the description.
+        SpecbeamError: the model has no tokenizer, or no text satisfies the spec.
     """
 
-    def __init__(self, description: Parsed, lm: Any) -> None:
-        self.spec = description
+    def __init__(self, spec: Parsed, lm: Any) -> None:
+        self.spec = spec
         self._tokenizer = _tokenizer_of(lm)
         self._ends = np.array(sorted(self._tokenizer.eos_tokens), dtype=np.int64)
-        description.trial()
-        limited = limits(description.lexer_fuel, description.max_symbols)
-        matcher = _llguidance().LLMatcher(self._tokenizer, description.text, log_level=0, limits=limited)
+        spec.trial()
+        limited = limits(spec.lexer_fuel, spec.max_symbols)
+        matcher = _llguidance().LLMatcher(self._tokenizer, spec.text, log_level=0, limits=limited)
         self.spec.check_parser(matcher)
         self.start = _State(matcher)
         self.mask(self.start, self._tokenizer.vocab_size)  # the first one may take long, or reach a limit
@@ -425,8 +417,8 @@ class GrammarConstraint:
         mask = self.mask(state, self._tokenizer.vocab_size)
         if token // 8 >= len(mask) or not mask[token // 8] >> token % 8 & 1:
             return None
-        if state.place + 1 < len(state.forced):
-            return _State(state.matcher, state.forced, state.place + 1)
+        if state.index + 1 < len(state.forced):
+            return _State(state.matcher, state.forced, state.index + 1)
         matcher = state.matcher.deep_copy()  # a matcher that was rolled back may give wrong masks
         matcher.consume_tokens([*state.forced] or [token])
         self.spec.check_parser(matcher)
@@ -454,21 +446,21 @@ class GrammarConstraint:
 
     def _forced(self, state: _State) -> NDArray[np.uint8]:
         """The mask of a state within forced tokens."""
-        token = state.forced[state.place]
+        token = state.forced[state.index]
         bits = np.zeros(-(-self._tokenizer.vocab_size // 8), np.uint8)
         bits[token // 8] = 1 << token % 8
         return bits
 
 
-def _check_text(description: Parsed, text: Any) -> None:
+def _check_text(spec: Parsed, text: Any) -> None:
     if not isinstance(text, str):
-        raise ConstraintError(f"a {description.kind} is a text, and no {type(text).__name__}")
+        raise ConstraintError(f"a {spec.kind} is a text, and no {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise description._refused(HALF_A_PAIR) from None
+        raise spec._refused(HALF_A_PAIR) from None
     if len(text) > MAX_GRAMMAR_BYTES:
-        raise description._refused(f"it has {len(text):,} characters, and {MAX_GRAMMAR_BYTES:,} are allowed")
+        raise spec._refused(f"it has {len(text):,} characters, and {MAX_GRAMMAR_BYTES:,} are allowed")
 
 
 def _llguidance() -> Any:
@@ -487,10 +479,10 @@ def without_special_texts(tokenizer: str) -> str:
     So "<|im_end|>" in a schema is a text of ordinary tokens, and no control token. llguidance takes all added tokens in
     angle brackets for such.
     """
-    described = json.loads(tokenizer)
-    model = described["model"]
+    serialized = json.loads(tokenizer)
+    model = serialized["model"]
     vocab, renamed = model.get("vocab", {}), set[str]()
-    for token in described["added_tokens"]:
+    for token in serialized["added_tokens"]:
         number, text = token["id"], token["content"]
         if token["special"] or (text.startswith("<") and text.endswith(">")):
             token["special"] = True
@@ -503,7 +495,7 @@ def without_special_texts(tokenizer: str) -> str:
     if renamed and model.get("merges"):  # a special token may have been an ordinary one
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         model["merges"] = [pair for pair in pairs if renamed.isdisjoint((*pair, "".join(pair)))]
-    return json.dumps(described)
+    return json.dumps(serialized)
 
 
 def prepare(lm: Any) -> None:
@@ -543,7 +535,7 @@ def texts_of(grammar: str, max_symbols: int) -> tuple[str, ...] | None:
     """All texts of a grammar as llguidance reads it; None if there are many, or if it takes long to find them."""
     from llguidance import LLMatcher
 
-    start = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limits(LEXER_FUEL, max_symbols))
+    start = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limits(LISTING_FUEL, max_symbols))
     found, level, steps = list[bytes](), [(b"", start)], 0
     while level:
         below = list[tuple[bytes, Any]]()
@@ -558,7 +550,7 @@ def texts_of(grammar: str, max_symbols: int) -> tuple[str, ...] | None:
                 after = matcher.deep_copy()
                 after.consume_token(byte)
                 below.append((text + bytes([byte]), after))
-            if len(found) + len(below) > MAX_TEXTS or steps > MAX_STEPS:
+            if len(found) + len(below) > MAX_LISTED_TEXTS or steps > MAX_LISTING_STEPS:
                 return None
         level = below
     try:

@@ -90,11 +90,7 @@ class NotEnforceable(Exception):
 
 
 def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without annotations, and with patterns that llguidance reads as the standard does.
-
-    Raises:
-        NotEnforceable: something in it cannot be enforced.
-    """
+    """The schema without annotations, and with patterns that llguidance reads as the standard does."""
     multiples: set[int] = set()
     schema = without_inner_identifiers(schema, NAMED)
     made = _enforceable(schema, "#", schema, multiples)
@@ -202,11 +198,7 @@ def _is_exact(name: str, value: float, schema: Mapping[str, Any]) -> bool:
 
 
 def _with_unique_items(schema: dict[str, Any], place: str, root: Any) -> dict[str, Any]:
-    """A schema without ``uniqueItems``, as a list of all arrays if its items have few values.
-
-    Raises:
-        NotEnforceable: its items have too many.
-    """
+    """A schema without ``uniqueItems``, as a list of all arrays if its items have few values."""
     others = {name: value for name, value in schema.items() if name != "uniqueItems"}
     least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_UNIQUE)
     if schema["uniqueItems"] is False or most in (0, 1):
@@ -377,9 +369,6 @@ def closed(pattern: str, place: str) -> str:
 
     llguidance makes bytes of JSON of it. Without this it takes "ab" for a match of ``a\x01b``. And where a set has all
     control characters, it takes ``\"`` and ``\\`` in, although the set may exclude them.
-
-    Raises:
-        NotEnforceable: the expression has a set that means different things in different languages.
     """
     check_flags(pattern, place)
     made: list[str] = []
@@ -396,22 +385,14 @@ def closed(pattern: str, place: str) -> str:
 
 
 def check_flags(pattern: str, place: str) -> None:
-    """Refuse flags of a regular expression that make another language of it.
-
-    Raises:
-        NotEnforceable: there are such flags.
-    """
+    """Refuse flags of a regular expression that make another language of it."""
     for found in FLAGS.finditer(pattern):
         if found[1] is not None and not ALLOWED_FLAGS.issuperset(found[1]):
             raise NotEnforceable(f"{place} has the flags {found[1]}: only i, m and s are allowed")
 
 
 def check_length(pattern: str, place: str) -> None:
-    """Refuse a regular expression that asks for too many characters, in any of its alternatives.
-
-    Raises:
-        NotEnforceable: it does.
-    """
+    """Refuse a regular expression that asks for too many characters, in any of its alternatives."""
     groups = [[0, 0, 0]]  # around a place: characters of the longest alternative, of this one, and of its last part
     for piece in PIECE.finditer(pattern):
         longest, here, last = groups[-1]

@@ -1,8 +1,8 @@
 """Trial compilations: what a grammar costs is found in a child process with limits, before this process compiles it.
 
-A description of a few kilobytes can take all memory or time within one call of llguidance, or overflow its stack, and
+A grammar of a few kilobytes can take all memory or time within one call of llguidance, or overflow its stack, and
 nothing can interrupt such a call. So a grammar is compiled in a child first (:mod:`specbeam.system.child_processes`),
-which is this module run as a program. All descriptions pass it, whatever they are made of.
+which is this module run as a program. All grammars pass it, whatever they are made of.
 """
 
 from __future__ import annotations

@@ -123,11 +123,7 @@ def _padded(outputs: Iterable[Any], tokenizer: Any) -> NDArray[np.int32]:
 
 
 def _tokenized(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """The token ids of texts after a prompt, without special tokens around them.
-
-    Raises:
-        SpecbeamError: there is no tokenizer, or a text is not valid Unicode.
-    """
+    """The token ids of texts after a prompt, without special tokens around them."""
     if tokenizer is None:
         raise SpecbeamError(
             f"a TokenTrie of texts needs the model, for its tokenizer: TokenTrie([{texts[0]!r}, ...], lm)"

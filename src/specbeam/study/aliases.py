@@ -62,13 +62,13 @@ def path_in_our_words(path: Path) -> Path:
 def overrides_in_our_words(overrides: Sequence[Override]) -> list[Override]:
     """Overrides of a command line, in our words."""
     ours = [_override_in_our_words(override) for override in overrides]
-    given = {override.key_or_group: override.value() for override in overrides if not override.is_delete()}
+    values = {override.key_or_group: override.value() for override in overrides if not override.is_delete()}
     for word, name in (
         (before.key_or_group, after.key_or_group) for before, after in zip(overrides, ours, strict=True)
     ):
-        if word in given and given.get(name, given[word]) != given[word]:
+        if word in values and values.get(name, values[word]) != values[word]:
             *above, key = word.split(".")
-            refuse_both(above, key, given[word], given[name])
+            refuse_both(above, key, values[word], values[name])
     return ours
 
 

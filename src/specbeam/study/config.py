@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from specbeam.drafting.resolve import draft_kind
 from specbeam.errors import SpecbeamError, located
 from specbeam.models.model import Placement
+from specbeam.options.declared import OBJECTS, OPTIONS, Need
 from specbeam.options.names import nearest_name
-from specbeam.options.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, SEARCH_OPTIONS, Options
+from specbeam.options.options import Options
 from specbeam.plugins import entry_point_names, is_name
 from specbeam.structured.grammar import OUTPUT_SPECS
 from specbeam.study.tables import KNOWN, custom_name
@@ -22,29 +23,19 @@ MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 64, "num_beams": 4, "num_draft_tokens": "auto"}
 SET_BY_THE_STUDY = ("seed", "trace", "top_logprobs")
 """Options that a study sets itself, or does not record."""
-FUNCTIONS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-"""Options whose values are Python objects."""
-USERS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(SAMPLING_OPTIONS, frozenset({"samples"})),
-    **dict.fromkeys(SEARCH_OPTIONS, frozenset({"has beams"})),
-    **dict.fromkeys(MAX_DRAFT_SIZES, frozenset({"drafts"})),
-    **dict.fromkeys(("draft_temperature", "draft_top_k"), frozenset({"samples", "drafts"})),
-    "bound_rule": frozenset({"has beams"}),
-    "num_return_sequences": frozenset({"returns several texts"}),
+METHODS_WITH: dict[Need, str] = {
+    "sampling": "methods that sample (mode sample, or speculative with do_sample: true)",
+    "draft": "methods that draft (mode speculative or speculative-beam)",
+    "beams": "methods with beams (mode beam or speculative-beam)",
+    "several": "methods with beams and methods that sample",
 }
-"""The traits that a method needs for an option to have an effect. The other options have one in every method."""
-MODES_THAT = {
-    "samples": "methods that sample (mode sample, or speculative with do_sample: true)",
-    "drafts": "methods that draft (mode speculative or speculative-beam)",
-    "has beams": "methods with beams (mode beam or speculative-beam)",
-    "returns several texts": "methods with beams and methods that sample",
-}
+"""The methods that have what an option needs."""
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 WORDS |= {list: "a list", dict: "a mapping"}
 """The types of settings."""
 DECODE_KEYS = (
     *("mode", "strategy", *OUTPUT_SPECS),
-    *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)),
+    *(name for name in OPTIONS if name not in (*SET_BY_THE_STUDY, *OBJECTS)),
 )
 
 
@@ -308,16 +299,16 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
         raise SpecbeamError(f"{place}.do_sample={do_sample!r} is not allowed: give true or false")
     if changes.get("do_sample") and mode not in ("sample", "speculative"):
         raise SpecbeamError(f"methods.{name}.do_sample=true has no effect: {mode} never samples; leave it out")
-    does = traits(mode, bool(do_sample))
+    has = traits(mode, bool(do_sample))
     for key, value in non_default_options(changes).items():
-        if key in USERS and not USERS[key] <= does:
-            raise SpecbeamError(_without_effect(f"methods.{name}.{key}={value}", USERS[key] - does, f"{name} does not"))
+        if missing := needs_of(key) - has:
+            raise SpecbeamError(_without_effect(f"methods.{name}.{key}={value}", missing, f"{name} does not"))
     options = {
         key: value
         for key, value in _not_null(decode).items()
-        if key not in ("mode", "strategy", "do_sample", *OUTPUT_SPECS) and USERS.get(key, frozenset()) <= does
+        if key not in ("mode", "strategy", "do_sample", *OUTPUT_SPECS) and needs_of(key) <= has
     }
-    options["do_sample"] = "samples" in does
+    options["do_sample"] = "sampling" in has
     constraints = [key for key in OUTPUT_SPECS if decode.get(key) is not None]
     if len(constraints) > 1:
         raise SpecbeamError(f"{place} has {' and '.join(constraints)}, and a text has one constraint: leave one out")
@@ -328,27 +319,32 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     options = {key: getattr(checked, key) for key in options}
     load = {key: v[key] for key in load_kinds}
     draft_load = load | ({"quantize": v["draft_quantize"]} if v["draft_quantize"] is not None else {})
-    draft = v["draft_model"] if "drafts" in does else None
+    draft = v["draft_model"] if "draft" in has else None
     return Method(name, mode, options, draft, load, draft_load, strategy=strategy)
 
 
-def traits(mode: str, do_sample: bool) -> frozenset[str]:
-    """The traits of a method, in the words of USERS."""
-    does = {
-        "samples": mode == "sample" or (mode == "speculative" and do_sample),
-        "drafts": mode in ("speculative", "speculative-beam"),
-        "has beams": mode in ("beam", "speculative-beam"),
+def needs_of(key: str) -> frozenset[Need]:
+    """What an option has an effect with. Other keys have one in every method."""
+    return OPTIONS[key].needs if key in OPTIONS else frozenset()
+
+
+def traits(mode: str, do_sample: bool) -> frozenset[Need]:
+    """What a method has of the things that options need."""
+    has: dict[Need, bool] = {
+        "sampling": mode == "sample" or (mode == "speculative" and do_sample),
+        "draft": mode in ("speculative", "speculative-beam"),
+        "beams": mode in ("beam", "speculative-beam"),
     }
-    does["returns several texts"] = does["samples"] or does["has beams"]
-    return frozenset(trait for trait, holds in does.items() if holds)
+    has["several"] = has["sampling"] or has["beams"]
+    return frozenset(need for need, holds in has.items() if holds)
 
 
 def _refuse_without_effect(study: Study, found: list[Method]) -> None:
     """Raise SpecbeamError if an option of ``decode`` or ``draft`` has an effect in none of the methods."""
     done = [traits(method.mode, method.options["do_sample"]) for method in found]
     for key, value in non_default_options(study.decode).items():
-        needs = USERS.get(key, frozenset())
-        if not any(needs <= does for does in done):
+        needs = needs_of(key)
+        if not any(needs <= has for has in done):
             raise SpecbeamError(_without_effect(f"decode.{key}={value}", needs, "no method does"))
     if study.decode.get("do_sample") and not any(method.mode == "speculative" for method in found):
         raise SpecbeamError(
@@ -361,8 +357,8 @@ def _refuse_without_effect(study: Study, found: list[Method]) -> None:
         )
 
 
-def _without_effect(given: str, needs: Set[str], none_does: str) -> str:
-    how = " and ".join(MODES_THAT[need] for need in sorted(needs))
+def _without_effect(given: str, needs: Set[Need], none_does: str) -> str:
+    how = " and ".join(METHODS_WITH[need] for need in sorted(needs))
     unset = f"{given.partition('=')[0]}=null"
     return f"{given} has no effect: it is for {how}, and {none_does}; add such a method, or give {unset}"
 
@@ -378,8 +374,7 @@ def non_default_options(decode: Mapping[str, Any]) -> dict[str, Any]:
 
 def _promise(method: Method) -> str:
     """A key that is equal for methods whose texts must be equal. Drafts and lazy steps change no text."""
-    speed = {"bound_rule", *(key for key, needs in USERS.items() if "drafts" in needs)}
-    decides = {key: value for key, value in method.options.items() if key not in speed}
+    decides = {key: value for key, value in method.options.items() if OPTIONS[key].changes_text}
     return repr((method.strategy, sorted(decides.items()), sorted(method.load.items())))
 
 

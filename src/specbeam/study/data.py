@@ -172,10 +172,10 @@ def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
     )
 
 
-def _columns(given: Columns, record: Mapping[str, Any], row: str) -> Columns:
+def _columns(configured: Columns, record: Mapping[str, Any], row: str) -> Columns:
     """The columns to use: the given names, or the usual ones."""
     columns: dict[str, str | None] = {}
-    for which, column in vars(given).items():
+    for which, column in vars(configured).items():
         if column is None:
             columns[which] = next((name for name in USUAL_COLUMNS[which] if name in record), None)
         else:

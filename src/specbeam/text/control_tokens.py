@@ -51,11 +51,7 @@ class ControlTokens:
         self._finder.add_tokens([AddedToken(token.content, normalized=False) for token in self._added.values()])
 
     def hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]] | None:
-        """The messages with stand-ins, and the characters by their stand-ins; None if there are no control tokens.
-
-        Raises:
-            SpecbeamError: no character is left that could stand in, or something is nested too deeply.
-        """
+        """The messages with stand-ins, and the characters by their stand-ins; None if there are no control tokens."""
         try:
             return self._hide_all(messages)
         except RecursionError:

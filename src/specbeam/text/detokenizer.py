@@ -29,7 +29,7 @@ class TextEnd(NamedTuple):
         settled: this many of the last text's characters can no longer change.
         added: the characters that the last token settled.
         special: the last token written out, if it is one that no text shows.
-        given: characters of the prompt, after the settled ones, that a new token may still complete or change.
+        of_prompt: characters of the prompt, after the settled ones, that a new token may still complete or change.
     """
 
     ids: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class TextEnd(NamedTuple):
     settled: int = 0
     added: str = ""
     special: str = ""
-    given: str = ""
+    of_prompt: str = ""
 
     @property
     def text(self) -> str:
@@ -48,7 +48,7 @@ class TextEnd(NamedTuple):
     def unsettled(self) -> str:
         """The characters at the end that a later token may change, without the prompt's."""
         rest = self.text[self.settled :]
-        return rest[shared_length((self.given, rest)) :] if self.given else rest
+        return rest[shared_length((self.of_prompt, rest)) :] if self.of_prompt else rest
 
 
 class Detokenizer:
@@ -78,11 +78,11 @@ class Detokenizer:
         else:
             settled = 0
         settled = max(settled, end.settled)
-        new, given = text[end.settled : settled], ""
-        if end.given:
-            new = new[shared_length((end.given, new)) :]
-            given = end.given[settled - end.settled :] if settled < len(text) else ""
-        after = TextEnd(ids, texts, settled, new, given=given)
+        new, of_prompt = text[end.settled : settled], ""
+        if end.of_prompt:
+            new = new[shared_length((end.of_prompt, new)) :]
+            of_prompt = end.of_prompt[settled - end.settled :] if settled < len(text) else ""
+        after = TextEnd(ids, texts, settled, new, of_prompt=of_prompt)
         return self._shorten(after) if len(ids) % (2 * MIN_WINDOW_TOKENS) == 0 else after
 
     def end_of(self, tokens: list[int]) -> TextEnd:
@@ -90,8 +90,8 @@ class Detokenizer:
         length = 2 * MIN_WINDOW_TOKENS
         while length < len(tokens):
             text, longer = self._decode(tokens[-length:]), self._decode(tokens[-2 * length :])
-            sure = text.lstrip(INCOMPLETE)  # a window may begin within a character
-            if sure and not sure.endswith(INCOMPLETE) and longer.endswith(sure):
+            complete = text.lstrip(INCOMPLETE)  # a window may begin within a character
+            if complete and not complete.endswith(INCOMPLETE) and longer.endswith(complete):
                 return TextEnd((*tokens[-length:],), (text,), len(text))
             length *= 2
         text = self._decode(tokens)
@@ -105,7 +105,7 @@ class Detokenizer:
         change the prompt's last characters, the text begins with these.
         """
         end = self.end_of(prompt)
-        return end._replace(settled=0, given=end.text)
+        return end._replace(settled=0, of_prompt=end.text)
 
     def _shorten(self, end: TextEnd) -> TextEnd:
         """Let the window begin later, if the decoder's state at its end is surely the same then.
@@ -123,7 +123,7 @@ class Detokenizer:
                 settled = end.settled - (len(end.texts[complete]) - len(texts[complete]))
                 if settled - len(end.added) < 1:  # a decoder may drop the first space of its text
                     break
-                if all(whole.endswith(text) for whole, text in zip(end.texts, texts, strict=True)):
+                if all(longer.endswith(text) for longer, text in zip(end.texts, texts, strict=True)):
                     return end._replace(ids=ids, texts=texts, settled=settled)
             length *= 2
         return end
@@ -212,17 +212,17 @@ class NewText:
         held = written(before.held) if before.held else ""
         text, unsettled = held + (end.special or end.added), end.unsettled
         # If the text ends with a special token, a character is incomplete before it.
-        whole = held + unsettled + end.special if end.special else text + unsettled
-        found = self._find(whole, len(held)) if tokens > self._min_tokens else None
+        full = held + unsettled + end.special if end.special else text + unsettled
+        stop_at = self._find(full, len(held)) if tokens > self._min_tokens else None
         certain_length = self._certain_length(text)
-        if found is None and not held and not end.special and certain_length == len(text):
+        if stop_at is None and not held and not end.special and certain_length == len(text):
             return Progress(end, tokens, text)
         new = Fragment(end.special, False) if end.special else Fragment(end.added)
-        if found is None:
+        if stop_at is None:
             return Progress(end, tokens, *split((*before.held, new), certain_length))
-        last = (Fragment(unsettled), new) if end.special else (new, Fragment(unsettled))
-        certain, _ = split((*before.held, *last), found)
-        return Progress(end, tokens, certain, stopped=whole[found:])
+        rest = (Fragment(unsettled), new) if end.special else (new, Fragment(unsettled))
+        certain, _ = split((*before.held, *rest), stop_at)
+        return Progress(end, tokens, certain, stopped=full[stop_at:])
 
     def rest(self, last: Progress, cancelled: bool = False) -> str:
         """The text that is not certain before it is known that no more tokens come.
@@ -238,8 +238,8 @@ class NewText:
 
     def _find(self, text: str, old: int) -> int | None:
         """The start of the first stop string that has a character after the first ``old`` ones; None without one."""
-        found = [at for stop in self._stop_strings if (at := text.find(stop, max(0, old + 1 - len(stop)))) >= 0]
-        return min(found) if found else None
+        starts = [at for stop in self._stop_strings if (at := text.find(stop, max(0, old + 1 - len(stop)))) >= 0]
+        return min(starts) if starts else None
 
     def _certain_length(self, text: str) -> int:
         """The length of a text before the longest end that begins a stop string."""

@@ -12,11 +12,7 @@ ESCAPE = re.compile(r"\\(.?)", re.DOTALL)
 
 
 def unescaped(text: str) -> str:
-    r"""A typed text, with ``\n``, ``\t``, ``\r`` and ``\\`` read as new line, tab, carriage return and backslash.
-
-    Raises:
-        SpecbeamError: a backslash is followed by something else.
-    """
+    r"""A typed text, with ``\n``, ``\t``, ``\r`` and ``\\`` read as new line, tab, carriage return and backslash."""
 
     def read(found: re.Match[str]) -> str:
         if found[1] not in ESCAPES:

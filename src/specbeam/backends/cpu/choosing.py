@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from specbeam.backends.cpu.library import address, library
 from specbeam.core.callers import returned_scores
 from specbeam.core.selection import MASKED, Edit, Selection, SelectionRequest
+from specbeam.options.declared import SHAPING
 
 JOINED = ("edit_rows", "edit_tokens", "edit_values", "given", "allowed", "streams", "positions")
 """The arrays of a ``Choice`` that join parts of all requests."""
 NOTHING = np.empty(0, np.uint8)
+NO_WARPERS = SHAPING | {"typical_p": 0.0}  # where 1 would not be exact
 
 
 class Choice:
@@ -159,11 +161,8 @@ class Choice:
             "normalize": request.normalize,
             "renormalize": request.renormalize,
             "total": request.total,
-            "top_k": request.top_k or 0,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
-            "top_p": 1.0 if request.top_p is None else request.top_p,
-            "min_p": request.min_p or 0.0,
-            "typical_p": request.typical_p or 0.0,
+            **NO_WARPERS,
+            **dict(request.warpers),
             "seed": seed,
         }
 

@@ -120,6 +120,12 @@ def typical_p(scores: Tensor, p: float) -> Tensor:
     return scores.masked_fill(torch.zeros_like(far).scatter(-1, order, far), MASKED)
 
 
+WARPERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    warp.__name__: warp for warp in (temperature, top_k, top_p, min_p, typical_p)
+}
+"""By the options that ask for them."""
+
+
 class Operations(NamedTuple):
     """The slow operations of selections. A device may have kernels for them."""
 
@@ -285,9 +291,8 @@ def changed(logits: Tensor, request: SelectionRequest, normalizers: Tensor) -> T
         scores = only_the_likeliest(scores, one_of)
     if request.together is not None:
         scores = only_together(scores, *request.together)
-    for warp in (temperature, top_k, top_p, min_p, typical_p):
-        if (value := getattr(request, warp.__name__)) is not None:
-            scores = warp(scores, value)
+    for name, value in request.warpers:
+        scores = WARPERS[name](scores, value)
     if request.renormalize:
         some = scores.amax(-1, keepdim=True) > MASKED  # else they would become NaN
         scores = torch.where(some, scores.log_softmax(-1), scores)
@@ -342,7 +347,6 @@ def _seeds(request: SelectionRequest) -> NDArray[np.uint64]:
 
 def _kind(request: SelectionRequest) -> tuple[Any, ...]:
     """Equal for requests that can be served together. A request with functions of a caller is served alone."""
-    warpers = request.temperature, request.top_k, request.top_p, request.min_p, request.typical_p
     flags = request.top, request.vocab, request.normalize, request.renormalize, request.total
     has_none = request.noise is None, request.allowed is None
     given = None if request.given is None else request.given.shape[1]
@@ -354,7 +358,7 @@ def _kind(request: SelectionRequest) -> tuple[Any, ...]:
         edits,
         request.one_of,
         request.together,
-        *warpers,
+        request.warpers,
         id(request) if request.functions else None,
     )
 

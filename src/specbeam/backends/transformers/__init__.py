@@ -127,11 +127,7 @@ class TransformersBackend(TensorBackend):
 
     @abstractmethod
     def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
-        """Why the model cannot be evaluated at the nodes of a tree, if there is one.
-
-        Args:
-            layer_types: the kinds of its layers.
-        """
+        """Why the model cannot be evaluated at the nodes of a tree, if there is one."""
 
     @abstractmethod
     def _run(self, segments: list[TreeBatch], views: list[Seen], keep: Tensor) -> Tensor:
@@ -351,9 +347,6 @@ def check_weights(model: Any, name: str) -> None:
     """Refuse a model of transformers with weights that are not finite. Each model is read once.
 
     If it is trained later, its logits tell. Buffers are not read, because they may hold masks.
-
-    Args:
-        name: of the model, for the error.
     """
     if model in _checked:
         return

@@ -122,11 +122,7 @@ class Adapter:
         return (columns, rows) if update.embedding else (rows, columns)
 
     def vocab_sizes(self, names: Collection[str]) -> list[int]:
-        """The number of tokens in each tensor that replaces the embedding or the head.
-
-        Args:
-            names: of the embedding and the head, in the base model.
-        """
+        """The number of tokens in each tensor that replaces the embedding or the head."""
         shapes = {name: self.shapes[self.replaced[name]] for name in names if name in self.replaced}
         for name, shape in shapes.items():
             if len(shape) != 2 or not shape[0]:

@@ -104,11 +104,7 @@ NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: GGUFVocabulary) -> Tokenizer:
-    """A tokenizer with the vocabulary, special tokens and chat template of a GGUF file's metadata.
-
-    Args:
-        metadata: all keys of a file that has a vocabulary.
-    """
+    """A tokenizer with the vocabulary, special tokens and chat template of a GGUF file's metadata."""
 
     def get(key: str, otherwise: Any = None) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}", otherwise)

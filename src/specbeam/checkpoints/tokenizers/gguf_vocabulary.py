@@ -95,11 +95,7 @@ class GGUFVocabulary:
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any], path: Path | str) -> GGUFVocabulary:
-    """The vocabulary in a GGUF file's metadata.
-
-    Args:
-        metadata: all keys of the file.
-    """
+    """The vocabulary in a GGUF file's metadata."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _tokens(metadata.get("tokenizer.ggml.tokens") or [], path)
     types = list(metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))

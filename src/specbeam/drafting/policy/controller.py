@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from specbeam.core.tree import Nodes, Tree
 from specbeam.drafting.policy import SKIPPED, Cost, DraftTokens
 from specbeam.drafting.policy.acceptance import Acceptance, Rounds, match_bucket
-from specbeam.options.options import MAX_DRAFT_SIZES
+from specbeam.options.declared import MAX_SIZES
 
 MATCH_PRIOR = (0.2, 0.45, 0.65, 0.75, 0.9)
 """By the length of a match, the probability to assume below a single tip (docs/decisions/lookup-matches.md)."""
@@ -42,24 +42,24 @@ Shape = tuple[int, int]
 
 
 def fewest_seconds(
-    depths: Sequence[int], steps: Sequence[float], seconds: Callable[[int], float], least: float
+    depths: Sequence[int], steps: Sequence[float], seconds: Callable[[int], float], fewest: float
 ) -> tuple[float, int]:
-    """The depth that promises the fewest seconds per step, and these seconds. 0 if all promise ``least`` or more.
+    """The depth that promises the fewest seconds per step, and these seconds. 0 if all promise ``fewest`` or more.
 
     Args:
         depths: to choose from, ascending: levels of draft tokens, or their number. Deeper ones take longer.
         steps: to be expected with 1, 2, ... levels; never fewer with more.
         seconds: of a round, by its depth.
-        least: the seconds per step to fall below.
+        fewest: the seconds per step to fall below.
     """
     best = 0
     for depth in depths:
         taken = seconds(depth)
-        if taken / steps[-1] >= least:
+        if taken / steps[-1] >= fewest:
             break
-        if taken / steps[depth - 1] < least:
-            least, best = taken / steps[depth - 1], depth
-    return least, best
+        if taken / steps[depth - 1] < fewest:
+            fewest, best = taken / steps[depth - 1], depth
+    return fewest, best
 
 
 @dataclass
@@ -232,7 +232,7 @@ class Controller:
         plain = self._plain(sizes.num_tips)
         if matched == 0 and not sizes.depths[0]:
             return plain, best
-        least = math.inf if sizes.depths[0] else plain / MIN_GAIN - reading
+        fewest = math.inf if sizes.depths[0] else plain / MIN_GAIN - reading
         for width, depths in sizes.allowed.items():
 
             def seconds(depth: int, width: int = width) -> float:
@@ -240,10 +240,10 @@ class Controller:
                 return drafting + self._target(sizes.num_tips + sizes.draft_tokens(width, depth))
 
             chosen = (1 + np.cumsum(self._surviving(drafts, width, sizes.depths[-1], matched))).tolist()
-            least, depth = fewest_seconds(depths, chosen, seconds, least)
+            fewest, depth = fewest_seconds(depths, chosen, seconds, fewest)
             if depth:
                 best = (width, depth)
-        return (least + reading if best[1] else plain), best
+        return (fewest + reading if best[1] else plain), best
 
     def _surviving(self, drafts: Drafts, width: int, depth: int, matched: int | None) -> NDArray[np.float64]:
         """The probabilities that draft tokens down to each level are accepted, float64 [depth]."""
@@ -290,7 +290,7 @@ class Sizes:
         num_tips: 1, or the number of beams.
         chains: draft tokens come in chains below each tip, not in levels below all of them.
         one_width: all chains that adapt have a width of 1.
-        room: the most draft tokens whose logits fit into memory. Sizes that were asked for may have more.
+        max_rows: the most draft tokens whose logits fit into memory. Sizes that were asked for may have more.
 
     Attributes:
         widths: the allowed widths, ascending.
@@ -308,7 +308,7 @@ class Sizes:
         num_tips: int,
         chains: bool,
         one_width: bool = False,
-        room: int = MAX_DRAFT_SIZES["draft_budget"],
+        max_rows: int = MAX_SIZES["draft_budget"],
     ) -> None:
         self.num_draft_tokens = num_draft_tokens
         self.draft_width = draft_width
@@ -321,19 +321,19 @@ class Sizes:
         self.depths = [*range(MAX_ADAPTIVE_DEPTH + 1)] if num_draft_tokens is None else [num_draft_tokens]
         self._max_adaptive = max(MAX_ADAPTIVE_DRAFT_TOKENS, MAX_ADAPTIVE_DRAFT_TOKENS_PER_BEAM * n)
         if draft_budget is None:
-            self._fit_into(room)
+            self._fit_into(max_rows)
         most, depths = self.max_draft_tokens, [*filter(None, self.depths)]
         self.allowed = {w: [depth for depth in depths if self.draft_tokens(w, depth) <= most] for w in self.widths}
         self.allowed[self.widths[0]] = self.allowed[self.widths[0]] or depths[:1]
 
-    def _fit_into(self, room: int) -> None:
-        """Leave out the sizes that adapt and have more draft tokens than there is room for."""
+    def _fit_into(self, max_rows: int) -> None:
+        """Leave out the sizes that adapt and have more draft tokens than fit into memory."""
         least_depth = self.num_draft_tokens or 1
-        self.widths = [w for w in self.widths if self.draft_tokens(w, least_depth) <= room] or self.widths[:1]
+        self.widths = [w for w in self.widths if self.draft_tokens(w, least_depth) <= max_rows] or self.widths[:1]
         if self.num_draft_tokens is None:
-            deepest = room // self.draft_tokens(self.widths[0], 1)
+            deepest = max_rows // self.draft_tokens(self.widths[0], 1)
             self.depths = self.depths[: 1 + (deepest if self.draft_width is None else max(1, deepest))]
-        self._max_adaptive = min(self._max_adaptive, max(room, self.draft_tokens(self.widths[0], least_depth)))
+        self._max_adaptive = min(self._max_adaptive, max(max_rows, self.draft_tokens(self.widths[0], least_depth)))
 
     @property
     def is_tree(self) -> bool:
@@ -348,11 +348,11 @@ class Sizes:
     @property
     def max_draft_tokens(self) -> int:
         """The most draft tokens in a pass of the target."""
-        most = self.draft_tokens(self.widths[-1], self.depths[-1])
+        in_shape = self.draft_tokens(self.widths[-1], self.depths[-1])
         if self.draft_budget is not None:
-            return min(most, self.draft_budget)
+            return min(in_shape, self.draft_budget)
         fixed = self.num_draft_tokens is not None and self.draft_width is not None
-        return min(most, MAX_DRAFT_SIZES["draft_budget"] if fixed else self._max_adaptive)
+        return min(in_shape, MAX_SIZES["draft_budget"] if fixed else self._max_adaptive)
 
     @property
     def max_drafted(self) -> int:
@@ -373,8 +373,8 @@ class Sizes:
         """A shape, made smaller if it has more draft tokens than are allowed."""
         if not depth:
             return self.none
-        most = self.max_draft_tokens
-        return min(width, most), min(depth, max(1, most // self.draft_tokens(width, 1)))
+        budget = self.max_draft_tokens
+        return min(width, budget), min(depth, max(1, budget // self.draft_tokens(width, 1)))
 
     def draft_tokens(self, width: int, depth: int) -> int:
         """The number of draft tokens in a shape."""

@@ -26,7 +26,7 @@ RECENT_TOKENS = 8
 OVERALL_POWER, RECENT_POWER = 0.7, 0.5
 """The expected loss of log-probability per token is (loss so far) ** OVERALL_POWER * (recent loss) ** RECENT_POWER.
 
-Together they are above 1: a text that was sure so far gets surer (docs/decisions/deferred-beams.md).
+Together they are above 1: a sequence that lost little so far loses less (docs/decisions/deferred-beams.md).
 """
 LOSS_DEVIATION = 1.1
 """The standard deviation of the logarithm of the loss."""

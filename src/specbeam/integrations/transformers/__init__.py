@@ -34,8 +34,8 @@ from specbeam.integrations.transformers.processors import BatchRows, check_proce
 from specbeam.integrations.transformers.prompts import Prompts, refuse
 from specbeam.integrations.transformers.steps import Details, Steps
 from specbeam.models.model import LanguageModel, warn_of_settings
+from specbeam.options.declared import MAX_SIZES
 from specbeam.options.generation_defaults import GenerationDefaults
-from specbeam.options.options import MAX_DRAFT_SIZES
 
 GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 OTHER_MODES = (
@@ -228,7 +228,7 @@ def generate(
             "early_stopping": generation_config.early_stopping,
         }
     if lookup:
-        options["num_draft_tokens"] = min(lookup, MAX_DRAFT_SIZES["num_draft_tokens"])
+        options["num_draft_tokens"] = min(lookup, MAX_SIZES["num_draft_tokens"])
 
     # Criteria may count the time, so with them no text waits for others to end.
     engine = Engine(lm, max_requests=len(input_ids)) if criteria else Engine(lm)
@@ -274,11 +274,7 @@ def generate(
 
 
 def _draft(lm: LanguageModel, tokenizer: Any, **arguments: Any) -> dict[str, Any]:
-    """The draft that one of the arguments asks for, as an argument of ``Engine.submit``; empty without one.
-
-    Args:
-        tokenizer: of a draft that is a model of transformers.
-    """
+    """The draft that one of the arguments asks for, as an argument of ``Engine.submit``; empty without one."""
     asked = {name: value for name, value in arguments.items() if value is not None}
     if len(asked) > 1:
         raise SpecbeamError(f"{' and '.join(asked)} each ask for a draft: leave out all but one")
@@ -351,11 +347,7 @@ def _check_arguments(model_kwargs: dict[str, Any]) -> None:
 
 
 def _check_lengths(model: Any, requests: Sequence[Request], backend: Any, asked: int) -> None:
-    """Refuse texts that the model's positions have cut off: transformers goes on, or fails there.
-
-    Args:
-        asked: new tokens.
-    """
+    """Refuse texts that the model's positions have cut off: transformers goes on, or fails there."""
     for request in requests:
         for text in request.result().sequences:
             begin = len(backend.start_token_ids or request.prompt_ids)

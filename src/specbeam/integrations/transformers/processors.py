@@ -18,6 +18,7 @@ from transformers.generation import logits_process as theirs
 
 from specbeam.core.callers import tensors
 from specbeam.errors import SpecbeamError
+from specbeam.options.declared import OPTIONS
 
 BANS_AND_PENALTIES = (
     theirs.SequenceBiasLogitsProcessor,
@@ -32,11 +33,9 @@ BANS_AND_PENALTIES = (
 )
 """A mask has the same effect before and after each of these: they keep a score of -inf, and add no other mask to it."""
 WARPERS: dict[type, tuple[str, str]] = {
-    theirs.TemperatureLogitsWarper: ("temperature", "temperature"),
-    theirs.TopKLogitsWarper: ("top_k", "top_k"),
-    theirs.TopPLogitsWarper: ("top_p", "top_p"),
-    theirs.MinPLogitsWarper: ("min_p", "min_p"),
-    theirs.TypicalLogitsWarper: ("typical_p", "mass"),
+    getattr(theirs, option.warper[0]): (name, option.warper[1])
+    for name, option in OPTIONS.items()
+    if option.warper is not None
 }
 """The warpers that specbeam has, in the order it applies them: our option, and their attribute."""
 OTHERS = (
@@ -142,9 +141,6 @@ def options_of(processors: Iterable[Any], row: BatchRows, eos: Sequence[int], do
     """Our options for all processors, both from the generation config and the caller's own.
 
     A processor that specbeam has becomes an option if it has its turn there. The others are functions.
-
-    Args:
-        eos: token ids that end a text.
     """
     steps = [_narrowed(processor, row) for processor in processors]
     warpers = _last_warpers(steps) if do_sample else []
