@@ -125,7 +125,7 @@ def test_the_lowest_layers_stay_low():
     assert graph["system"] == {"errors"}
     assert graph["core"] == graph["text"] == {"errors", "system"}
     assert graph["structured"] == {"core", "errors", "system"}
-    assert graph["options"] == {"errors", "structured"}
+    assert graph["options"] == {"errors", "structured", "system"}
     assert graph["logits"] == {"core", "errors", "options", "structured", "text"}
     assert graph["cache"] == {"backends", "core", "errors"}
     assert graph["decoding"] <= {"core", "drafting", "errors", "logits", "options", "recording"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses: something failed, the input was wrong, or Ctrl-C."""
@@ -20,7 +19,23 @@ class SpecbeamError(ValueError):
     """An error that the caller can fix. The message says what was wrong, with which value, and what to do.
 
     The command line prints the message in one line and exits with status 2.
+
+    Args:
+        message: names options as Python spells them.
+        option: the option that was wrong; or all options that the message names, the wrong one first.
+
+    Attributes:
+        options: the same. The command line and the server put their own names in place of Python's.
     """
+
+    def __init__(self, message: str = "", *, option: str | Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.options = (option,) if isinstance(option, str) else tuple(dict.fromkeys(option))
+
+    @property
+    def option(self) -> str | None:
+        """The option that was wrong, if the error is about one."""
+        return next(iter(self.options), None)
 
 
 class Unsupported(SpecbeamError):
@@ -45,6 +60,10 @@ class ConstraintError(SpecbeamError):
     """A constraint cannot be enforced, or has reached a limit of its parser, perhaps in the middle of a text."""
 
 
+class QueueFull(SpecbeamError):
+    """An engine has as many unfinished requests as it takes. Submit the request again later."""
+
+
 class PromptTooLong(SpecbeamError):
     """A prompt has more tokens than it may have.
 
@@ -52,25 +71,32 @@ class PromptTooLong(SpecbeamError):
         tokens: how many, such as "300" or "at least 8,200".
     """
 
-    def __init__(self, message: str, tokens: str) -> None:
+    def __init__(self, message: str, tokens: str = "") -> None:  # the message alone makes it again in another process
         super().__init__(message)
         self.tokens = tokens
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.tokens)  # else only the message would come to another process
 
-
-class QueueFull(SpecbeamError):
-    """An engine has as many unfinished requests as it takes. Submit the request again later."""
+class PluginError(SpecbeamError):
+    """A user-defined object failed, or made a mistake. The message names it, and its file and line."""
 
 
 @contextmanager
-def located(place: str) -> Iterator[None]:
-    """Put a place before the message of a SpecbeamError, unless the place is empty."""
+def located(place: str, advice: str = "") -> Iterator[None]:
+    """Put a place before the message of a SpecbeamError, unless the place is empty, and advice behind it."""
     try:
         yield
     except SpecbeamError as error:
-        raise SpecbeamError(f"{place}: {error}" if place else str(error)) from error
+        raise SpecbeamError(f"{place}: {error}{advice}" if place else str(error), option=error.options) from error
+
+
+def wrong_value(option: str, value: object, says: str, *named: str) -> SpecbeamError:
+    """The error for a value of an option. What it says may name other options, too."""
+    return SpecbeamError(f"{option}={shown(value)} {says}", option=(option, *named))
+
+
+def not_allowed(option: str, value: object, allowed: str, *named: str) -> SpecbeamError:
+    """The error for a value of an option that only has other values."""
+    return wrong_value(option, value, f"is not allowed: give {allowed}", *named)
 
 
 def shown(value: object) -> str:

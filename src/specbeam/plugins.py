@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import PluginError, SpecbeamError, shown
 
 if TYPE_CHECKING:  # it imports forty modules
     from importlib.metadata import EntryPoint
@@ -38,10 +38,6 @@ NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``module:name``, both maybe with dots. A hub id has a slash, so it is none."""
 
 UNGUARDED = "put what only a script does below if __name__ == '__main__'"
-
-
-class PluginError(SpecbeamError):
-    """A user-defined object failed, or made a mistake. The message names it, and its file and line."""
 
 
 def is_name(text: str) -> bool:

@@ -122,7 +122,7 @@ def test_packed_weights_of_before_are_not_trusted(spoil, cached, monkeypatch):
         native.specbeam_quantize(*args)
         return 0
 
-    names = ("specbeam_pack", "specbeam_matrix_bytes", "specbeam_format_of")
+    names = ("specbeam_pack", "specbeam_matrix_bytes", "specbeam_format_of", "enums")
     careless = SimpleNamespace(specbeam_quantize=quantize, **{name: getattr(native, name) for name in names})
     with monkeypatch.context() as before:
         before.setattr(weights, "LAYOUT_VERSION", 3)

@@ -51,6 +51,12 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
         (("generate", "hi", "--prompts", "x.txt"), "give one of PROMPT"),
         (("generate", "hi", "--num-beams", "2", "--num-return-sequences", "3"), "--num-return-sequences=3 is not al"),
         (("generate", "hi", "--early-stopping", "maybe"), "--early-stopping='maybe' is not allowed"),
+        (
+            ("generate", "hi", "--temperature=0", "--do-sample"),
+            "--temperature=0 is greedy and contradicts --do-sample=True",
+        ),
+        (("generate", "hi", "--num_beams=2", "--num_return_sequences=3"), "specbeam: --num_return_sequences=3 is not"),
+        (("transcribe", "x.wav", "--num-return-sequences", "9", "--num-beams=2"), "give at most --num-beams=2"),
         (("generate", "hi", "--temperature", "-1"), "temperature=-1.0 is not allowed"),
         (("generate", "hi", "--max-new-tokens", "0"), "specbeam: --max-new-tokens=0 is not allowed"),
         (("generate", "hi", "--logit-bias", "5"), "argument --logit-bias: invalid ID=X value: '5'"),

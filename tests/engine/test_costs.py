@@ -189,7 +189,7 @@ def test_lazy_beams_compare_costs_with_the_same_share_of_a_pass(lm, monkeypatch)
 
 def test_passes_that_go_ahead_have_times_of_their_own():
     single = Measured()
-    ahead = Measured(otherwise=single)
+    ahead = Measured(fallback=single)
     single.measure(1, 3.0)
     assert ahead.expected(1) == 3.0
     single.measure(1, 4.0, 200)

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 import specbeam
 from specbeam import JsonSchema
-from specbeam.engine import setup
+from specbeam.engine import drafts
 from specbeam.server import formats
 from specbeam.server import tools as server_tools
 from specbeam.server.limits import Limits
@@ -591,6 +591,11 @@ def test_schemas_reach_the_grammar_as_they_were_sent(tooled, monkeypatch):
             "the tool f: arguments are an object, and no 'array'",
         ),
         (
+            {"tools": [{"type": "function", "function": {"name": "seed", "strict": True, "parameters": ARRAY}}]},
+            "tools",  # not "seed", although the message has that word
+            "the tool seed: arguments are an object, and no 'array'",
+        ),
+        (
             {"messages": [*MESSAGES[:2], {"role": "tool", "tool_call_id": "x", "content": ""}], "tools": TOOLS},
             "messages",
             "messages: a result is of the call 'x', and nothing before has it",
@@ -719,12 +724,12 @@ def test_openais_client_parses_arguments(tooled):
 def test_lookups_draft_from_calls_of_the_tools(tooled, lms, monkeypatch, path):
     looked = []
 
-    class Lookup(setup.Lookup):
+    class Lookup(drafts.Lookup):
         def __init__(self, *args, before, **how):
             looked.append(lms["hermes"].decode_token(before))
             super().__init__(*args, before=before, **how)
 
-    monkeypatch.setattr(setup, "Lookup", Lookup)
+    monkeypatch.setattr(drafts, "Lookup", Lookup)
     # one of them has no schema that is enforced
     odd = {"name": "odd", "parameters": {"properties": {"a": {"properties": {"b": deep(60)}}}, "required": True}}
     tools = (

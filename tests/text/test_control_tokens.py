@@ -64,7 +64,8 @@ each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 def model(tokenizer, vocab_size=None):
     """As much of a model as prompts need."""
     backend = SimpleNamespace(vocab_size=vocab_size or len(tokenizer))
-    return SimpleNamespace(source="tiny", tokenizer=tokenizer, backend=backend)
+    has_template = bool(tokenizer.chat_template)
+    return SimpleNamespace(source="tiny", tokenizer=tokenizer, backend=backend, has_chat_template=has_template)
 
 
 def read(tokenizer, messages, vocab_size=None):

@@ -130,7 +130,8 @@ class Budget:
             slots = -(-least_bytes // self.target.slot_bytes)
             raise SpecbeamError(
                 f"prompt and max_new_tokens need {slots} cache slots, the engine has {self.cache_tokens}"
-                f"{self._origin}: ask for fewer new tokens or raise max_cache_tokens"
+                f"{self._origin}: ask for fewer new tokens or raise max_cache_tokens",
+                option=("max_new_tokens", "max_cache_tokens"),
             )
         if not self.holds_logits([max_rows]):
             needed = LOGITS_COPIES * max_rows * self._row_bytes
@@ -144,7 +145,8 @@ class Budget:
         """The error of a request that outgrows the memory though it is alone."""
         return TooManyNodes(
             f"the sequences of this request need more than the engine's {self.cache_tokens} cache slots{self._origin}: "
-            "ask for fewer beams or new tokens, or raise max_cache_tokens"
+            "ask for fewer beams or new tokens, or raise max_cache_tokens",
+            option="max_cache_tokens",
         )
 
     def lost(self, own_bytes: int) -> SpecbeamError:

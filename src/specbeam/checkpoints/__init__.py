@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from specbeam.checkpoints.files import ADAPTER, INDEX, MODEL, WEIGHTS, check_links
 from specbeam.checkpoints.sources import hub, registry
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, wrong_value
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
         raise SpecbeamError("the source is empty: give an alias, a folder, a .gguf file or a hub id (org/name)")
     path = _local(name)
     if revision is not None and (path is not None or name in registry.ALIASES):
-        raise SpecbeamError(f"revision={revision!r} goes with a hub id, and {name} is not a hub id")
+        raise wrong_value("revision", revision, f"goes with a hub id, and {name} is not a hub id")
     if name in registry.ALIASES:
         fetched = registry.fetch(name) if download else registry.find(name)
         if fetched is None:
@@ -85,7 +85,8 @@ def open_checkpoint(path: Path, adapter: Path | None = None, *, download: bool =
     """
     if path.is_dir() and (path / ADAPTER).is_file():
         if adapter is not None:
-            raise SpecbeamError(f"{path} is an adapter, too: load its base model with adapter={os.fspath(adapter)!r}")
+            says = f"{path} is an adapter, too: load its base model with adapter={os.fspath(adapter)!r}"
+            raise SpecbeamError(says, option="adapter")
         path, adapter = _base_of(path, download), path
     if path.is_dir() and (path / MODEL).is_file() and not any((path / name).is_file() for name in (WEIGHTS, INDEX)):
         if adapter is not None:
@@ -116,7 +117,8 @@ def _base_of(folder: Path, download: bool) -> Path:
     adapter = Adapter(folder)
     if adapter.base is None:
         raise SpecbeamError(
-            f"the adapter {folder} names no base model: load the base model with adapter={str(folder)!r}"
+            f"the adapter {folder} names no base model: load the base model with adapter={str(folder)!r}",
+            option="adapter",
         )
     try:
         # PEFT writes a revision beside every base, also beside a folder.
@@ -127,7 +129,8 @@ def _base_of(folder: Path, download: bool) -> Path:
     except SpecbeamError as error:
         raise SpecbeamError(
             f"the base model {adapter.base!r} of the adapter {folder} cannot be used: {error}. To use another base "
-            f"model, load that with adapter={str(folder)!r}"
+            f"model, load that with adapter={str(folder)!r}",
+            option=(*error.options, "adapter"),
         ) from error
     return base
 

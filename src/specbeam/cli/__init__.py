@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -60,13 +59,13 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
-        given, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         for word in rest:
             if word == "--":
                 break
             if word.startswith("-"):  # this command's names are suggested, no other command's
                 self.error(f"unknown option {word}{self._hint(word)}")
-        return given, rest
+        return parsed, rest
 
     def _hint(self, word: str) -> str:
         names = {name.strip("-").replace("-", "_"): name for name in self._option_string_actions}
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             finally:  # after --help, too
                 sys.stdout.flush()
     except SpecbeamError as error:
-        print(f"specbeam: {_with_flags(one_line(error), arguments)}", file=sys.stderr)
+        print(f"specbeam: {_with_flags(error, arguments)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt as interrupt:
         print(": ".join(["specbeam: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
@@ -120,12 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def _with_flags(message: str, arguments: Sequence[str]) -> str:
-    """A message with the flags that were typed in place of the Python names of these options."""
-    for flag in {word.partition("=")[0] for word in arguments if word.startswith("--")}:
-        name = flag.strip("-").replace("-", "_")
-        if name.isidentifier():
-            message = re.sub(rf"(?<![\w-]){name}(?==)", flag, message)
+def _with_flags(error: SpecbeamError, arguments: Sequence[str]) -> str:
+    """The message of an error, with flags that were typed in place of the Python names of its options."""
+    flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    typed = {flag.strip("-").replace("-", "_"): flag for flag in flags}
+    message = one_line(error)
+    for option in error.options:
+        message = message.replace(f"{option}=", f"{typed.get(option, option)}=")
     return message
 
 
@@ -145,20 +145,20 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     end = words.index("--") if "--" in words else len(words)
-    given, rest = parser.parse_known_args([*map(_dashes, words[:end]), *words[end:]])
-    if given.command == "study" and not any(word.startswith("-") and word != "--" for word in rest):
-        given.words += [word for word in rest if word != "--"]  # argparse stops taking words at an option
+    args, rest = parser.parse_known_args([*map(_dashes, words[:end]), *words[end:]])
+    if args.command == "study" and not any(word.startswith("-") and word != "--" for word in rest):
+        args.words += [word for word in rest if word != "--"]  # argparse stops taking words at an option
     elif rest:
-        hint = f": did you mean --model {rest[0]}?" if given.command in ("chat", "serve", "demo") else ""
+        hint = f": did you mean --model {rest[0]}?" if args.command in ("chat", "serve", "demo") else ""
         parser.error(f"unexpected arguments: {' '.join(rest)}{hint}")
-    if given.version:
+    if args.version:
         from specbeam.version import __version__
 
         print(__version__)
         return 0
-    if given.command is None:
+    if args.command is None:
         parser.error(f"give a command: {', '.join(commands.choices)}")
-    status: int = given.run(given)
+    status: int = args.run(args)
     return status
 
 

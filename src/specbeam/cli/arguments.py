@@ -181,20 +181,20 @@ token_and_number.__name__ = "ID=X"
 class Biases(argparse.Action):
     """Collects pairs of a token id and a number in a dictionary."""
 
-    def __call__(self, parser: Any, given: argparse.Namespace, pair: Any, option: str | None = None) -> None:
+    def __call__(self, parser: Any, args: argparse.Namespace, pair: Any, option: str | None = None) -> None:
         token, value = pair
-        setattr(given, self.dest, (getattr(given, self.dest) or {}) | {token: value})
+        setattr(args, self.dest, (getattr(args, self.dest) or {}) | {token: value})
 
 
 class Choices(argparse.Action):
     """Collects texts in a description of a constraint."""
 
-    def __call__(self, parser: Any, given: argparse.Namespace, text: Any, option: str | None = None) -> None:
+    def __call__(self, parser: Any, args: argparse.Namespace, text: Any, option: str | None = None) -> None:
         from specbeam.structured import Choice
 
-        before = getattr(given, self.dest)
+        before = getattr(args, self.dest)
         try:
-            setattr(given, self.dest, Choice((*(() if before is None else before.texts), text)))
+            setattr(args, self.dest, Choice((*(() if before is None else before.texts), text)))
         except SpecbeamError as error:
             parser.error(f"argument {option}: {error}")
 
@@ -272,37 +272,37 @@ def some_of(names: Collection[str], kind: str, text: str) -> list[str]:
     return [name for name in names if name in asked]
 
 
-def options_of(given: argparse.Namespace, own: dict[str, Any] | None = None) -> Options:
+def options_of(args: argparse.Namespace, own: dict[str, Any] | None = None) -> Options:
     """The options from the command line. A prompt's ``own`` options take their place.
 
     Raises:
         SpecbeamError: an option is wrong, or contradicts having a draft or none.
     """
-    options = Options.of(values_of(given) | (own or {}))
-    options.check_drafting(given.draft is not None)
+    options = Options.of(values_of(args) | (own or {}))
+    options.check_drafting(args.draft is not None)
     return options
 
 
-def values_of(given: argparse.Namespace) -> dict[str, Any]:
+def values_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options that the command line gives, by the names of Options."""
-    values = {name: getattr(given, name, None) for name in OPTIONS}
+    values = {name: getattr(args, name, None) for name in OPTIONS}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def check_sources(given: argparse.Namespace) -> None:
+def check_sources(args: argparse.Namespace) -> None:
     """Refuse a model, draft or strategy that is not there. The imports that loading needs take seconds, so this comes
     first.
 
     Raises:
         SpecbeamError: no such file, folder or alias, or no such module, name or entry point.
     """
-    if given.draft_corpus is not None:
-        if given.draft != "suffix":
+    if args.draft_corpus is not None:
+        if args.draft != "suffix":
             raise SpecbeamError("--draft-corpus goes with --draft suffix")
-        next(read_rows(None, given.draft_corpus))
-    check_source(given.model)
-    load_strategy(given)
-    check_draft_source(given.draft)
+        next(read_rows(None, args.draft_corpus))
+    check_source(args.model)
+    load_strategy(args)
+    check_draft_source(args.draft)
 
 
 def check_draft_source(source: str | None) -> None:
@@ -329,43 +329,43 @@ def check_source(source: str) -> None:
         locate(source)
 
 
-def placement_of(given: argparse.Namespace) -> dict[str, Any]:
+def placement_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the options of ``add_placement_to`` say: the fields of :class:`specbeam.models.model.Placement`."""
-    return {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
+    return {name: getattr(args, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
 
 
-def load_model(given: argparse.Namespace, says_precision: bool = True) -> LanguageModel:
+def load_model(args: argparse.Namespace, says_precision: bool = True) -> LanguageModel:
     """Load the model as the options of ``add_model_to`` say.
 
     Args:
         says_precision: False for a command that says it in words of its own.
     """
-    if not given.raw:
+    if not args.raw:
         chat_templates.render.start()  # while this process imports and loads
     from specbeam.models.model import Placement, load, load_silently, warn_of_settings
 
-    placement = placement_of(given)
+    placement = placement_of(args)
     if says_precision:
-        return load(given.model, **placement, revision=given.revision, adapter=given.adapter)
-    lm = load_silently(given.model, Placement(**placement), given.revision, given.adapter)
+        return load(args.model, **placement, revision=args.revision, adapter=args.adapter)
+    lm = load_silently(args.model, Placement(**placement), args.revision, args.adapter)
     warn_of_settings(lm)
     return lm
 
 
-def load_draft(given: argparse.Namespace, lm: Any) -> Any:
+def load_draft(args: argparse.Namespace, lm: Any) -> Any:
     """Load the draft that ``--draft`` names, for the target ``lm``."""
     from specbeam.drafting.lookup import suffix_automaton
 
-    if given.draft_corpus is not None:
-        return suffix_automaton(lm, (row.prompt for row in read_rows(None, given.draft_corpus)))
-    return resolve_draft(given.draft, lm.draft_model, from_here=True)
+    if args.draft_corpus is not None:
+        return suffix_automaton(lm, (row.prompt for row in read_rows(None, args.draft_corpus)))
+    return resolve_draft(args.draft, lm.draft_model, from_here=True)
 
 
-def load_strategy(given: argparse.Namespace) -> Any:
+def load_strategy(args: argparse.Namespace) -> Any:
     """The strategy of the user's own that ``--strategy`` names; None without one.
 
     Raises:
         SpecbeamError: there is no such module, name or entry point.
     """
-    strategy = getattr(given, "strategy", None)  # not all commands have the option
+    strategy = getattr(args, "strategy", None)  # not all commands have the option
     return None if strategy is None else plugins.resolve(strategy, "strategy", from_here=True)

@@ -101,69 +101,69 @@ def choices(text: str) -> list[str]:
     return [label.strip() for label in typed_text(text).split(",")]
 
 
-def run(given: argparse.Namespace) -> int:
-    options = options_of(given)  # wrong input is refused before a model is loaded
+def run(args: argparse.Namespace) -> int:
+    options = options_of(args)  # wrong input is refused before a model is loaded
     from specbeam.cli import batch_requests
 
-    if batch_requests.has_requests(Path(given.input)):
-        batch_requests.check(given, {"max_new_tokens": MAX_NEW_TOKENS})
-        check_sources(given)
-        return run_rows(given, partial(batch_requests.task_of, given), batch_requests.RequestRows)
-    labels = labels_of(given)
+    if batch_requests.has_requests(Path(args.input)):
+        batch_requests.check(args, {"max_new_tokens": MAX_NEW_TOKENS})
+        check_sources(args)
+        return run_rows(args, partial(batch_requests.task_of, args), batch_requests.RequestRows)
+    labels = labels_of(args)
     template = None
-    if given.template is not None:
-        if given.column is not None:
+    if args.template is not None:
+        if args.column is not None:
             raise SpecbeamError("--column names the prompts, and --template makes them of columns: leave one out")
-        template = Template(given.template, read_text(given.template))
-    if given.calibrate and (labels is None or template is None):
+        template = Template(args.template, read_text(args.template))
+    if args.calibrate and (labels is None or template is None):
         raise SpecbeamError("--calibrate goes with --choices or --labels, and with --template, which it fills")
-    check_sources(given)
-    return run_rows(given, partial(task_of, given, options, labels, template))
+    check_sources(args)
+    return run_rows(args, partial(task_of, args, options, labels, template))
 
 
-def labels_of(given: argparse.Namespace) -> list[str] | None:
+def labels_of(args: argparse.Namespace) -> list[str] | None:
     """The labels of --choices or --labels; None without them."""
-    if given.choices is None and given.labels is None:
+    if args.choices is None and args.labels is None:
         return None
-    name = "--choices" if given.labels is None else "--labels"
-    if given.choices is not None and given.labels is not None:
+    name = "--choices" if args.labels is None else "--labels"
+    if args.choices is not None and args.labels is not None:
         raise SpecbeamError("--choices and --labels both give the labels: leave one out")
     usual = {"max_new_tokens": MAX_NEW_TOKENS, "tokens": False}
     for option in (*OPTION_NAMES, "tokens", "draft", "draft_corpus", "strategy"):
-        if getattr(given, option, None) != usual.get(option):
+        if getattr(args, option, None) != usual.get(option):
             flag = "a constraint" if option == "constraint" else f"--{option.replace('_', '-')}"
             raise SpecbeamError(f"{flag} is for generated texts, and {name} chooses labels: leave one out")
     from specbeam.api.labels import check_labels
 
-    if given.labels is None:
-        labels, where = given.choices, name
+    if args.labels is None:
+        labels, where = args.choices, name
     else:
-        labels, where = [line.strip() for _, line in read_lines(given.labels)], given.labels
+        labels, where = [line.strip() for _, line in read_lines(args.labels)], args.labels
     with located(where):
         check_labels(labels)
     return labels
 
 
 def task_of(
-    given: argparse.Namespace, options: Options, labels: list[str] | None, template: Template | None, rows: Rows
+    args: argparse.Namespace, options: Options, labels: list[str] | None, template: Template | None, rows: Rows
 ) -> Task:
     """What to do with the rows of a file."""
     if template is None:
-        column = column_of(rows, given.column, USUAL_COLUMNS, "has the prompts")
+        column = column_of(rows, args.column, USUAL_COLUMNS, "has the prompts")
         reads = [column]
         item: Callable[[Mapping[str, Any]], Any] = partial(prompt_of, column)
     else:
         template.check(rows)
         reads, item = template.columns, template.fill
     facts = [reads, None if template is None else template.text, repr(options), labels]
-    content_free = content_free_prompts(template) if template is not None and given.calibrate else None
-    work = partial(make_work, given, options, labels, content_free)
+    content_free = content_free_prompts(template) if template is not None and args.calibrate else None
+    work = partial(make_work, args, options, labels, content_free)
     if labels is not None:
         from specbeam.api.labels import collapse
 
-        check_counts = partial(collapse, remedy="" if given.calibrate else "--calibrate")
+        check_counts = partial(collapse, remedy="" if args.calibrate else "--calibrate")
         return Task(reads, item, label_types(labels), facts, work, counted="label", check_counts=check_counts)
-    left_out = {"token_ids": not given.tokens, "sequences": options.num_return_sequences == 1}
+    left_out = {"token_ids": not args.tokens, "sequences": options.num_return_sequences == 1}
     left_out["is_complete"] = options.constraint is None
     columns = {name: kind for name, kind in COLUMN_TYPES.items() if not left_out.get(name)}
     if "sequences" in columns and left_out["is_complete"]:
@@ -190,29 +190,29 @@ def content_free_prompts(template: Template) -> list[Any]:
 
 
 def make_work(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     options: Options,
     labels: list[str] | None,
     content_free: list[Any] | None,
 ) -> Answers:
     """Load the models. Returns the function that makes answers."""
-    lm = load_model(given)
+    lm = load_model(args)
     if labels is not None:
         from specbeam.api.labels import prior
 
-        how = {"system": given.system, "raw": given.raw, "max_contexts": given.batch_size}
+        how = {"system": args.system, "raw": args.raw, "max_contexts": args.batch_size}
         without = None if content_free is None else prior(lm, content_free, labels, **how)
-        return partial(label, lm, labels, without, given)
-    return partial(generate, lm, load_draft(given, lm), load_strategy(given), options, given)
+        return partial(label, lm, labels, without, args)
+    return partial(generate, lm, load_draft(args, lm), load_strategy(args), options, args)
 
 
 def generate(
-    lm: Any, draft: Any, strategy: Any, options: Options, given: argparse.Namespace, items: Iterable[NumberedItem]
+    lm: Any, draft: Any, strategy: Any, options: Options, args: argparse.Namespace, items: Iterable[NumberedItem]
 ) -> Iterator[Answer]:
     """The answers to numbered prompts, in the order in which they finish."""
     from specbeam.engine import Engine
 
-    engine = Engine(lm, max_requests=given.batch_size)
+    engine = Engine(lm, max_requests=args.batch_size)
     refused = []
 
     def submissions() -> Iterator[tuple[int, Request]]:
@@ -220,7 +220,7 @@ def generate(
             try:
                 if isinstance(prompt, SpecbeamError):
                     raise prompt
-                how = {"system": given.system, "raw": given.raw, "draft": draft, "strategy": strategy}
+                how = {"system": args.system, "raw": args.raw, "draft": draft, "strategy": strategy}
                 request = engine.submit(prompt, options, **how)
             except SpecbeamError as error:
                 refused.append(failure(COLUMN_TYPES, number, error))
@@ -229,7 +229,7 @@ def generate(
 
     for number, request in engine.as_completed(submissions()):
         try:
-            yield answer(number, request.result(), given.tokens)
+            yield answer(number, request.result(), args.tokens)
         except Exception as error:  # the other rows go on after any error
             yield failure(COLUMN_TYPES, number, error)
         yield from refused
@@ -253,7 +253,7 @@ def answer(number: int, result: Result, tokens: bool) -> Answer:
 
 
 def label(
-    lm: Any, labels: list[str], without: Any, given: argparse.Namespace, items: Iterable[NumberedItem]
+    lm: Any, labels: list[str], without: Any, args: argparse.Namespace, items: Iterable[NumberedItem]
 ) -> Iterator[Answer]:
     """The labels of numbered prompts, in the order in which they are known.
 
@@ -263,7 +263,7 @@ def label(
     from specbeam.api.labels import Question, calibrated, question
 
     def ask(prompt: Any) -> tuple[Question, list[Text]]:
-        asked = question(lm, prompt, labels, system=given.system, raw=given.raw)
+        asked = question(lm, prompt, labels, system=args.system, raw=args.raw)
         return asked, asked.texts
 
     def choose(asked: Question, log_probs: list[float]) -> Answer:
@@ -273,4 +273,4 @@ def label(
         of_each = dict(zip(labels, shares, strict=True))
         return {"label": labels[best], "probability": shares[best], "probabilities": of_each}
 
-    yield from scored(lm, items, ask, choose, label_types(labels), given.batch_size)
+    yield from scored(lm, items, ask, choose, label_types(labels), args.batch_size)

@@ -69,30 +69,30 @@ def has_requests(path: Path) -> bool:
     return False
 
 
-def check(given: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+def check(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     """Refuse options that the bodies of requests have themselves."""
     require(
-        f"{given.input} has requests as over HTTP, and to answer them", "fastapi", "prometheus_client", extra="server"
+        f"{args.input} has requests as over HTTP, and to answer them", "fastapi", "prometheus_client", extra="server"
     )
-    if Path(given.output).suffix.lower() != ".jsonl":
-        raise SpecbeamError(f"{given.input} has requests, so OUT has lines of JSON: name {given.output} .jsonl")
+    if Path(args.output).suffix.lower() != ".jsonl":
+        raise SpecbeamError(f"{args.input} has requests, so OUT has lines of JSON: name {args.output} .jsonl")
     for option in (*OPTION_NAMES, *OF_ROWS):
-        if getattr(given, option, None) not in (None, False, defaults.get(option)):
+        if getattr(args, option, None) not in (None, False, defaults.get(option)):
             flag = "a constraint" if option == "constraint" else f"--{option.replace('_', '-')}"
-            raise SpecbeamError(f"{flag} is for rows, and each request of {given.input} has its own: leave it out")
+            raise SpecbeamError(f"{flag} is for rows, and each request of {args.input} has its own: leave it out")
 
 
-def task_of(given: argparse.Namespace, rows: Rows) -> Task:
+def task_of(args: argparse.Namespace, rows: Rows) -> Task:
     """What to do with the lines of a batch file."""
     return Task(
         [*KEYS, PROBLEM],
         dict,
         COLUMNS,
         ["requests"],
-        partial(make_answers, given),
+        partial(make_answers, args),
         counted="status",
         tokens="new_tokens",
-        write=partial(write, Path(given.output), rows),
+        write=partial(write, Path(args.output), rows),
     )
 
 
@@ -105,20 +105,20 @@ def write(path: Path, rows: Rows, answers: Iterable[Answer]) -> None:
             file.write(json_line(line | {"error": error if response is None else None}))
 
 
-def make_answers(given: argparse.Namespace) -> Answers:
+def make_answers(args: argparse.Namespace) -> Answers:
     """Load the models. Returns the function that makes answers."""
     from specbeam.server.app import make_app
     from specbeam.server.limits import Limits
     from specbeam.server.models import Models
 
-    lm = load_model(given)
-    draft = load_draft(given, lm)
+    lm = load_model(args)
+    draft = load_draft(args, lm)
     drafts = {} if draft is None else {"draft": draft}
-    name = Path(given.model).resolve().name if Path(given.model).exists() else given.model
-    limits = Limits(max_requests=given.batch_size, max_waiting=MAX_WAITING)
+    name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
+    limits = Limits(max_requests=args.batch_size, max_waiting=MAX_WAITING)
     models = Models({name: lm}, drafts, next(iter(drafts), NO_DRAFT), limits)
     models.start()
-    return partial(answers, make_app(models, limits), asyncio.Runner(), BATCHES_AT_ONCE * given.batch_size)
+    return partial(answers, make_app(models, limits), asyncio.Runner(), BATCHES_AT_ONCE * args.batch_size)
 
 
 def answers(app: Any, runner: asyncio.Runner, at_once: int, items: Iterable[NumberedItem]) -> Iterator[Answer]:

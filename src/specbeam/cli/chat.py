@@ -26,7 +26,7 @@ from specbeam.cli.arguments import (
 from specbeam.cli.generate import CtrlCCancels, drain, summary
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.cli.repetition import repeated_end
-from specbeam.errors import FAILED, SpecbeamError, shown
+from specbeam.errors import FAILED, PromptTooLong, SpecbeamError, shown
 from specbeam.models.sampling_defaults import DRAWN_BY, FALLBACK, SamplingDefaults, sampling_defaults
 from specbeam.options.declared import OBJECTS, SHAPING, names_where
 from specbeam.options.names import nearest_name
@@ -72,13 +72,13 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    values = values_of(given)
+def run(args: argparse.Namespace) -> int:
+    values = values_of(args)
     options = Options.of(FALLBACK.fill(values))  # wrong input is refused before the slow imports
-    options.check_drafting(given.draft is not None)
+    options.check_drafting(args.draft is not None)
     if options.num_return_sequences > 1:
         raise SpecbeamError("--num-return-sequences has no use in a chat, which goes on with one answer: leave it out")
-    check_sources(given)
+    check_sources(args)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -86,11 +86,11 @@ def run(given: argparse.Namespace) -> int:
     def load(source: str) -> tuple[LanguageModel, Any]:
         if on_terminal:
             note(f"[loading {source}]")  # the libraries alone take seconds
-        changes = {} if source == given.model else {"revision": None, "adapter": None}
-        lm = load_model(argparse.Namespace(**vars(given) | changes | {"model": source}), says_precision=False)
-        return lm, load_draft(given, lm)
+        changes = {} if source == args.model else {"revision": None, "adapter": None}
+        lm = load_model(argparse.Namespace(**vars(args) | changes | {"model": source}), says_precision=False)
+        return lm, load_draft(args, lm)
 
-    chat = Chat(load, given.model, values, given.system, given.raw)
+    chat = Chat(load, args.model, values, args.system, args.raw)
     chat.introduce()
     read = line_reader(chat.commands) if on_terminal else piped_line
     if on_terminal:
@@ -113,7 +113,7 @@ class Chat:
     Args:
         load: loads a model by its source, and the draft for it as for :meth:`specbeam.Engine.submit`.
         source: of the first model.
-        given: the options that the user gives, by their names.
+        user_options: the options that the user gives, by their names.
         raw: use a transcript in place of the chat template.
 
     Attributes:
@@ -124,12 +124,12 @@ class Chat:
         self,
         load: Callable[[str], tuple[LanguageModel, Any]],
         source: str,
-        given: dict[str, Any],
+        user_options: dict[str, Any],
         system: str | None,
         raw: bool,
     ) -> None:
         self.load = load
-        self.given = given
+        self.user_options = user_options
         self.system = system
         self.raw = raw
         self.messages: list[dict[str, str]] = []
@@ -152,7 +152,7 @@ class Chat:
                 f"{lm.source} has an encoder: it reads one text and no conversation. Use specbeam generate"
             )
         sampling = sampling_defaults(lm)
-        Options.of(sampling.fill(self.given))
+        Options.of(sampling.fill(self.user_options))
         self.engine = Engine(lm, max_requests=1)
         self.lm, self.draft, self.sampling = lm, draft, sampling
         self.has_template = not self.raw and lm.has_chat_template
@@ -181,7 +181,7 @@ class Chat:
     @property
     def options(self) -> Options:
         """The options of the next answer: the given ones, and else the model's."""
-        options = Options.of(self.sampling.fill(self.given))
+        options = Options.of(self.sampling.fill(self.user_options))
         if self.has_template:
             return options
         return replace(options, stop_strings=[*options.stop_strings, *(f"\n{name}:" for name in SPEAKERS.values())])
@@ -190,15 +190,15 @@ class Chat:
     def how(self) -> str:
         """How the model chooses tokens, as the end of a sentence."""
         options = self.options.with_defaults(self.lm.generation_defaults)
-        given = {name for name, value in self.given.items() if value is not None}
+        set_by_user = {name for name, value in self.user_options.items() if value is not None}
         if not options.samples:
             beams = options.num_beams
             chosen = f"searches with {beams} beams" if beams > 1 else "takes the likeliest token (greedy)"
-            is_yours = given & {"do_sample", *SHAPING, "num_beams"}
+            is_yours = set_by_user & {"do_sample", *SHAPING, "num_beams"}
             return f"{chosen}, {'as you say' if is_yours else self.sampling.origin}"
         drawn = {"temperature": 1.0} | {name: value for name in DRAWN_BY if (value := getattr(options, name))}
-        others = SamplingDefaults({n: v for n, v in drawn.items() if n not in given}, self.sampling.origin)
-        return str(others.changed({n: v for n, v in drawn.items() if n in given}))
+        others = SamplingDefaults({n: v for n, v in drawn.items() if n not in set_by_user}, self.sampling.origin)
+        return str(others.changed({n: v for n, v in drawn.items() if n in set_by_user}))
 
     @property
     def commands(self) -> list[str]:
@@ -276,7 +276,6 @@ class Chat:
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
-        from specbeam.errors import PromptTooLong
         from specbeam.models.prompts import encode, room
 
         max_tokens = room(self.lm)
@@ -338,16 +337,17 @@ class Chat:
             check_names([name], SETTABLE, "option")
         value = value_of(name, text.strip())
         if value is not None:
-            before, self.given = self.given, {**self.given, **value}
+            before, self.user_options = self.user_options, {**self.user_options, **value}
             try:
                 self.check_draft()
             except SpecbeamError as error:
-                self.given = before
-                raise SpecbeamError(f"{error} (/set NAME default takes an option back)") from error
+                self.user_options = before
+                says = f"{error} (/set NAME default takes an option back)"
+                raise SpecbeamError(says, option=error.options) from error
         options, others = self.options, []
         for option in [name] if name else SETTABLE:
             value_now = getattr(options, option)
-            if self.given.get(option) is not None:
+            if self.user_options.get(option) is not None:
                 note(f"{option} {number(value_now)}")
             elif value_now == self.sampling.settings.get(option) is not None:
                 note(f"{option} {number(value_now)}, {self.sampling.origin}")

@@ -15,7 +15,7 @@ from specbeam.cli.arguments import add_generation_to, check_sources, load_draft,
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import FAILED, SpecbeamError, located
+from specbeam.errors import FAILED, SpecbeamError, located, wrong_value
 from specbeam.options.declared import MAX_SIZES, OPTIONS, Need
 from specbeam.options.options import Options
 
@@ -85,20 +85,21 @@ def strategies(text: str) -> list[str]:
     return [*(some_of(TWINS, "strategy", ours) if ours or not custom else ()), *dict.fromkeys(custom)]
 
 
-def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def options_by_strategy(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The options of each strategy."""
-    if given.do_sample is not None:
+    if args.do_sample is not None:
         raise SpecbeamError("--strategies has sample for sampling: leave out --do-sample")
-    values = {name: value for name, value in vars(given).items() if value is not None}
+    values = {name: value for name, value in vars(args).items() if value is not None}
     for name, users in ONLY.items():
-        has_own = bool({*given.strategies} - {*TWINS}) and "speculative" not in users
-        if name in values and not (has_own or {*users} & {*given.strategies}):
-            raise SpecbeamError(f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies")
+        has_own = bool({*args.strategies} - {*TWINS}) and "speculative" not in users
+        if name in values and not (has_own or {*users} & {*args.strategies}):
+            says = f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies"
+            raise SpecbeamError(says, option=name)
     names = OPTIONS.keys() & values
     # A custom strategy gets all options but the sizes of drafts: it has none.
     chosen = {
         s: {n: values[n] for n in names if s in ONLY.get(n, TWINS) or (s not in TWINS and n not in MAX_SIZES)}
-        for s in given.strategies
+        for s in args.strategies
     }
     for strategy, options in chosen.items():
         if strategy == "sample":
@@ -106,16 +107,16 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if strategy not in TWINS and "sample" in chosen and not Options.of({**options, "seed": None}).samples:
             options.pop("seed", None)  # it is for the samples
         if strategy in WITH_BEAMS and options.setdefault("num_beams", DEFAULT_BEAMS) < 2:
-            raise SpecbeamError(f"num_beams={options['num_beams']} is no beam search: give 2 or more")
+            raise wrong_value("num_beams", options["num_beams"], "is no beam search: give 2 or more")
         Options.of(options)
     return chosen
 
 
-def run(given: argparse.Namespace) -> int:
-    chosen = options_by_strategy(given)  # wrong input is refused before a model is loaded
-    check_sources(given)
+def run(args: argparse.Namespace) -> int:
+    chosen = options_by_strategy(args)  # wrong input is refused before a model is loaded
+    check_sources(args)
     custom = {s: plugins.resolve(s, "strategy", from_here=True) for s in chosen if s not in TWINS}
-    prompts = [row.prompt for prompt in given.prompts for row in read_rows(prompt, None)]
+    prompts = [row.prompt for prompt in args.prompts for row in read_rows(prompt, None)]
 
     from tqdm import tqdm
 
@@ -123,12 +124,12 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.engine import Engine
 
     drafted = {*WITH_DRAFTS} & {*chosen}
-    if drafted and given.draft is None:
-        given.draft = "ngram"
-    lm = load_model(given)
-    draft = load_draft(given, lm)
+    if drafted and args.draft is None:
+        args.draft = "ngram"
+    lm = load_model(args)
+    draft = load_draft(args, lm)
     engine = Engine(lm)
-    how = {"system": given.system, "raw": given.raw}
+    how = {"system": args.system, "raw": args.raw}
     where = {s: {**how, "draft": draft if s in drafted else None, "strategy": custom.get(s)} for s in chosen}
     for number, prompt in enumerate(prompts, 1):
         for strategy, options in chosen.items():
@@ -138,19 +139,19 @@ def run(given: argparse.Namespace) -> int:
     done: list[dict[str, Any]] = []
     with tqdm(total=len(prompts) * len(chosen), desc="warm-up", leave=False, disable=None) as bar:
         for strategy, options in chosen.items():
-            few = {"max_new_tokens": min(WARM_UP_TOKENS, given.max_new_tokens), "min_new_tokens": 0}
+            few = {"max_new_tokens": min(WARM_UP_TOKENS, args.max_new_tokens), "min_new_tokens": 0}
             with suppress(Exception):  # the measured run reports it
                 generate(lm, prompts[0], **where[strategy], **options | few)
         for number, prompt in enumerate(prompts, 1):
             results: dict[str, Any] = {}
             try:
-                if not given.json:
-                    print_lines(*heading(prompt, given.draft), header())
+                if not args.json:
+                    print_lines(*heading(prompt, args.draft), header())
                 for strategy, options in chosen.items():
                     bar.set_description(strategy)
                     results[strategy] = generate(lm, prompt, **where[strategy], **options)
                     bar.update()
-                    if not given.json:
+                    if not args.json:
                         print_lines(row(strategy, [results]))
             except OSError:  # nobody reads on, or the disk is full
                 raise
@@ -158,12 +159,12 @@ def run(given: argparse.Namespace) -> int:
                 print_lines(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
                 continue
             except KeyboardInterrupt:
-                print_lines(*(means(chosen, done) if not given.json else ()))
+                print_lines(*(means(chosen, done) if not args.json else ()))
                 left = "give only the others to go on" if done else "the same command begins again"
                 raise KeyboardInterrupt(f"{len(done)} of {len(prompts)} prompts are finished; {left}") from None
             done.append(results)
-            print_lines(*([json_line(to_dict(prompt, given.draft, results))] if given.json else texts(results)))
-        if not given.json:
+            print_lines(*([json_line(to_dict(prompt, args.draft, results))] if args.json else texts(results)))
+        if not args.json:
             print_lines(*means(chosen, done))
     return 0 if len(done) == len(prompts) else FAILED
 

@@ -30,11 +30,11 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser()
     serve.add_to(parser.add_subparsers())
-    words = ["--draft", "ngram", "--draft", "suffix", "--max-beams", str(MAX_BEAMS), "--port", str(given.port)]
-    return serve.run(parser.parse_args(["serve", "--model", given.model, *words]), open_page if given.browser else None)
+    words = ["--draft", "ngram", "--draft", "suffix", "--max-beams", str(MAX_BEAMS), "--port", str(args.port)]
+    return serve.run(parser.parse_args(["serve", "--model", args.model, *words]), open_page if args.browser else None)
 
 
 def open_page(url: str) -> None:

@@ -95,39 +95,39 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    rows = [*read_rows(given.prompt, given.prompts)]  # wrong input is refused before the slow imports
-    given.json = given.json or str(given.output).endswith((".jsonl", ".json"))
-    if given.top_logprobs is not None and not given.json:
+def run(args: argparse.Namespace) -> int:
+    rows = [*read_rows(args.prompt, args.prompts)]  # wrong input is refused before the slow imports
+    args.json = args.json or str(args.output).endswith((".jsonl", ".json"))
+    if args.top_logprobs is not None and not args.json:
         raise SpecbeamError("--top-logprobs goes with --json")
-    options = [options_of_row(given, row) for row in rows]
-    if given.record is not None:
-        options = [options_to_record(given, options)]
-    check_sources(given)
-    check_no_input(given)
+    options = [options_of_row(args, row) for row in rows]
+    if args.record is not None:
+        options = [options_to_record(args, options)]
+    check_sources(args)
+    check_no_input(args)
     try:
-        with printing_to(given.output) as out:
-            failed = generate(given, rows, options, out)
+        with printing_to(args.output) as out:
+            failed = generate(args, rows, options, out)
             if failed == len(rows) and out is not sys.stdout:
                 raise NothingFinished
     except NothingFinished:
-        print(f"specbeam: no prompt was finished, so {given.output} was not written", file=sys.stderr)
+        print(f"specbeam: no prompt was finished, so {args.output} was not written", file=sys.stderr)
         return FAILED
     if out is not sys.stdout:
         prompts = "1 prompt" if len(rows) == 1 else f"{len(rows):,} prompts"
-        print(f"[{prompts}, {failed:,} failed, in {given.output}]", file=sys.stderr)
+        print(f"[{prompts}, {failed:,} failed, in {args.output}]", file=sys.stderr)
     return FAILED if failed else 0
 
 
-def options_to_record(given: argparse.Namespace, options: list[Options]) -> Options:
+def options_to_record(args: argparse.Namespace, options: list[Options]) -> Options:
     """The options of the only text, with the rounds and the likeliest tokens that a recording has."""
     from specbeam.recording.events import LIKELIEST
 
     if len(options) > 1:
         raise SpecbeamError(f"--record goes with one prompt, and there are {len(options)}")
-    if given.record in (given.output, "-"):
-        raise SpecbeamError(f"--record {given.record} is where the text goes: name another file")
-    check_writable(Path(given.record).resolve(), given.record)
+    if args.record in (args.output, "-"):
+        raise SpecbeamError(f"--record {args.record} is where the text goes: name another file")
+    check_writable(Path(args.record).resolve(), args.record)
     (only,) = options
     likeliest = LIKELIEST if only.top_logprobs is None else only.top_logprobs
     return replace(only, trace=True, top_logprobs=likeliest)
@@ -137,24 +137,24 @@ class NothingFinished(Exception):
     """Every prompt failed: there is nothing that could replace an earlier output."""
 
 
-def check_no_input(given: argparse.Namespace) -> None:
+def check_no_input(args: argparse.Namespace) -> None:
     """Refuse an output that would replace a file of the input. Raises SpecbeamError."""
-    if given.output in (None, "-") or not os.path.isfile(given.output):
+    if args.output in (None, "-") or not os.path.isfile(args.output):
         return
     for name in ("prompts", "draft_corpus", "model", "draft", "adapter"):
-        source = getattr(given, name)
-        if source is not None and os.path.exists(source) and os.path.samefile(source, given.output):
+        source = getattr(args, name)
+        if source is not None and os.path.exists(source) and os.path.samefile(source, args.output):
             option = name.replace("_", "-")
-            raise SpecbeamError(f"--output {given.output} would replace the file of --{option}: name another file")
+            raise SpecbeamError(f"--output {args.output} would replace the file of --{option}: name another file")
 
 
-def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
+def options_of_row(args: argparse.Namespace, row: PromptRow) -> Options:
     """The options for a prompt. Options on the prompt's own line take the place of the command line's."""
     with located(row.name if row.fields else ""):
         strange = [name for name in row.fields if name not in (*IN_LINES, *OTHER_FIELDS)]
         check_names([name for name in strange if resembles(name, IN_LINES)], IN_LINES, "option")
         of_row = {name: value for name, value in row.fields.items() if name in IN_LINES and value is not None}
-        return options_of(given, of_row)
+        return options_of(args, of_row)
 
 
 def resembles(name: str, names: list[str]) -> bool:
@@ -163,46 +163,46 @@ def resembles(name: str, names: list[str]) -> bool:
     return elsewhere or bool(difflib.get_close_matches(name, names, n=1, cutoff=MIN_LIKENESS))
 
 
-def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
+def generate(args: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
     """Generate the texts and print them. Returns how many prompts failed."""
     from specbeam.engine import Engine
     from specbeam.models.prompts import last_message, show_prompt
 
-    lm = load_model(given)
-    draft, strategy = load_draft(given, lm), load_strategy(given)
+    lm = load_model(args)
+    draft, strategy = load_draft(args, lm), load_strategy(args)
     engine = Engine(lm)
     requests, shown_prompts = [], []
     for row, row_options in zip(rows, options, strict=True):
-        how = {"system": row.fields.get("system", given.system), "raw": given.raw}
+        how = {"system": row.fields.get("system", args.system), "raw": args.raw}
         with located(row.name):
             requests.append(engine.submit(row.prompt, row_options, draft=draft, strategy=strategy, **how))
-            shown_prompts.append(show_prompt(lm, row.prompt, **how) if given.show_prompt else None)
+            shown_prompts.append(show_prompt(lm, row.prompt, **how) if args.show_prompt else None)
 
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
-    stream = given.stream and one_text and not given.json and out is sys.stdout
-    printer = Printer(rows, requests, shown_prompts, out, given.json, stream, shows_trace=bool(given.trace))
+    stream = args.stream and one_text and not args.json and out is sys.stdout
+    printer = Printer(rows, requests, shown_prompts, out, args.json, stream, shows_trace=bool(args.trace))
     with CtrlCCancels(requests) as ctrl_c:
         while engine.step():
             printer.print_ready()
         printer.print_ready()
     if ctrl_c.pressed:
         if out is not sys.stdout:
-            raise KeyboardInterrupt(f"{given.output} was not written")
+            raise KeyboardInterrupt(f"{args.output} was not written")
         if len(rows) > 1:
             raise KeyboardInterrupt(f"{printer.finished:,} of {len(rows):,} prompts were finished")
         raise KeyboardInterrupt
-    if given.record is not None and not printer.failed:
+    if args.record is not None and not printer.failed:
         from specbeam.jobs.files import write_whole
         from specbeam.recording.events import event_line, events
         from specbeam.recording.replay import replay_page
 
-        message = last_message(lm, rows[0].prompt, raw=given.raw)
-        recording = events(lm, requests[0].prompt_ids, options[0], given.draft, requests[0].result(), message)
-        if given.record.endswith(".html"):
+        message = last_message(lm, rows[0].prompt, raw=args.raw)
+        recording = events(lm, requests[0].prompt_ids, options[0], args.draft, requests[0].result(), message)
+        if args.record.endswith(".html"):
             content = replay_page(recording, shortened(rows[0].prompt))
         else:
             content = "".join(f"{event_line(event)}\n" for event in recording)
-        write_whole(Path(given.record).resolve(), content)
+        write_whole(Path(args.record).resolve(), content)
     return printer.failed
 
 

@@ -51,11 +51,11 @@ def rungs(text: str) -> list[int]:
     return [int(number) for number in some_of([*map(str, RUNG_NUMBERS)], "rung", text)]
 
 
-def run(given: argparse.Namespace) -> int:
-    Options.of({"max_new_tokens": given.max_new_tokens})  # wrong input is refused before a model is loaded
-    if given.runs < 1:
-        raise SpecbeamError(f"--runs {given.runs} is not allowed: give at least 1")
-    prompt = next(read_rows(given.prompt, None)).prompt
+def run(args: argparse.Namespace) -> int:
+    Options.of({"max_new_tokens": args.max_new_tokens})  # wrong input is refused before a model is loaded
+    if args.runs < 1:
+        raise SpecbeamError(f"--runs {args.runs} is not allowed: give at least 1")
+    prompt = next(read_rows(args.prompt, None)).prompt
 
     require("specbeam ladder", "torch")
     import torch
@@ -63,67 +63,69 @@ def run(given: argparse.Namespace) -> int:
 
     from specbeam.backends.devices import choose_device, devices
 
-    if given.device != "all":
-        chosen = [choose_device(given.device)]
+    if args.device != "all":
+        chosen = [choose_device(args.device)]
+    elif args.backend == "cpu":
+        chosen = ["cpu"]
     else:
-        chosen = ["cpu"] if given.backend == "cpu" else devices()
+        chosen = devices()
     finished: list[Rung] = []
-    left = {device: [*given.rungs] for device in chosen}
-    with tqdm(total=len(chosen) * len(given.rungs), unit="rung", leave=False, disable=None) as bar:
+    left = {device: [*args.rungs] for device in chosen}
+    with tqdm(total=len(chosen) * len(args.rungs), unit="rung", leave=False, disable=None) as bar:
         try:
             for device in chosen:
                 here: list[Rung] = []
-                for rung in rungs_on(device, given, prompt, bar.set_description):
+                for rung in rungs_on(device, args, prompt, bar.set_description):
                     bar.update()
-                    if not given.json:
-                        print_lines(*([] if here else heading(rung, prompt, given.runs)), row(rung, [*here, rung]))
+                    if not args.json:
+                        print_lines(*([] if here else heading(rung, prompt, args.runs)), row(rung, [*here, rung]))
                     here.append(rung)
                     finished.append(rung)
                     left[device].remove(rung.number)
-                if not given.json:
+                if not args.json:
                     print_lines(*verdict(here))
         except KeyboardInterrupt:
             others = " and ".join(
                 f"--device {device} --rungs {','.join(map(str, rungs))}" for device, rungs in left.items() if rungs
             )
-            total = len(chosen) * len(given.rungs)
+            total = len(chosen) * len(args.rungs)
             raise KeyboardInterrupt(
                 f"{len(finished)} of {total} rungs are finished; for the others give {others}"
             ) from None
         finally:  # after Ctrl-C, too
-            if given.json and finished:
-                about = {"model": given.model, "prompt": prompt, "torch": torch.__version__}
+            if args.json and finished:
+                about = {"model": args.model, "prompt": prompt, "torch": torch.__version__}
                 print_lines(json_line(about | {"rungs": [*map(to_dict, finished)]}))
     wrong = [rung for rung in finished if rung.difference is not None and not rung.difference.near_tie]
     return FAILED if wrong or all(rung.failure for rung in finished) else 0
 
 
-def rungs_on(device: str, given: argparse.Namespace, prompt: Any, say: Callable[[str], object]) -> Iterator[Rung]:
+def rungs_on(device: str, args: argparse.Namespace, prompt: Any, say: Callable[[str], object]) -> Iterator[Rung]:
     """Time each rung on a device. ``say`` takes lines about the progress."""
     from specbeam.engine import Engine
     from specbeam.ladder import RUNGS, Rung, climb, reason
 
     say(f"{device}: loading")
     where = {"device": device}
-    plain = given.backend == given.quantize == "auto" and given.dtype in ("auto", "float32") and given.threads is None
+    plain = args.backend == args.quantize == "auto" and args.dtype in ("auto", "float32") and args.threads is None
     if plain and device.startswith("cpu"):
         where |= {"backend": "torch", "dtype": "float32"}  # the default there, the cpu backend, has nothing to compile
     try:
-        lm = load_model(argparse.Namespace(**vars(given) | where))
+        lm = load_model(argparse.Namespace(**vars(args) | where))
     except Unsupported:
-        lm = load_model(argparse.Namespace(**vars(given) | where | {"backend": given.backend}))
+        lm = load_model(argparse.Namespace(**vars(args) | where | {"backend": args.backend}))
     except SpecbeamError:
         raise
     except Exception as error:  # the device lacks memory, or an operation that the model needs
-        yield from (Rung(n, device, given.backend, given.dtype, failure=reason(error)) for n in given.rungs)
+        yield from (Rung(n, device, args.backend, args.dtype, failure=reason(error)) for n in args.rungs)
         return
-    options = {"max_new_tokens": given.max_new_tokens}
-    ids = Engine(lm).check(prompt, options, system=given.system, raw=given.raw)
+    options = {"max_new_tokens": args.max_new_tokens}
+    ids = Engine(lm).check(prompt, options, system=args.system, raw=args.raw)
     yield from climb(
         lm,
         ids,
-        rungs=given.rungs,
-        runs=given.runs,
+        rungs=args.rungs,
+        runs=args.runs,
         tell=lambda number, what: say(f"{device}: {RUNGS[number]}, {what}"),
         **options,
     )

@@ -41,9 +41,9 @@ def add_to(commands: Any) -> None:
     action.set_defaults(run=show_packed)
 
 
-def list_models(given: argparse.Namespace) -> int:
+def list_models(args: argparse.Namespace) -> int:
     models = [*aliases(), *own_files(), *models_of_hub()]
-    if given.json:
+    if args.json:
         print(json_line(models))
         return 0
     rows = [("model", "size", "memory", "license", "chats", "", "")]
@@ -147,19 +147,19 @@ def megabytes(size: Any) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def pull(given: argparse.Namespace) -> int:
+def pull(args: argparse.Namespace) -> int:
     from specbeam.checkpoints import locate
 
-    print(locate(given.name, given.revision))
+    print(locate(args.name, args.revision))
     return 0
 
 
-def show(given: argparse.Namespace) -> int:
+def show(args: argparse.Namespace) -> int:
     from specbeam.checkpoints.sources.registry import ALIASES, find
 
-    fetched = given.source not in ALIASES or find(given.source) is not None
-    rows = facts_of(given.source, given.revision) if fetched else facts_of_alias(given.source)
-    if given.json:
+    fetched = args.source not in ALIASES or find(args.source) is not None
+    rows = facts_of(args.source, args.revision) if fetched else facts_of_alias(args.source)
+    if args.json:
         print(json_line({name.replace(" ", "_"): value for name, value in rows.items()}))
         return 0
     for name, value in rows.items():
@@ -173,7 +173,7 @@ def show(given: argparse.Namespace) -> int:
             value = ", ".join(f"{key}={shown(part)}" for key, part in value.items())
         print(f"{name:14} {value}")
     if not fetched:
-        print(f"[not on this machine: specbeam models pull {given.source} fetches it]", file=sys.stderr)
+        print(f"[not on this machine: specbeam models pull {args.source} fetches it]", file=sys.stderr)
     return 0
 
 
@@ -219,37 +219,37 @@ def facts_of_alias(name: str) -> dict[str, Any]:
     }
 
 
-def remove(given: argparse.Namespace) -> int:
+def remove(args: argparse.Namespace) -> int:
     from specbeam.checkpoints.sources import hub, packed
     from specbeam.checkpoints.sources.registry import ALIASES, HubModel, folder
     from specbeam.checkpoints.sources.registry import remove as remove_alias
 
     kept = {model.repository: model for model in hub.kept()}
-    alias = ALIASES.get(given.name)
-    repository = alias.origin.repository if alias and isinstance(alias.origin, HubModel) else given.name
-    where, label = (kept[repository].path, kept[repository].path.name) if repository in kept else (folder(), given.name)
+    alias = ALIASES.get(args.name)
+    repository = alias.origin.repository if alias and isinstance(alias.origin, HubModel) else args.name
+    where, label = (kept[repository].path, kept[repository].path.name) if repository in kept else (folder(), args.name)
     if alias is not None:
-        freed = remove_alias(given.name)
+        freed = remove_alias(args.name)
     elif repository in kept:
         freed = hub.remove(kept[repository])
     else:
         raise SpecbeamError(
-            f"{given.name} is no fetched model: give an alias or a hub id that specbeam models list shows. Files and "
+            f"{args.name} is no fetched model: give an alias or a hub id that specbeam models list shows. Files and "
             "folders of your own are yours to remove"
         )
     freed_packed = packed.remove(label)
     if alias is not None and not freed + freed_packed:
-        raise SpecbeamError(f"{given.name} is not on this machine: there is nothing to remove")
-    print(f"removed {given.name}: {megabytes(freed)} from {where}")
+        raise SpecbeamError(f"{args.name} is not on this machine: there is nothing to remove")
+    print(f"removed {args.name}: {megabytes(freed)} from {where}")
     if freed_packed:
         print(f"removed its packed weights: {megabytes(freed_packed)} from {packed.folder()}")
     return 0
 
 
-def show_packed(given: argparse.Namespace) -> int:
+def show_packed(args: argparse.Namespace) -> int:
     from specbeam.checkpoints.sources import packed
 
-    if given.clear:
+    if args.clear:
         print(f"removed {megabytes(packed.clear())} from {packed.folder()}")
     files = packed.files()
     width = max((len(file.path.stem) for file in files), default=0)

@@ -107,11 +107,11 @@ def add_running_to(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=float, metavar="N", help="GPUs per worker; a number below 1 shares one (default 0)")
 
 
-def cluster_of(given: argparse.Namespace) -> dict[str, Any] | None:
+def cluster_of(args: argparse.Namespace) -> dict[str, Any] | None:
     """The cluster that the options of add_running_to ask for; None: the rows' answers are made here."""
-    cluster = {name: getattr(given, name) for name in ("address", "workers", "cpus", "gpus")}
+    cluster = {name: getattr(args, name) for name in ("address", "workers", "cpus", "gpus")}
     cluster = {name: value for name, value in cluster.items() if value is not None}
-    if given.launcher == "ray":
+    if args.launcher == "ray":
         return cluster
     for name in cluster:
         raise SpecbeamError(f"--{name} goes with --launcher ray")
@@ -119,14 +119,14 @@ def cluster_of(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def run_rows(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     task_of: Callable[[Rows], Task],
     open_input: Callable[[Path, int | None], Rows] | None = None,
 ) -> int:
     """Make the answers for all rows of IN, and write them to OUT. Returns the exit status.
 
     Args:
-        given: the arguments of add_files_to and add_running_to, and others.
+        args: the arguments of add_files_to and add_running_to, and others.
         task_of: what to do with the rows. It raises SpecbeamError for columns that IN does not have.
         open_input: opens IN; None for a file whose ending says what it is.
     """
@@ -134,19 +134,19 @@ def run_rows(
     from specbeam.jobs.formats import DELIMITERS, ending_of
 
     for name in ("batch_size", "limit"):
-        if (number := getattr(given, name)) is not None and number < 1:
+        if (number := getattr(args, name)) is not None and number < 1:
             raise SpecbeamError(f"--{name.replace('_', '-')} {number} is not allowed: give at least 1")
-    cluster = cluster_of(given)
-    source, output = Path(given.input), Path(given.output)
+    cluster = cluster_of(args)
+    source, output = Path(args.input), Path(args.output)
     check_output(source, output)
-    if given.delimiter is not None and not {ending_of(source), ending_of(output)} & {*DELIMITERS}:
+    if args.delimiter is not None and not {ending_of(source), ending_of(output)} & {*DELIMITERS}:
         raise SpecbeamError("--delimiter is for .csv and .tsv files: leave it out")
     with locked(output.with_name(f".{output.name}.lock"), output, "another OUT"):
-        return _run_alone(given, task_of, open_input, cluster, source, output)
+        return _run_alone(args, task_of, open_input, cluster, source, output)
 
 
 def _run_alone(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     task_of: Callable[[Rows], Task],
     open_input: Callable[[Path, int | None], Rows] | None,
     cluster: dict[str, Any] | None,
@@ -158,7 +158,7 @@ def _run_alone(
     from specbeam.jobs.formats import chunks, open_rows, writer
     from specbeam.jobs.progress import Progress
 
-    with (open_input or partial(open_rows, delimiter=given.delimiter))(source, given.limit) as rows:
+    with (open_input or partial(open_rows, delimiter=args.delimiter))(source, args.limit) as rows:
         task = task_of(rows)
 
         def items() -> Iterator[NumberedItem]:
@@ -168,14 +168,14 @@ def _run_alone(
             pass
         if (write := task.write) is None:
             added = added_columns(source, rows.columns, [*task.columns])
-            write = writer(output, rows, {new: task.columns[name] for name, new in added.items()}, given.delimiter)
+            write = writer(output, rows, {new: task.columns[name] for name, new in added.items()}, args.delimiter)
             for notice in notices(source, rows.columns, task.reads, added):
                 print(f"specbeam: {notice}", file=sys.stderr)
         else:
             added = {name: name for name in task.columns}
         summary = Summary(task)
         with (
-            FinishedRows(output, fingerprint(rows.digest, task.facts, given), len(rows)) as finished,
+            FinishedRows(output, fingerprint(rows.digest, task.facts, args), len(rows)) as finished,
             Progress(progress_line, len(rows), finished.count, unit="row") as progress,
         ):
             earlier = finished.count
@@ -193,7 +193,7 @@ def _run_alone(
                     yield {new: answer.get(name) for name, new in added.items()}
 
             todo = (item for item in items() if item[0] not in finished)
-            size = BATCHES_PER_JOB * given.batch_size
+            size = BATCHES_PER_JOB * args.batch_size
             try:
                 if cluster is None:
                     work_here(task, todo, size, keep, lambda more: progress.show(finished.count + more))
@@ -382,29 +382,29 @@ def added_columns(source: Path, columns: list[str], wanted: Sequence[str]) -> di
     return added
 
 
-def fingerprint(digest: str, facts: Sequence[Any], given: argparse.Namespace) -> str:
+def fingerprint(digest: str, facts: Sequence[Any], args: argparse.Namespace) -> str:
     """A hash of all that the answers depend on. The number of workers, and their place, is no part of it."""
     from specbeam.version import __version__
 
     left_out = {*SETTINGS_WITHOUT_EFFECT, *OPTION_NAMES}
-    settings = sorted((name, repr(value)) for name, value in vars(given).items() if name not in left_out)
-    everything = [given.command, __version__, facts, settings, digest, _contents(given)]
+    settings = sorted((name, repr(value)) for name, value in vars(args).items() if name not in left_out)
+    everything = [args.command, __version__, facts, settings, digest, _contents(args)]
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
 
 
-def _contents(given: argparse.Namespace) -> list[str]:
+def _contents(args: argparse.Namespace) -> list[str]:
     """Digests of all that keeps its name while its contents change.
 
     They are of the model with its adapter, a draft model, a draft's corpus, and the file of a custom strategy.
     """
     from specbeam.checkpoints import locate, open_checkpoint
 
-    adapter = None if given.adapter is None else locate(given.adapter)
-    digests = [open_checkpoint(locate(given.model, given.revision), adapter).fingerprint()]
-    strategy = load_strategy(given)
+    adapter = None if args.adapter is None else locate(args.adapter)
+    digests = [open_checkpoint(locate(args.model, args.revision), adapter).fingerprint()]
+    strategy = load_strategy(args)
     if strategy is not None and (file := plugins.source_file(strategy)) is not None:
         digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
-    draft, corpus = (getattr(given, name, None) for name in ("draft", "draft_corpus"))  # not all commands have them
+    draft, corpus = (getattr(args, name, None) for name in ("draft", "draft_corpus"))  # not all commands have them
     if draft is not None and draft_kind(draft) == "model":
         digests.append(open_checkpoint(locate(draft)).fingerprint())
     if corpus is not None:

@@ -58,27 +58,27 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.given is None and given.system is not None:
+def run(args: argparse.Namespace) -> int:
+    if args.given is None and args.system is not None:
         raise SpecbeamError("--system goes with --given, the column of prompts")
-    check_source(given.model)
-    return run_rows(given, partial(task_of, given))
+    check_source(args.model)
+    return run_rows(args, partial(task_of, args))
 
 
-def task_of(given: argparse.Namespace, rows: Rows) -> Task:
+def task_of(args: argparse.Namespace, rows: Rows) -> Task:
     """What to do with the rows of a file. Raises SpecbeamError if it does not have the columns."""
-    if given.candidates is None:
-        column = column_of(rows, given.column, ("text", "answer"), "has the texts")
+    if args.candidates is None:
+        column = column_of(rows, args.column, ("text", "answer"), "has the texts")
     else:
-        check_column(rows, column := given.candidates)
-    if given.given is not None:
-        check_column(rows, given.given)
-    ranks = given.candidates is not None
+        check_column(rows, column := args.candidates)
+    if args.given is not None:
+        check_column(rows, args.given)
+    ranks = args.candidates is not None
     columns = RANKED_TYPES if ranks else COLUMN_TYPES
-    reads = [*dict.fromkeys(name for name in (column, given.given) if name is not None)]
-    item = partial(question_of, column, given.given, ranks)
-    work = partial(make_work, given, ranks)
-    return Task(reads, item, columns, [column, given.given, ranks], work, tokens=None if ranks else "tokens")
+    reads = [*dict.fromkeys(name for name in (column, args.given) if name is not None)]
+    item = partial(question_of, column, args.given, ranks)
+    work = partial(make_work, args, ranks)
+    return Task(reads, item, columns, [column, args.given, ranks], work, tokens=None if ranks else "tokens")
 
 
 def question_of(column: str, prompts: str | None, ranks: bool, cells: Mapping[str, Any]) -> Question | SpecbeamError:
@@ -103,19 +103,19 @@ def candidates_of(cell: Any) -> list[Any]:
     return [part.get("text") if isinstance(part, dict) else part for part in parts]
 
 
-def make_work(given: argparse.Namespace, ranks: bool) -> Answers:
+def make_work(args: argparse.Namespace, ranks: bool) -> Answers:
     """Load the model. Returns the function that makes answers."""
-    return partial(measure, load_model(given), given, ranks)
+    return partial(measure, load_model(args), args, ranks)
 
 
-def measure(lm: Any, given: argparse.Namespace, ranks: bool, items: Iterable[NumberedItem]) -> Iterator[Answer]:
+def measure(lm: Any, args: argparse.Namespace, ranks: bool, items: Iterable[NumberedItem]) -> Iterator[Answer]:
     """The measures of numbered texts, in the order in which they are known."""
     from specbeam.api.scoring import check_length
     from specbeam.models.prompts import encode_answers
 
     def ask(question: Question) -> tuple[list[tuple[str, int]], list[Text]]:
         prompt, texts = question
-        context, tokens = encode_answers(lm, prompt, texts, system=given.system, raw=given.raw)
+        context, tokens = encode_answers(lm, prompt, texts, system=args.system, raw=args.raw)
         check_length(lm, context, tokens)
         if not all(tokens):
             raise SpecbeamError("a text has no tokens of its own: the tokenizer makes none of it")
@@ -132,7 +132,7 @@ def measure(lm: Any, given: argparse.Namespace, ranks: bool, items: Iterable[Num
             return {"best": measured[0]["text"], "ranked": measured}
         return {name: measured[0][name] for name in MEASURES}
 
-    yield from scored(lm, items, ask, values, RANKED_TYPES if ranks else COLUMN_TYPES, given.batch_size)
+    yield from scored(lm, items, ask, values, RANKED_TYPES if ranks else COLUMN_TYPES, args.batch_size)
 
 
 def perplexity(log_prob: float, tokens: int) -> float:

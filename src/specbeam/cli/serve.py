@@ -161,43 +161,43 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = None) -> int:
+def run(args: argparse.Namespace, when_ready: Callable[[str], object] | None = None) -> int:
     """Serve until a signal.
 
     Args:
         when_ready: called with the address of the page, once the server listens.
     """
-    sources = [_named(source) for source in given.model or [DEFAULT_MODEL]]
-    drafts = [_named(source) for source in given.draft or []]
+    sources = [_named(source) for source in args.model or [DEFAULT_MODEL]]
+    drafts = [_named(source) for source in args.draft or []]
     for _, source in sources:
         check_source(source)
     for _, source in drafts:
         check_draft_source(source)
     _check_names("--model", sources)
     _check_names("--draft", drafts)
-    if not 0 <= given.port < 2**16:
-        raise SpecbeamError(f"--port {given.port} is not allowed: give 0 to 65535")
-    if not 0 <= given.grace <= TIMEOUT_MAX:  # nor NaN
-        raise SpecbeamError(f"--grace {given.grace} is not allowed: give 0 or more seconds")
-    if "" in (given.api_key or ()):  # of a shell's variable that is not set, for example
+    if not 0 <= args.port < 2**16:
+        raise SpecbeamError(f"--port {args.port} is not allowed: give 0 to 65535")
+    if not 0 <= args.grace <= TIMEOUT_MAX:  # nor NaN
+        raise SpecbeamError(f"--grace {args.grace} is not allowed: give 0 or more seconds")
+    if "" in (args.api_key or ()):  # of a shell's variable that is not set, for example
         raise SpecbeamError("--api-key is empty: give a key, or leave it out for a server that takes all requests")
-    for host in given.allowed_host or ():
+    for host in args.allowed_host or ():
         if not HOST_NAME.fullmatch(host):
             raise SpecbeamError(f"--allowed-host {host!r} is no name of a host: give one such as llm.example.org")
-    for address in given.trusted_proxy or ():
+    for address in args.trusted_proxy or ():
         try:
             ipaddress.ip_network(address)
         except ValueError as error:
             raise SpecbeamError(f"--trusted-proxy {address!r} is no address and no network: {error}") from error
     for option in ("replicas", "address"):
-        if given.launcher != "ray" and getattr(given, option) is not None:
+        if args.launcher != "ray" and getattr(args, option) is not None:
             raise SpecbeamError(f"--{option} goes with --launcher ray")
-    if given.replicas is not None and given.replicas < 1:
-        raise SpecbeamError(f"--replicas {given.replicas} is not allowed: give at least 1")
-    sampling = {name: value for name in SAMPLING if (value := getattr(given, name)) is not None}
+    if args.replicas is not None and args.replicas < 1:
+        raise SpecbeamError(f"--replicas {args.replicas} is not allowed: give at least 1")
+    sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     Options.of({**FALLBACK.settings, **sampling})  # wrong input is refused before the models load
     try:
-        return _serve(given, sources, drafts, sampling, when_ready)
+        return _serve(args, sources, drafts, sampling, when_ready)
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client"):
             raise
@@ -205,7 +205,7 @@ def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = 
 
 
 def _serve(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     sources: Sequence[tuple[str, str]],
     drafts: Sequence[tuple[str, str]],
     sampling: dict[str, float],
@@ -214,25 +214,25 @@ def _serve(
     from specbeam.server.app import make_app
     from specbeam.server.serving import Server, accept, listen
 
-    chosen = {field.name: value for field in fields(Limits) if (value := getattr(given, field.name)) is not None}
+    chosen = {field.name: value for field in fields(Limits) if (value := getattr(args, field.name)) is not None}
     limits = Limits(**chosen)
     access = Access(
-        api_keys=tuple(given.api_key or os.environ.get(KEY_VARIABLE, "").split()),
-        is_local=_is_loopback(given.host),
-        allowed_hosts=tuple(host.lower().strip("[]") for host in given.allowed_host or ()),
-        trusted_proxies=tuple(given.trusted_proxy or LOOPBACK_ADDRESSES),
-        cors_origins=tuple(given.cors_origin or ()),
+        api_keys=tuple(args.api_key or os.environ.get(KEY_VARIABLE, "").split()),
+        is_local=_is_loopback(args.host),
+        allowed_hosts=tuple(host.lower().strip("[]") for host in args.allowed_host or ()),
+        trusted_proxies=tuple(args.trusted_proxy or LOOPBACK_ADDRESSES),
+        cors_origins=tuple(args.cors_origin or ()),
     )
-    bound = listen(given.host, given.port)  # before the models, which take long to load
+    bound = listen(args.host, args.port)  # before the models, which take long to load
     make_models = partial(
         _make_models,
-        placement_of(given),
+        placement_of(args),
         sources,
         drafts,
         default_draft=drafts[0][0] if drafts else NO_DRAFT,
         limits=limits,
-        allows_control_tokens=given.allow_control_tokens,
-        schema_in_prompt=given.schema_in_prompt,
+        allows_control_tokens=args.allow_control_tokens,
+        schema_in_prompt=args.schema_in_prompt,
         sampling=sampling,
     )
 
@@ -244,7 +244,7 @@ def _serve(
     page = f"http://{shown}:{port}/"
     about: list[str] = []
     with ExitStack() as stack:
-        if given.launcher == "ray":
+        if args.launcher == "ray":
             from specbeam.jobs.cluster import import_ray
 
             import_ray()
@@ -257,11 +257,11 @@ def _serve(
                     make_models,
                     limits,
                     name=f"specbeam-{socket.gethostname()}-{port}",
-                    address=given.address,
-                    replicas=given.replicas,
-                    threads=given.threads,
-                    on_gpu=(given.device or "").startswith("cuda"),
-                    logs_prompts=given.log_prompts,
+                    address=args.address,
+                    replicas=args.replicas,
+                    threads=args.threads,
+                    on_gpu=(args.device or "").startswith("cuda"),
+                    logs_prompts=args.log_prompts,
                 )
             )
             caches = replicas.cache_limits()
@@ -275,7 +275,7 @@ def _serve(
                 if model.lm.backend.features_shape is None  # transcription has defaults of its own
             ]
             about += [f"{model.name}: {model.lm.precision}" for model in models]
-            app = make_app(models, limits, access, logs_prompts=given.log_prompts)
+            app = make_app(models, limits, access, logs_prompts=args.log_prompts)
         accept(bound)
         gc.collect()
         gc.freeze()  # a full collection need not look at models and libraries, while no text goes on
@@ -292,20 +292,20 @@ def _serve(
         if not access.is_local and not access.api_keys:
             _warn(host, port)
         ready = when_ready and partial(when_ready, page)
-        Server(app, given.grace, ready, access.trusted_proxies).run(sockets=[bound])
+        Server(app, args.grace, ready, access.trusted_proxies).run(sockets=[bound])
     return 0
 
 
-def _named(given: str) -> tuple[str, str]:
+def _named(text: str) -> tuple[str, str]:
     """The name and the source of "NAME=SOURCE", or of a source. A file or a folder is named without its path.
 
     Paths may have "=", and names may have "/", as hub ids have.
     """
-    is_path = given.startswith((".", "/", "~")) or Path(given).exists()
-    name, equals, source = given.partition("=")
+    is_path = text.startswith((".", "/", "~")) or Path(text).exists()
+    name, equals, source = text.partition("=")
     if equals and name and not is_path:
         return name, _absolute(source)
-    return (Path(given).resolve().name if is_path else given), _absolute(given)
+    return (Path(text).resolve().name if is_path else text), _absolute(text)
 
 
 def _absolute(source: str) -> str:

@@ -46,24 +46,24 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     try:
         import hydra  # noqa: F401
         import pandas  # noqa: F401
     except ImportError as error:
         raise SpecbeamError(f"the study bench needs {error.name}: pip install 'specbeam[study]'") from error
-    match given.words:
+    match args.words:
         case ["show"]:
             from specbeam.study.results import latest_run
 
-            return show(latest_run(), given.json)
+            return show(latest_run(), args.json)
         case ["show", folder]:
-            return show(Path(os.path.expanduser(folder)), given.json)
+            return show(Path(os.path.expanduser(folder)), args.json)
         case ["diff", before, after]:
-            return compare(Path(os.path.expanduser(before)), Path(os.path.expanduser(after)), given.json)
+            return compare(Path(os.path.expanduser(before)), Path(os.path.expanduser(after)), args.json)
         case ["show" | "diff", *_]:
             raise SpecbeamError("give show, show RUN, or diff RUN_A RUN_B")
-    for word in given.words:
+    for word in args.words:
         if "=" not in word and not word.startswith("~"):
             raise SpecbeamError(
                 f"{word!r} is no KEY=VALUE: give decode.max_new_tokens=64 or so, show RUN, or diff RUN_A RUN_B"
@@ -74,17 +74,17 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.study.config import check
     from specbeam.study.results import file_name
 
-    combinations = sweep(given.words) if given.multirun else [(given.words, "")]
-    configs = [(compose(words, given.config_dir), swept) for words, swept in combinations]
+    combinations = sweep(args.words) if args.multirun else [(args.words, "")]
+    configs = [(compose(words, args.config_dir), swept) for words, swept in combinations]
     for config, swept in configs:
-        if given.multirun and config["output"] is not None:
+        if args.multirun and config["output"] is not None:
             config["output"] = str(Path(config["output"]) / (file_name(swept) or "0"))
-    if given.show_config:
+    if args.show_config:
         for config, _ in configs:  # also one that the check refuses: it tells the keys
-            print(as_yaml(config, explicit_start=given.multirun), end="")
+            print(as_yaml(config, explicit_start=args.multirun), end="")
     for config, _ in configs:
         check(config)  # every one, before the first runs
-    if given.show_config:
+    if args.show_config:
         return 0
     from specbeam.study.run import Interrupted, run_study
 

@@ -40,27 +40,27 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.system is not None and not given.chat:
+def run(args: argparse.Namespace) -> int:
+    if args.system is not None and not args.chat:
         raise SpecbeamError("--system goes with --chat")
-    text = next(read_rows(given.text, None)).prompt
+    text = next(read_rows(args.text, None)).prompt
     if not text:
         raise SpecbeamError("the text is empty: give at least one character")
-    check_source(given.model)
+    check_source(args.model)
 
     from specbeam.checkpoints import locate, open_checkpoint
     from specbeam.models.prompts import render
 
-    tokenizer = open_checkpoint(locate(given.model, given.revision)).tokenizer
+    tokenizer = open_checkpoint(locate(args.model, args.revision)).tokenizer
     if tokenizer is None:
-        raise SpecbeamError(f"{given.model} has no tokenizer")
-    if given.chat:
+        raise SpecbeamError(f"{args.model} has no tokenizer")
+    if args.chat:
         if not tokenizer.chat_template:
-            raise SpecbeamError(f"{given.model} has no chat template: leave out --chat")
-        system = [] if given.system is None else [{"role": "system", "content": given.system}]
+            raise SpecbeamError(f"{args.model} has no chat template: leave out --chat")
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
         text = render(tokenizer, [*system, {"role": "user", "content": text}])
-    tokens = list(tokens_of(tokenizer, text, not given.chat if given.special is None else given.special))
-    if given.json:
+    tokens = list(tokens_of(tokenizer, text, not args.chat if args.special is None else args.special))
+    if args.json:
         print(json_line(tokens, default=escaped))
     else:
         print(*table(tokens), sep="\n")

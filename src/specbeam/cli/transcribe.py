@@ -146,11 +146,11 @@ number_or_none.__name__ = "number"
 class Given(argparse.Action):
     """Keeps that an option was given, whose value may be None."""
 
-    def __call__(self, parser: Any, given: argparse.Namespace, value: Any, option: str | None = None) -> None:
-        setattr(given, self.dest, (value,))
+    def __call__(self, parser: Any, args: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        setattr(args, self.dest, (value,))
 
 
-def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options that the command line gives, by the names of Settings.
 
     Raises:
@@ -158,14 +158,14 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
     """
     from specbeam.speech import Settings
 
-    values: dict[str, Any] = {one.name: getattr(given, one.name, None) for one in fields(Settings)}
+    values: dict[str, Any] = {one.name: getattr(args, one.name, None) for one in fields(Settings)}
     values = {name: value for name, value in values.items() if value is not None}
     values = {name: value[0] if isinstance(value, tuple) else value for name, value in values.items()}
     Settings.of(values)
     return values
 
 
-def layout_of(given: argparse.Namespace) -> Layout:
+def layout_of(args: argparse.Namespace) -> Layout:
     """How words become subtitles.
 
     Raises:
@@ -173,28 +173,28 @@ def layout_of(given: argparse.Namespace) -> Layout:
     """
     from specbeam.speech.subtitles import Layout
 
-    values = {one.name: getattr(given, one.name) for one in fields(Layout) if getattr(given, one.name) is not None}
+    values = {one.name: getattr(args, one.name) for one in fields(Layout) if getattr(args, one.name) is not None}
     if values:
         name = f"--{next(iter(values)).replace('_', '-')}"
-        if given.format not in ("srt", "vtt"):
-            raise SpecbeamError(f"{name} is for subtitles: give --format srt or vtt, not {given.format}")
-        if not given.word_timestamps:
+        if args.format not in ("srt", "vtt"):
+            raise SpecbeamError(f"{name} is for subtitles: give --format srt or vtt, not {args.format}")
+        if not args.word_timestamps:
             raise SpecbeamError(f"{name} needs words: give --word-timestamps")
     return Layout(**values)
 
 
-def run(given: argparse.Namespace) -> int:
-    settings, layout = settings_of(given), layout_of(given)  # wrong input is refused before a model is loaded
-    check_sources(given)
-    if given.output is not None:
-        return run_into_folder(given, settings, layout)
-    if len(given.audio) > 1:
-        raise SpecbeamError(f"there are {len(given.audio)} files, and standard output takes one: give --output DIR")
-    (path,) = given.audio
+def run(args: argparse.Namespace) -> int:
+    settings, layout = settings_of(args), layout_of(args)  # wrong input is refused before a model is loaded
+    check_sources(args)
+    if args.output is not None:
+        return run_into_folder(args, settings, layout)
+    if len(args.audio) > 1:
+        raise SpecbeamError(f"there are {len(args.audio)} files, and standard output takes one: give --output DIR")
+    (path,) = args.audio
     began_at = time.perf_counter()
     with begun(path) as decoding:
-        transcribe = transcriber(given, settings)
-        transcript = print_while_it_comes(path, transcribe(decoding.samples()), given.format, layout)
+        transcribe = transcriber(args, settings)
+        transcript = print_while_it_comes(path, transcribe(decoding.samples()), args.format, layout)
     seconds = time.perf_counter() - began_at
     language = transcript.language or "no speech"
     print_lines(f"[{transcript.duration:,.1f} s of sound ({language}) in {seconds:,.1f} s]", file=sys.stderr)
@@ -210,7 +210,7 @@ def begun(path: str) -> Decoding:
     return audio.begin(path)
 
 
-def transcriber(given: argparse.Namespace, settings: dict[str, Any]) -> Callable[[Samples], TranscriptStream]:
+def transcriber(args: argparse.Namespace, settings: dict[str, Any]) -> Callable[[Samples], TranscriptStream]:
     """Load the model. Returns what transcribes samples.
 
     Raises:
@@ -220,8 +220,8 @@ def transcriber(given: argparse.Namespace, settings: dict[str, Any]) -> Callable
 
     from specbeam.speech import speech_engine, transcribe_stream
 
-    lm = load_model(given)
-    draft, engine = load_draft(given, lm), speech_engine(lm)
+    lm = load_model(args)
+    draft, engine = load_draft(args, lm), speech_engine(lm)
 
     def transcribe(samples: Samples) -> TranscriptStream:
         return transcribe_stream(lm, samples, draft=draft, engine=engine, **settings)
@@ -259,28 +259,28 @@ def with_progress(name: str, stream: TranscriptStream) -> Iterator[Segment]:
             yield segment
 
 
-def run_into_folder(given: argparse.Namespace, settings: dict[str, Any], layout: Layout) -> int:
+def run_into_folder(args: argparse.Namespace, settings: dict[str, Any], layout: Layout) -> int:
     """Write a result for each file that has none. Returns the exit status."""
     from specbeam.jobs.files import locked
     from specbeam.jobs.finished import FinishedFiles
     from specbeam.speech.subtitles import written
 
-    folder, results = Path(given.output), results_of(given.audio, given.format)
+    folder, results = Path(args.output), results_of(args.audio, args.format)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecbeamError(f"--output {folder}: the folder cannot be made: {error.strerror}") from error
     with (
         locked(folder / LOCK, folder, "another --output"),
-        FinishedFiles(folder / JOURNAL, fingerprint("", [settings], given)) as finished,
+        FinishedFiles(folder / JOURNAL, fingerprint("", [settings], args)) as finished,
     ):
         todo = {path: name for path, name in results.items() if not finished.has(name, Path(path))}
         summary = Summary(len(results), earlier=len(results) - len(todo))
         if todo:
             with closing(begun_ahead(todo)) as files:
                 try:
-                    write = partial(written, form=given.format, layout=layout)
-                    transcribe_files(files, todo, transcriber(given, settings), write, finished, summary)
+                    write = partial(written, form=args.format, layout=layout)
+                    transcribe_files(files, todo, transcriber(args, settings), write, finished, summary)
                 except KeyboardInterrupt:
                     raise KeyboardInterrupt(summary.so_far(folder)) from None
     print_lines(summary.line(folder), file=sys.stderr)

@@ -42,9 +42,9 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    results = [*enumerate(read_results(given.file))]  # wrong input is refused before a model is loaded
-    load = lru_cache(maxsize=1)(partial(load_model, given))  # one model after the other
+def run(args: argparse.Namespace) -> int:
+    results = [*enumerate(read_results(args.file))]  # wrong input is refused before a model is loaded
+    load = lru_cache(maxsize=1)(partial(load_model, args))  # one model after the other
     known: dict[int, tuple[str, bool]] = {}
     printed = 0
     try:
@@ -91,14 +91,14 @@ def model_of(numbered: tuple[int, Named]) -> tuple[str, str, str, str]:
     )
 
 
-def load_model(given: argparse.Namespace, source: str, backend: str, precision: str) -> LanguageModel:
+def load_model(args: argparse.Namespace, source: str, backend: str, precision: str) -> LanguageModel:
     """Load the model of some results as it was loaded for them. Raises SpecbeamError if it cannot be loaded."""
     from specbeam.models.model import load
 
-    how: dict[str, Any] = {"revision": given.revision, "adapter": given.adapter, "threads": given.threads}
+    how: dict[str, Any] = {"revision": args.revision, "adapter": args.adapter, "threads": args.threads}
     how["quantize" if backend == "cpu" else "dtype"] = precision
-    with located("" if given.model else "--model says where a model is here"):
-        return load(given.model or source, backend=backend, **how)
+    with located("" if args.model else "--model says where a model is here"):
+        return load(args.model or source, backend=backend, **how)
 
 
 def verdicts(load: Callable[[], LanguageModel], results: list[tuple[int, Named]]) -> Iterator[tuple[int, str, bool]]:

@@ -26,9 +26,9 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     options, tree, selector, stop, record = setup.options, setup.tree, setup.selector, setup.stop, setup.record
     if options.num_beams == 1 and options.num_return_sequences > 1:
         return sample_several(tree, selector, stop, record, options.num_return_sequences)
-    lazy_pays = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.tree is tree
+    is_worthwhile = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.tree is tree
     forcing = with_forced_tokens(setup, drafter)
-    if lazy_pays and LazyBeamSearch.fits(setup):
+    if is_worthwhile and LazyBeamSearch.fits(setup):
         copies = make_copies(setup, drafter)
         return beam_search(LazyBeamSearch.of(setup), record, forcing, make_policy(setup, drafter, copies), copies)
     if options.num_beam_groups > 1:

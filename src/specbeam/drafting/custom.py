@@ -13,9 +13,8 @@ from specbeam.core.tree import Nodes, Tree
 from specbeam.drafting.drafter import Chains, Drafter, Proposal
 from specbeam.drafting.policy import DraftTokens
 from specbeam.drafting.policy.controller import Controller
-from specbeam.errors import SpecbeamError
+from specbeam.errors import PluginError, SpecbeamError
 from specbeam.models.model import LanguageModel
-from specbeam.plugins import PluginError
 from specbeam.system.numbers import is_integer
 
 Propose = Callable[[list[int], LanguageModel], Sequence[int] | Sequence[Sequence[int]]]

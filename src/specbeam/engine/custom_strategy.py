@@ -11,8 +11,7 @@ from specbeam import plugins
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.setup import MakeStrategy, Setup
 from specbeam.drafting.drafter import Drafter
-from specbeam.errors import SpecbeamError, shown
-from specbeam.plugins import PluginError
+from specbeam.errors import PluginError, SpecbeamError, not_allowed, shown
 
 OURS = "specbeam."
 """The modules whose strategies are no user's: they let a caller's errors through as they are."""
@@ -25,10 +24,8 @@ def load_strategy(given: Any) -> MakeStrategy | None:
     if given is None or isinstance(given, CustomStrategy):
         return given
     if not callable(given):
-        raise SpecbeamError(
-            f"strategy={shown(given)} is not allowed: give a function of the setup and the drafter, module:name, or "
-            "the name of an entry point"
-        )
+        allowed = "a function of the setup and the drafter, module:name, or the name of an entry point"
+        raise not_allowed("strategy", given, allowed)
     if not plugins.takes(given, 2):
         raise SpecbeamError(
             f"the strategy {plugins.described(given)} takes {plugins.parameters(given)}, but it is called with the "

@@ -19,7 +19,7 @@ from specbeam.drafting.policy.controller import Controller, Sizes
 from specbeam.drafting.resolve import resolve_draft
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.features import described
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import SpecbeamError, not_allowed, wrong_value
 from specbeam.logits.selector import Selector, warpers_of
 from specbeam.models.model import LanguageModel
 from specbeam.options.declared import OPTIONS
@@ -42,7 +42,7 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
             return lm.draft_model(source)
         except SpecbeamError as error:
             raise SpecbeamError(
-                f'draft={os.fspath(source)!r}: give "ngram", "suffix", a model or module:name; {error}'
+                f'draft={os.fspath(source)!r}: give "ngram", "suffix", a model or module:name; {error}', option="draft"
             ) from error
 
     if isinstance(draft, str):
@@ -64,7 +64,7 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     for name, option in OPTIONS.items():
         of_model = {"draft", "sampling"} <= option.needs
         if of_model and getattr(options, name) is not None and not isinstance(draft, LanguageModel):
-            raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
+            raise wrong_value(name, getattr(options, name), "has no effect without a draft model: leave it out")
     options.check_drafting(draft is not None)
     if isinstance(draft, LanguageModel):
         _check_draft_model(lm, draft)
@@ -83,9 +83,11 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     elif callable(draft):
         _check_own(draft)
     elif not (draft is None or isinstance(draft, Continued) or is_lookup(draft)):
-        raise SpecbeamError(
-            f'draft={shown(draft)} is not allowed: give a model or its source, "ngram", "suffix", the automaton that '
-            "specbeam.suffix_automaton returned, or a function of your own (docs/guides/extend.md)"
+        raise not_allowed(
+            "draft",
+            draft,
+            'a model or its source, "ngram", "suffix", the automaton that specbeam.suffix_automaton returned, or a '
+            "function of your own (docs/guides/extend.md)",
         )
 
 

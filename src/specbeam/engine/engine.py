@@ -25,7 +25,7 @@ from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, not_allowed
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import Prompt, encode, room
 from specbeam.options.options import Options
@@ -99,16 +99,13 @@ class Engine:
             if value is None and name in ("max_cache_tokens", "max_waiting"):
                 continue
             if not is_integer(value) or value < least:
-                raise SpecbeamError(f"{name}={value!r} is not allowed: give at least {least}")
+                raise not_allowed(name, value, f"at least {least}")
         if max_pass_seconds is not None and not (
             isinstance(max_pass_seconds, int | float) and 0 <= max_pass_seconds < math.inf
         ):
-            raise SpecbeamError(f"max_pass_seconds={max_pass_seconds!r} is not allowed: give seconds, at least 0")
+            raise not_allowed("max_pass_seconds", max_pass_seconds, "seconds, at least 0")
         if costs is not None and not callable(costs):
-            raise SpecbeamError(
-                f"costs={costs!r} is not allowed: give a function such as "
-                "lambda backend, ahead=False: CostTable(seconds)"
-            )
+            raise not_allowed("costs", costs, "a function such as lambda backend, ahead=False: CostTable(seconds)")
         if not isinstance(lm, LanguageModel):
             raise SpecbeamError(
                 f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
@@ -181,9 +178,9 @@ class Engine:
         """
         self._scheduler.check_capacity()  # before all the work
         if not is_integer(priority):
-            raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
+            raise not_allowed("priority", priority, "a whole number")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
-            raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")
+            raise not_allowed("timeout", timeout, "seconds, at least 0")
         if not writes and strategy is None:
             raise SpecbeamError("writes=False needs a strategy that adds no tokens: give one, or leave it out")
         audio = None if source is not None else check_features(self.lm, features)

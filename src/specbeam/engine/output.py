@@ -97,7 +97,8 @@ class Output:
             given = [name for name in MAY_FORBID if getattr(self._setup.options, name)]
             if self._setup.selector.process.of_checkpoint.may_forbid:
                 given.append(f"the model's {self._lm.generation_defaults.file}")
-            raise SpecbeamError(f"no text is possible under {', '.join(given)} together: change one of them")
+            says = f"no text is possible under {', '.join(given)} together: change one of them"
+            raise SpecbeamError(says, option=given)
         best, *others = hypotheses
         asked, is_cut = self._setup.options.num_return_sequences, best.finish_reason in ("cancelled", "timeout")
         if len(hypotheses) < asked and self._setup.options.is_distinct and not is_cut:

@@ -559,5 +559,6 @@ def not_finite(source: str, length: int, logits: NDArray[np.float32]) -> NotFini
     found = "NaN" if np.isnan(logits).any() else "+inf" if logits.max() > 0 else "-inf alone"
     return NotFinite(
         f"no token has a probability after {length} tokens, because the logits of {source} hold {found}: "
-        "check its weights, or give dtype='float32' if numbers overflow"
+        "check its weights, or give dtype='float32' if numbers overflow",
+        option="dtype",
     )

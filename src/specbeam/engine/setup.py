@@ -33,16 +33,21 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
     if len(prompt_ids) > (most := room(lm, writes)):
         raise too_long(lm, f"{len(prompt_ids):,}", most)
     if options.stop_strings and lm.tokenizer is None:
-        raise SpecbeamError(f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out")
+        says = f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out"
+        raise SpecbeamError(says, option="stop_strings")
     check_token_ids(options, backend.vocab_size)
     begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
     defaults = lm.generation_defaults if options.constraint is None else lm.generation_defaults.under_constraint
     options = options.with_defaults(defaults, len(begin))
     eos = lm.eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
     if foreign := [token for token in eos if token >= backend.vocab_size]:
-        raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
+        says = f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}"
+        raise SpecbeamError(says, option="eos_token_id")
     if options.constraint is not None and not eos:
-        raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
+        raise SpecbeamError(
+            "a constraint needs a token that ends the text, and the model lacks one: give eos_token_id",
+            option=("constraint", "eos_token_id"),
+        )
     if isinstance(options.constraint, GrammarConstraint):  # copies share a lexer, and a limit of one of them ends all
         options = replace(options, constraint=options.constraint.spec)
     constraint = options.constraint

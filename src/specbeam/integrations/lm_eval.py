@@ -22,7 +22,7 @@ from specbeam.api.scoring import score
 from specbeam.drafting.resolve import resolve_draft
 from specbeam.engine import Engine
 from specbeam.engine.drafts import check_draft
-from specbeam.errors import BAD_INPUT, SpecbeamError
+from specbeam.errors import BAD_INPUT, SpecbeamError, not_allowed
 from specbeam.models.model import LanguageModel, load
 from specbeam.models.prompts import apply_chat_template, first_token
 from specbeam.options.declared import OPTIONS, SHAPING
@@ -101,7 +101,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         context = self.lm.backend.context_length
         self.max_length = context if max_length is None else max_length
         if not isinstance(self.max_length, int) or not 2 <= self.max_length <= context:
-            raise SpecbeamError(f"max_length={max_length!r} is not allowed: give 2 to {context}, the model's context")
+            raise not_allowed("max_length", max_length, f"2 to {context}, the model's context")
         self._greedy = self._options.do_sample is False or self._options.temperature == 0
         eos = self.tokenizer.eos_token_id
         has_eos = eos is not None and eos < self.lm.backend.vocab_size
@@ -269,7 +269,7 @@ def _batch_size(batch_size: int | str, most: int | None) -> int:
     if str(batch_size).startswith("auto"):
         return most or 8
     if not str(batch_size).isdecimal() or not int(batch_size):
-        raise SpecbeamError(f'batch_size={batch_size!r} is not allowed: give at least 1, or "auto"')
+        raise not_allowed("batch_size", batch_size, 'at least 1, or "auto"')
     return int(batch_size)
 
 

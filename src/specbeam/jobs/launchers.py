@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import not_allowed
 from specbeam.jobs import Job, MakeWork, OnResult, Work
 from specbeam.jobs.cluster import joined_cluster
 from specbeam.jobs.crew import Crew
@@ -79,12 +79,12 @@ def crew_on_ray(
             load their models. Exceptions of ``make_work`` in a worker are raised by ``do``.
     """
     if workers is not None and workers < 1:
-        raise SpecbeamError(f"workers={workers} is not allowed: give at least 1")
+        raise not_allowed("workers", workers, "at least 1")
     for name, amount in {"cpus": cpus, "gpus": gpus}.items():
         if not 0 <= amount < float("inf") or (amount > 1 and amount != int(amount)):  # Ray's own rule
-            raise SpecbeamError(f"{name}={amount} is not allowed: give 0 to 1, or a whole number")
+            raise not_allowed(name, amount, "0 to 1, or a whole number")
     if retries < 1:
-        raise SpecbeamError(f"retries={retries} is not allowed: give at least 1")
+        raise not_allowed("retries", retries, "at least 1")
     with (
         joined_cluster(address) as ray,
         closing(Crew(ray, make_work, on_result, workers, float(cpus), float(gpus), retries, warn)) as crew,

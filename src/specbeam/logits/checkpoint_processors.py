@@ -167,7 +167,7 @@ class _Reader:
         if forced and max(tokens, default=0) >= self.vocab_size:
             file = self.defaults.file
             raise SpecbeamError(
-                f"the model's {file}: {name} {max(tokens)} is not in the vocabulary of {self.vocab_size}"
+                f"the model's {file}: {name} {max(tokens)} is not in the vocabulary of {self.vocab_size}", option=name
             )
         return [int(token) for token in tokens if 0 <= token < self.vocab_size]
 

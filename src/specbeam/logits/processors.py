@@ -145,7 +145,8 @@ class Processors:
             raise _no_token_ids("no tokens", self.vocab_size)
         if not (selection.scores[:, :1] > MASKED).any():
             raise SpecbeamError(
-                "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there"
+                "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there",
+                option="prefix_allowed_tokens_fn",
             )
 
     def _edits(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
@@ -247,7 +248,8 @@ class Processors:
 def _not_a_number(option: str) -> SpecbeamError:
     return SpecbeamError(
         f"{option} gives NaN: scores must be numbers, and before it the other options must allow some token, with a "
-        "finite score"
+        "finite score",
+        option=option,
     )
 
 
@@ -269,7 +271,8 @@ def check_token_ids(options: Options, vocab_size: int) -> None:
     words = [token for word in options.bad_words_ids or () for token in word]
     for name, tokens in {"logit_bias": options.logit_bias or (), "bad_words_ids": words}.items():
         if foreign := [token for token in tokens if token >= vocab_size]:
-            raise SpecbeamError(f"{name}: the token id {foreign[0]} is not in the vocabulary of {vocab_size}")
+            says = f"{name}: the token id {foreign[0]} is not in the vocabulary of {vocab_size}"
+            raise SpecbeamError(says, option=name)
 
 
 class Counts(NamedTuple):
@@ -325,5 +328,6 @@ def _token_ids(tokens: Any, vocab_size: int, some: bool) -> NDArray[np.int64]:
 def _no_token_ids(returned: str, vocab_size: int) -> SpecbeamError:
     return SpecbeamError(
         f"prefix_allowed_tokens_fn returned {returned}: "
-        f"give token ids below {vocab_size}, at least one, such as the end token"
+        f"give token ids below {vocab_size}, at least one, such as the end token",
+        option="prefix_allowed_tokens_fn",
     )

@@ -16,7 +16,7 @@ from specbeam.backends.contract import Backend
 from specbeam.backends.devices import DTYPES, choose_device, choose_dtype, has_kernels, kind
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.checkpoints.sources.registry import ALIASES
-from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.errors import SpecbeamError, Unsupported, wrong_value
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.options.names import BACKENDS
 from specbeam.options.options import refuse_unknown_keywords
@@ -239,8 +239,10 @@ def _weight_format(placement: Placement) -> str:
     if dtype == "auto" or (dtype == "float32" and quantize in ("auto", "float32")):
         return quantize if dtype == "auto" else "float32"
     if dtype == "float32":
-        raise SpecbeamError(f"dtype='float32' contradicts quantize={quantize!r}: leave one out")
-    raise SpecbeamError(f"the cpu backend has no dtype={dtype!r}: give quantize= keep, int8, int4 or float32 instead")
+        both = ("dtype", "quantize")
+        raise SpecbeamError(f"dtype='float32' contradicts quantize={quantize!r}: leave one out", option=both)
+    says = f"the cpu backend has no dtype={dtype!r}: give quantize= keep, int8, int4 or float32 instead"
+    raise SpecbeamError(says, option=("dtype", "quantize"))
 
 
 def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
@@ -365,9 +367,9 @@ def load_silently(
     if reason is not None:
         logger.warning("%s runs on the %s backend: %s", os.fspath(source), backend, reason)
     if backend != "cpu" and (placement.quantize != "auto" or placement.threads is not None):
-        by_quantize = placement.quantize != "auto"
-        given = f"quantize={placement.quantize!r}" if by_quantize else f"threads={placement.threads}"
-        raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
+        name = "quantize" if placement.quantize != "auto" else "threads"
+        says = f"is for the cpu backend, and this is the {backend} backend: leave it out"
+        raise wrong_value(name, getattr(placement, name), says)
     loaded: Backend
     if backend == "transformers":
         from specbeam.backends.transformers import load_model
@@ -377,7 +379,8 @@ def load_silently(
         try:
             model = load_model(checkpoint.path, device, dtype, checkpoint.dtype, checkpoint.adapter, check)
         except SpecbeamError as error:
-            raise error if reason is None else SpecbeamError(f"{reason}. {error}") from error
+            options = () if reason is None else (*reason.options, *error.options)
+            raise error if reason is None else SpecbeamError(f"{reason}. {error}", option=options) from error
         loaded = backend_of(model)
         checkpoint.check_tokenizer(loaded.vocab_size)
     else:
@@ -437,7 +440,8 @@ def _load_again(
     if lm.precision != precision:
         raise SpecbeamError(
             f"{origin.source} was pickled as {precision}, and is {lm.precision} here: give device= and dtype= or "
-            "quantize= where it is first loaded"
+            "quantize= where it is first loaded",
+            option=("device", "dtype", "quantize"),
         )
     if lm.weights != weights:
         raise SpecbeamError(f"{origin.source} was pickled with other weights than it has here: load it here by itself")

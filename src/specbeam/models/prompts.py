@@ -278,13 +278,15 @@ def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[
         messages = _messages(prompt)
     elif all(map(is_integer, prompt)):
         if system is not None:
-            raise SpecbeamError("system= goes with text or messages: a prompt of token ids is taken as it is")
+            says = "system= goes with text or messages: a prompt of token ids is taken as it is"
+            raise SpecbeamError(says, option="system")
         return _in_vocabulary(lm, prompt)
     else:
         raise SpecbeamError("a prompt is text, a list of messages or a list of token ids; this list mixes kinds")
     if system is not None:
         if any(message["role"] == "system" for message in messages):
-            raise SpecbeamError("the messages have a system message, and system= gives another one: leave one out")
+            says = "the messages have a system message, and system= gives another one: leave one out"
+            raise SpecbeamError(says, option="system")
         messages = [*_messages([{"role": "system", "content": system}]), *messages]
     return messages
 
@@ -453,7 +455,8 @@ def infilling_prompt(lm: LanguageModel, prefix: str, suffix: str) -> list[int]:
         return [*begin, before, *ending, between, *bare]
     raise SpecbeamError(
         f"suffix: the vocabulary of {lm.source} has no tokens to fill in the middle, such as <|fim_middle|>: leave it "
-        "out, or use a model for code"
+        "out, or use a model for code",
+        option="suffix",
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import located
 from specbeam.options.declared import SHAPING
 from specbeam.options.generation_defaults import is_number
 from specbeam.options.options import Options
@@ -208,10 +208,8 @@ def _of_checkpoint(lm: LanguageModel, own: Mapping[str, float]) -> SamplingDefau
     if not settings or (not says.get("do_sample") and all(SHAPING[n] == value for n, value in settings.items())):
         return None
     settings = {"temperature": SHAPING["temperature"], **settings, **says.when_sampling}
-    try:
+    with located(f"the model's {says.file}", ", and correct the file"):
         Options.of({**settings, **own})
-    except SpecbeamError as error:
-        raise SpecbeamError(f"the model's {says.file}: {error}, and correct the file") from error
     return SamplingDefaults(settings, f"as the model's {says.file} says")
 
 

@@ -164,9 +164,10 @@ class GenerationDefaults(dict[str, Any]):
         listed = ", ".join(f"{name}={shown(value)} ({NOT_APPLIED[name].why})" for name, value in asked.items())
         return f"{self.file} asks for {listed}: not applied" if asked else ""
 
-    def refused(self, name: str, allowed: str) -> SpecbeamError:
-        """The error for the value of a field, which names the file."""
-        return SpecbeamError(f"the model's {self.file}: {name}={shown(self[name])} is not allowed: give {allowed}")
+    def refused(self, name: str, allowed: str, *named: str) -> SpecbeamError:
+        """The error for the value of a field, which names the file. Options in ``allowed`` are ``named``."""
+        says = f"the model's {self.file}: {name}={shown(self[name])} is not allowed: give {allowed}"
+        return SpecbeamError(says, option=(name, *named))
 
 
 def is_number(value: Any, integer: bool = False) -> bool:

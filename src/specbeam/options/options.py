@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, located, wrong_value
 from specbeam.options.declared import MAX_SIZES, OPTIONS, SHAPING, Declared, Need, NotGiven
 from specbeam.options.generation_defaults import GenerationDefaults, is_number
 from specbeam.options.names import nearest_name
@@ -73,7 +73,8 @@ class Options(Declared):
 
     def _check_sampling(self) -> None:
         if self.do_sample and self.temperature == 0:
-            raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
+            both = ("temperature", "do_sample")
+            raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out", option=both)
         # The likeliest token is in every truncated distribution: temperature=0 honours top_p and the others.
         if self.do_sample is False and self.temperature != 0:
             for name in self._shaping:
@@ -87,23 +88,23 @@ class Options(Declared):
     def _check_beams(self) -> None:
         draws = self.samples and self.num_beams == 1
         allowed = "1 to num_beams, or do_sample=True without beams"
-        self._check("num_return_sequences", self.num_return_sequences <= self.num_beams or draws, allowed)
+        holds = self.num_return_sequences <= self.num_beams or draws
+        self._check("num_return_sequences", holds, allowed, "do_sample")
         if self.num_beams == 1:
             for name in self._given("beams"):
                 raise self._without_effect(name, "without beams: give num_beams of 2 or more, or leave it out")
         groups = self.num_beam_groups
         self._check("num_beam_groups", self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams")
         if self.diversity_penalty and groups == 1:
-            raise SpecbeamError(f"diversity_penalty={self.diversity_penalty} needs num_beam_groups of 2 or more")
+            raise wrong_value("diversity_penalty", self.diversity_penalty, "needs num_beam_groups of 2 or more")
         if groups > 1 and self.samples:
             raise SpecbeamError(
-                "diverse beam search does not sample: leave out num_beam_groups or the sampling options"
+                "diverse beam search does not sample: leave out num_beam_groups or the sampling options",
+                option="num_beam_groups",
             )
         if groups > 1 and not self.diversity_penalty:
-            raise SpecbeamError(
-                f"num_beam_groups={groups} needs a diversity_penalty over 0, such as 0.5: with 0 all groups find the "
-                "same hypotheses"
-            )
+            needs = "needs a diversity_penalty over 0, such as 0.5: with 0 all groups find the same hypotheses"
+            raise wrong_value("num_beam_groups", groups, needs)
 
     @property
     def draft_sizes(self) -> dict[str, int | None]:
@@ -121,10 +122,8 @@ class Options(Declared):
             if not drafts and size is not None:
                 raise self._without_effect(name, "without a draft: give one, or leave it out")
         if drafts and self.num_return_sequences > self.num_beams:
-            raise SpecbeamError(
-                f"num_return_sequences={self.num_return_sequences} samples cannot have a draft, which would "
-                "tie them to each other: leave one out"
-            )
+            says = "samples cannot have a draft, which would tie them to each other: leave one out"
+            raise wrong_value("num_return_sequences", self.num_return_sequences, says)
 
     def __getitem__(self, name: str) -> Any:
         """The value of an option that is in force once a checkpoint's values are filled in."""
@@ -180,10 +179,8 @@ class Options(Declared):
             fill["min_new_tokens"] = min(least, self.max_new_tokens)
         if not fill:
             return self
-        try:
+        with located(f"the model's {defaults.file}", ", or set the option yourself"):
             return replace(self, **fill)
-        except SpecbeamError as error:
-            raise SpecbeamError(f"the model's {defaults.file}: {error}, or set the option yourself") from error
 
     def _given(self, need: Need) -> Iterator[str]:
         """The options that were given and that have an effect only with something."""
@@ -191,11 +188,11 @@ class Options(Declared):
             if need in option.needs and getattr(self, name) != option.default:
                 yield name
 
-    def _check(self, name: str, holds: bool, allowed: str) -> None:
-        check(name, holds, getattr(self, name), allowed)
+    def _check(self, name: str, holds: bool, allowed: str, *named: str) -> None:
+        check(name, holds, getattr(self, name), allowed, *named)
 
     def _without_effect(self, name: str, reason: str) -> SpecbeamError:
-        return SpecbeamError(f"{name}={getattr(self, name)} has no effect {reason}")
+        return SpecbeamError(f"{name}={getattr(self, name)} has no effect {reason}", option=name)
 
 
 def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
@@ -203,7 +200,7 @@ def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
     for name, before in ("min_new_tokens", 0), ("min_length", begin):
         if (least := defaults.get(name)) is not None:
             if not is_number(least, integer=True):
-                raise defaults.refused(name, "a whole number, or set min_new_tokens yourself")
+                raise defaults.refused(name, "a whole number, or set min_new_tokens yourself", "min_new_tokens")
             return int(least) - before
     return 0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Rational, Real
 from typing import Any
 
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import not_allowed
 from specbeam.options.declared import LARGEST, MAX_LOGIT_BIAS, Kind, NotGiven, Option
 
 BIASES = f"numbers from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}, or -inf, by token id, such as {{50256: -100}}"
@@ -22,10 +22,10 @@ def checked(option: Option, value: Any) -> Any:
     return CHECKS[option.kind](option, value)
 
 
-def check(name: str, holds: bool, value: Any, allowed: str) -> None:
+def check(name: str, holds: bool, value: Any, allowed: str, *named: str) -> None:
     """Refuse the value of an option unless something holds."""
     if not holds:
-        raise SpecbeamError(f"{name}={shown(value)} is not allowed: give {allowed}")
+        raise not_allowed(name, value, allowed, *named)
 
 
 def _integer(option: Option, value: Any) -> Any:
@@ -108,7 +108,7 @@ def _tokens(option: Option, value: Any) -> Any:
 def _texts(option: Option, value: Any) -> Any:
     texts = _several(option, () if value is None else value, str)
     if not all(texts):
-        raise SpecbeamError(f"{option.name}='' is not allowed: give text that is not empty")
+        raise not_allowed(option.name, "", "text that is not empty")
     return texts
 
 

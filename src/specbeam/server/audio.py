@@ -112,6 +112,8 @@ class TranscriptionRequest(BaseModel):
         return {name: value for name, value in settings.items() if value is not None}
 
 
+NAMES = {name: name for name in TranscriptionRequest.model_fields} | {"initial_prompt": "prompt"}
+"""Fields by the options that they set."""
 _SCHEMA = TranscriptionRequest.model_json_schema()
 _FILE = {"type": "string", "format": "binary"}
 _PROPERTIES = {"properties": {"file": _FILE, **_SCHEMA["properties"]}, "required": ["file"]}
@@ -209,9 +211,7 @@ class TranscriptionCall:
             options = {"draft": self._draft, "engine": self._engine, "check": self._engine.check, **self._settings}
             self._stream = transcribe_stream(self._model.lm, samples, **options)
         except SpecbeamError as error:
-            message = str(error).replace("initial_prompt", "prompt")
-            fields = TranscriptionRequest.model_fields
-            raise Refusal(message, next((name for name in fields if message.startswith(name)), None)) from error
+            raise refusal_of(error, NAMES) from error
 
     async def segments(self) -> AsyncIterator[Segment]:
         """The segments as they come. The call ends after the server's timeout, with the text so far."""
@@ -228,7 +228,7 @@ class TranscriptionCall:
             except Cancelled:
                 pass
             except Exception as error:
-                raise refusal_of(error, {}) from error
+                raise refusal_of(error, NAMES) from error
 
         def ended(working: asyncio.Future[None]) -> None:
             if not working.cancelled():

@@ -88,7 +88,7 @@ class Call:
     @property
     def is_quick(self) -> bool:
         """Whether a short prompt is submitted at once: one request to the engine, and nothing to wait for."""
-        is_one = len(self.prompts) * self.plan.draws == 1 and self.plan.describe is None
+        is_one = len(self.prompts) * self.plan.draws == 1 and self.plan.output_spec is None
         return is_one and (self.raw or chat_templates.render.is_ready)
 
     def encode(self) -> None:
@@ -123,10 +123,10 @@ class Call:
 
     def _options(self, ids: list[int]) -> Options:
         plan, lm = self.plan, self.model.lm
-        if plan.describe is None:
+        if plan.output_spec is None:
             return plan.options
         try:
-            return replace(plan.options, constraint=plan.describe(lm, ids))  # each request compiles it
+            return replace(plan.options, constraint=plan.output_spec(lm, ids))  # each request compiles it
         except SpecbeamError as error:
             raise refusal_of(error, plan.names, plan.names["constraint"]) from error
 
@@ -148,7 +148,7 @@ class Call:
             says += f", but the model's context holds {context:,}{ALSO_NEW if fit < context else ''}: shorten it"
             raise Refusal(says, self.field, TOO_LONG) from error
         except SpecbeamError as error:
-            raise Refusal(str(error), "suffix" if str(error).startswith("suffix") else self.field) from error
+            raise Refusal(str(error), "suffix" if error.option == "suffix" else self.field) from error
         return ids
 
     def _submit_one(self, ids: list[int], options: Options, number: int) -> None:

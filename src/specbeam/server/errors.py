@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from specbeam.errors import ConstraintError, NotFinite, QueueFull, SpecbeamError
+from specbeam.errors import ConstraintError, NotFinite, PluginError, QueueFull, SpecbeamError
 from specbeam.options.declared import OPTIONS
 from specbeam.options.names import nearest_name
-from specbeam.plugins import PluginError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -22,7 +20,8 @@ TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 """OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
 TYPE_NAMES = ("str", "int", "float", "bool")
 REMOVE_IT = " is not supported: remove it"
-OPTION = re.compile(rf"\b({'|'.join(OPTIONS)})\b")
+SERVERS_OPTIONS = {"max_cache_tokens": "the server's --max-cache-tokens"}
+"""Options that messages name and no request has."""
 
 
 @dataclass(eq=False)
@@ -68,8 +67,8 @@ def refusal_of(error: Exception, names: Mapping[str, str], param: str | None = N
     """The refusal for an error of the engine.
 
     Args:
-        names: fields of the request by the options that they set. Messages name the fields.
-        param: the field, if the message names no option.
+        names: fields of the request by the options that they set, unless they have the same name.
+        param: the field, if the error is about no option of a request.
     """
     if isinstance(error, QueueFull):
         return Refusal("the server has as many requests as it takes: try again later", None, "queue_full", 429)
@@ -80,10 +79,10 @@ def refusal_of(error: Exception, names: Mapping[str, str], param: str | None = N
         return Refusal(message, None, "internal_error", 500)
     if isinstance(error, ConstraintError):  # it may name places in a client's schema, and no option
         return Refusal(message, names.get("constraint", param))
-    if found := OPTION.search(message):
-        param = names.get(found[0], found[0])
-    message = OPTION.sub(lambda name: names.get(name[0], name[0]), message)
-    return Refusal(message.replace("max_cache_tokens", "the server's --max-cache-tokens"), param)
+    names = {option: option for option in OPTIONS} | dict(names)
+    for option in error.options:
+        message = message.replace(option, SERVERS_OPTIONS.get(option) or names.get(option, option))
+    return Refusal(message, next((names[option] for option in error.options if option in names), param))
 
 
 def refusal_of_json(error: json.JSONDecodeError) -> Refusal:
@@ -160,7 +159,8 @@ def _says(error: Any) -> str:
     """pydantic's message, with a limit as it is: pydantic rounds a limit of 64 bits."""
     says: str = error["msg"].removeprefix("Value error, ")
     limits = [limit for limit in error.get("ctx", {}).values() if isinstance(limit, int)]
-    return re.sub(r"-?\d+$", str(limits[0]), says) if error["type"].startswith(("less", "greater")) and limits else says
+    is_rounded = error["type"].startswith(("less", "greater")) and limits
+    return f"{says.rpartition(' ')[0]} {limits[0]}" if is_rounded else says
 
 
 def _shown(place: Any) -> str:

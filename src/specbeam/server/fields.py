@@ -16,7 +16,7 @@ from specbeam.options.declared import MAX_LOGIT_BIAS, OPTIONS, SHAPING, Kind, Op
 from specbeam.options.names import OTHER_NAMES
 from specbeam.options.options import Options
 from specbeam.server.errors import Refusal, refusal_of
-from specbeam.server.formats import Describe, ResponseFormat, StructuredOutputs, describe_of
+from specbeam.server.formats import MakeOutputSpec, ResponseFormat, StructuredOutputs, output_spec_of
 from specbeam.server.ignored_fields import PENALTY_WINDOWS, Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -28,20 +28,20 @@ MADE = ("max_new_tokens", "num_beams", "num_return_sequences", "seed", "eos_toke
 """The options that a plan makes of several fields, or of a field that each endpoint has."""
 
 
-def whole(value: Any) -> Any:
+def as_integer(value: Any) -> Any:
     """A number without a fraction as an int: JSON has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(whole)]
-TokenId = Annotated[Whole, Field(ge=0, lt=2**31)]
+Integer = Annotated[int, BeforeValidator(as_integer)]
+TokenId = Annotated[Integer, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]+$")]
 """A token id as a name in an object."""
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
-Count = Annotated[Whole, Field(ge=1, lt=2**31)]
+Count = Annotated[Integer, Field(ge=1, lt=2**31)]
 NewTokens = Count | Literal[-1]
 """How many new tokens there are at most. -1: as many as the context has left."""
-TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
+TopLogprobs = Annotated[Integer, Field(ge=0, le=20)]
 """How many of the likeliest tokens to return for each place."""
 
 
@@ -69,7 +69,7 @@ class OpenAIDecoding(Fields):
 
     model: str | None = Field(None, description="A name from /v1/models. The first model if it is left out.")
     n: Count | None = Field(None, description="Texts for each prompt. With beams they are the best ones.")
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, and has no effect.")
@@ -85,7 +85,7 @@ def type_of(option: Option) -> Any:
         low, high = option.range.low, option.range.high
         limits["gt" if option.range.exclusive else "ge"] = 0 if option.range.or_zero else low
         limits |= {"le": high} if high < 2**31 else {"lt": 2**31}
-    integer: Any = Annotated[int, Field(**limits), BeforeValidator(whole)]
+    integer: Any = Annotated[int, Field(**limits), BeforeValidator(as_integer)]
     kinds: dict[Kind, Any] = {
         Kind.INTEGER: integer,
         Kind.NUMBER: Annotated[float, Field(**limits)],
@@ -115,14 +115,16 @@ def with_options(model: type[Decoding]) -> type[Decoding]:
 class Decoding(OpenAIDecoding):
     """The fields that all endpoints for texts share: OpenAI's, and vLLM's and specbeam's after them."""
 
-    top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 and 0: all tokens.")
+    top_k: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 and 0: all tokens.")
     ignore_eos: bool | None = Field(None, description="Do not end at an end-of-sequence token.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Further tokens that end the text.")
     num_beams: Count | None = Field(None, description="Beam search with this many beams. n is at most this.")
     use_beam_search: bool | None = Field(None, description="Beam search with best_of or n beams, as in vLLM.")
     best_of: Count | None = Field(None, description="Beams; or samples, and the n likeliest per token are returned.")
     draft: str | None = Field(None, description='The name of a draft, "ngram", "suffix" or "none".')
-    priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower ones start first.")
+    priority: Annotated[Integer, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        None, description="Lower ones start first."
+    )
     response_format: ResponseFormat | None = Field(None, description="The answer is JSON, or valid by a JSON Schema.")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="As in vLLM, one of choice (a list of texts), json, json_object, regex and grammar."
@@ -159,20 +161,20 @@ class Decoding(OpenAIDecoding):
         """The form that an answer must have; None for any."""
         return self.response_format
 
-    def describe(self) -> tuple[Describe | None, str]:
-        """What describes the constraint that the fields ask for, if they do, and the field that asks for it.
+    def output_spec(self) -> tuple[MakeOutputSpec | None, str]:
+        """The maker of the output spec, if the fields have one, and the field that has it.
 
         Raises:
             Refusal: two fields ask for one.
         """
-        describe = describe_of(self.format)
+        output_spec = output_spec_of(self.format)
         if self.structured_outputs is None:
-            return describe, self.format_field
-        if describe is not None:
+            return output_spec, self.format_field
+        if output_spec is not None:
             raise Refusal(
                 f"{self.format_field} and structured_outputs both give the form: leave one out", "structured_outputs"
             )
-        return self.structured_outputs.describe(), "structured_outputs"
+        return self.structured_outputs.output_spec(), "structured_outputs"
 
     def check(self) -> None:
         """Refuse fields that contradict each other."""
@@ -206,9 +208,9 @@ class Decoding(OpenAIDecoding):
         asked: int | None = getattr(self, field)
         max_tokens = default if asked is None else limits.max_tokens if asked == -1 else min(asked, limits.max_tokens)
         n = self.n or 1
-        describe, constrained_by = self.describe()
+        output_spec, constrained_by = self.output_spec()
         choices = () if self.structured_outputs is None else self.structured_outputs.choices
-        if describe is not None and self.ignore_eos:
+        if output_spec is not None and self.ignore_eos:
             raise Refusal(f"ignore_eos contradicts {constrained_by}, which says where a text ends", "ignore_eos")
         beams = self.num_beams or ((self.best_of or n) if self.use_beam_search else 1)
         searches = bool(self.use_beam_search) or beams > 1
@@ -257,7 +259,7 @@ class Decoding(OpenAIDecoding):
             draft=model.draft(self.draft),
             priority=self.priority or 0,
             names=names,
-            describe=describe,
+            output_spec=output_spec,
         )
 
 
@@ -275,7 +277,7 @@ class Plan:
         searches: by beams, so that each text has a score.
         draft, priority: as for :meth:`specbeam.Engine.submit`.
         names: fields of the request by the options that they set.
-        describe: describes what the texts may be; None for any.
+        output_spec: makes the spec of the texts; None for any text.
     """
 
     options: Options
@@ -285,4 +287,4 @@ class Plan:
     draft: Any
     priority: int
     names: dict[str, str]
-    describe: Describe | None
+    output_spec: MakeOutputSpec | None

@@ -20,9 +20,9 @@ from specbeam.structured import Choice, Grammar, JsonSchema, Regex
 from specbeam.structured.grammar import OutputSpec
 
 MAX_CHOICES = 1000
-Describe = Callable[[Any, Any], OutputSpec]
-"""Describes what may follow a prompt, from the model and the prompt's token ids. It may take long, so it is not called
-in the event loop.
+MakeOutputSpec = Callable[[Any, Any], OutputSpec]
+"""Makes the output spec for a prompt, from the model and the token ids. It may take long, so it is not called in the
+event loop.
 """
 ANY_OBJECT = {"type": "object"}
 INSTRUCTION = "Answer in JSON. Here is the JSON schema that you must adhere to:\n<schema>\n{schema}\n</schema>"
@@ -91,7 +91,7 @@ class StructuredOutputs(Fields):
         """The texts that an answer may be, each once; empty if something else is asked for."""
         return tuple(dict.fromkeys(self.choice or ()))
 
-    def describe(self) -> Describe:
+    def output_spec(self) -> MakeOutputSpec:
         fields = {
             name: value for name, value in self if value not in (None, False) or (name == "json_" and value is False)
         }
@@ -101,14 +101,14 @@ class StructuredOutputs(Fields):
                 '{"choice": [texts]}, for example',
                 "structured_outputs",
             )
-        described: Callable[[], OutputSpec] = partial(JsonSchema, ANY_OBJECT if self.json_object else self.json_)
+        make_spec: Callable[[], OutputSpec] = partial(JsonSchema, ANY_OBJECT if self.json_object else self.json_)
         if self.choice is not None:
-            described = partial(Choice, self.choices)
+            make_spec = partial(Choice, self.choices)
         if self.regex is not None:
-            described = partial(Regex, self.regex)
+            make_spec = partial(Regex, self.regex)
         if self.grammar is not None:
-            described = partial(Grammar, self.grammar)
-        return lambda *_: described()
+            make_spec = partial(Grammar, self.grammar)
+        return lambda *_: make_spec()
 
 
 def schema_of(form: Any) -> Schema | str | None:
@@ -119,8 +119,8 @@ def schema_of(form: Any) -> Schema | str | None:
     return schema.schema_ or None if isinstance(schema, NamedSchema) else None
 
 
-def describe_of(form: Any) -> Describe | None:
-    """What describes a format; None for any text."""
+def output_spec_of(form: Any) -> MakeOutputSpec | None:
+    """The maker of a format's output spec; None for any text."""
     if isinstance(form, ObjectFormat):
         return lambda *_: JsonSchema(ANY_OBJECT)
     schema = form.json_schema if isinstance(form, SchemaFormat) else form

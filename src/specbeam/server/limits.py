@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import not_allowed
 
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 AUDIO_PATHS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
@@ -61,7 +61,7 @@ class Limits:
         for name in (field.name for field in fields(self)):
             value, minimum = getattr(self, name), 0 if name in MAY_BE_ZERO else 1
             if value is not None and not minimum <= value < math.inf:
-                raise SpecbeamError(f"{name}={value} is not allowed: give at least {minimum}")
+                raise not_allowed(name, value, f"at minimum {minimum}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from specbeam.results import Result
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatCompletion, ChatRequest
 from specbeam.server.errors import validated
-from specbeam.server.fields import Count, Whole
+from specbeam.server.fields import Count, Integer
 from specbeam.server.http import frame, to_json
 from specbeam.server.ignored_fields import Effort, Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
@@ -136,7 +136,7 @@ class Thinking(Fields):
     """Whether the chat template lets the model think: its variable ``enable_thinking``."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Whole | None = Field(None, description="Accepted, and has no effect.")
+    budget_tokens: Integer | None = Field(None, description="Accepted, and has no effect.")
     display: str | None = Field(None, description="Accepted, and has no effect.")
 
 
@@ -197,7 +197,7 @@ class MessagesRequest(TokensRequest):
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Whole | None = None
+    top_k: Integer | None = None
     stream: bool | None = None
 
     def chat(self) -> ChatRequest:

@@ -77,7 +77,8 @@ def check_caches(lms: Mapping[str, LanguageModel], tokens: int) -> None:
         if size > (free := free_memory(device)):
             raise SpecbeamError(
                 f"max_cache_tokens={tokens} takes {size / 1e9:.1f} GB for {', '.join(lms)}, and {free / 1e9:.1f} GB of "
-                "memory are free beside the weights: give fewer"
+                "memory are free beside the weights: give fewer",
+                option="max_cache_tokens",
             )
 
 

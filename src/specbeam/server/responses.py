@@ -18,7 +18,7 @@ from specbeam.server.answers import FINISH_REASONS, ReadCall, ToolCallStream
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import NewTokens, TopLogprobs, Whole, content_of
+from specbeam.server.fields import Integer, NewTokens, TopLogprobs, content_of
 from specbeam.server.formats import FlatFormat
 from specbeam.server.http import frame, to_json
 from specbeam.server.ignored_fields import Fields, Verbosity, with_ignored_fields
@@ -140,7 +140,7 @@ class ResponseRequest(ToolFields):
     max_output_tokens: NewTokens | None = None
     include: list[Literal["message.output_text.logprobs"] | PartOfOtherModels] | None = None
     top_logprobs: TopLogprobs | None = None
-    n: Annotated[Whole, Field(ge=1, le=1)] | None = Field(None, description="This endpoint gives one text.")
+    n: Annotated[Integer, Field(ge=1, le=1)] | None = Field(None, description="This endpoint gives one text.")
     text: TextConfig | None = None
     response_format: None = None  # it is in text.format
     format_field: ClassVar[str] = "text"

@@ -14,7 +14,7 @@ from specbeam.errors import SpecbeamError, shown
 from specbeam.models.model import LanguageModel
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, Plan
-from specbeam.server.formats import Describe, Name, schema_of, with_schema
+from specbeam.server.formats import MakeOutputSpec, Name, schema_of, with_schema
 from specbeam.server.ignored_fields import Fields, with_ignored_fields
 from specbeam.server.models import ServedModel
 from specbeam.structured import JsonSchema
@@ -279,10 +279,10 @@ class ToolUse:
 
     def plan(self, plan: Plan) -> Plan:
         """How to decode with the tools. The form in the plan is then for an answer without calls."""
-        describe = partial(self._describe, content=None if self.is_required else plan.describe)
-        return replace(plan, describe=describe, names=plan.names | {"constraint": "tools"})
+        output_spec = partial(self._grammar, content=None if self.is_required else plan.output_spec)
+        return replace(plan, output_spec=output_spec, names=plan.names | {"constraint": "tools"})
 
-    def _describe(self, lm: LanguageModel, ids: Sequence[int], content: Describe | None) -> ToolGrammar:
+    def _grammar(self, lm: LanguageModel, ids: Sequence[int], content: MakeOutputSpec | None) -> ToolGrammar:
         """The grammar of answers to a prompt."""
         added = {i: token for i, token in lm.tokenizer.added_tokens_decoder.items() if i < lm.backend.vocab_size}
         try:

@@ -120,7 +120,7 @@ def _statistics(call: Call, results: Sequence[Result]) -> dict[str, Any]:
     traces = [result.trace for result in results if result.trace is not None]
     plan = call.plan
     missing = sum(plan.n - len(result.sequences) for result in results) if plan.searches else 0
-    if missing and (plan.describe is not None or plan.options.is_distinct):
+    if missing and (plan.output_spec is not None or plan.options.is_distinct):
         statistics["missing_choices"] = f"{missing}: {WHY_FEWER}"
     return statistics | ({"trace": traces} if traces else {})
 

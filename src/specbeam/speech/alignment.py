@@ -36,7 +36,8 @@ def alignment_heads(lm: LanguageModel) -> AlignmentHeads:
     if lm.backend.cross_heads is None:
         raise SpecbeamError(
             f"word_timestamps needs attention weights, which the backend {lm.backend.name} does not show: load the "
-            "model with backend='cpu' or 'torch'"
+            "model with backend='cpu' or 'torch'",
+            option=("word_timestamps", "backend"),
         )
     layers, heads = lm.backend.cross_heads
     pairs = lm.generation_defaults.get("alignment_heads")

@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 from math import isfinite
 from typing import Any
 
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import SpecbeamError, not_allowed, shown, wrong_value
 from specbeam.options.declared import OPTIONS, Need
 from specbeam.options.generation_defaults import is_number
 from specbeam.options.options import check_names
@@ -133,7 +133,10 @@ class Settings:
         if silence is not None:
             self._check("hallucination_silence_threshold", _is_number(silence) and silence >= 0, "seconds, or None")
             if not self.word_timestamps:
-                raise SpecbeamError(f"hallucination_silence_threshold={silence:g} needs word_timestamps")
+                raise SpecbeamError(
+                    f"hallucination_silence_threshold={silence:g} needs word_timestamps",
+                    option="hallucination_silence_threshold",
+                )
         for name in ("prepend_punctuations", "append_punctuations"):
             self._check(name, isinstance(getattr(self, name), str), "a text")
         self._check("hotwords", self.hotwords is None or isinstance(self.hotwords, str), "a text, or None")
@@ -144,7 +147,7 @@ class Settings:
         self._check("temperature", temperatures and all(value in allowed for value in temperatures), allowed.words)
         limit = "num_beams" if 0 in temperatures else "best_of"
         several, most = self.num_return_sequences, getattr(self, limit)
-        self._check("num_return_sequences", several <= most, f"at most {limit}={most}")
+        self._check("num_return_sequences", several <= most, f"at most {limit}={most}", limit)
         suppressed = () if self.suppress_tokens is None else self.suppress_tokens
         object.__setattr__(self, "suppress_tokens", suppressed)
         self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", integer=True)
@@ -168,7 +171,7 @@ class Settings:
         """
         for name, (neutral, why) in OTHERS.items():
             if name in given and not any(given[name] is value or given[name] == value for value in neutral):
-                raise SpecbeamError(f"{name}={shown(given[name])} cannot be honoured: {why}")
+                raise wrong_value(name, given[name], f"cannot be honoured: {why}")
         own = {name: value for name, value in given.items() if name not in OTHERS}
         check_names(own, [one.name for one in fields(cls)], "option")
         return cls(**own)
@@ -188,7 +191,8 @@ class Settings:
             fits = _is_number(value, milliseconds) and value >= 0 if value is not None else defaults[name] is None
             allowed = "milliseconds, 0 or more" if milliseconds else "a number, 0 or more"
             if not fits:
-                raise SpecbeamError(f"vad_parameters: {name}={shown(value)} is not allowed: give {allowed}")
+                says = f"vad_parameters: {name}={shown(value)} is not allowed: give {allowed}"
+                raise SpecbeamError(says, option="vad_parameters")
 
     def _make_clips(self) -> None:
         if isinstance(given := self.clip_timestamps, str):
@@ -216,9 +220,9 @@ class Settings:
         object.__setattr__(self, name, numbers)
         return numbers
 
-    def _check(self, name: str, holds: object, allowed: str) -> None:
+    def _check(self, name: str, holds: object, allowed: str, *named: str) -> None:
         if not holds:
-            raise SpecbeamError(f"{name}={shown(getattr(self, name))} is not allowed: give {allowed}")
+            raise not_allowed(name, getattr(self, name), allowed, *named)
 
 
 def _is_number(value: Any, integer: bool = False) -> bool:

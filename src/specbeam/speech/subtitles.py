@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import not_allowed, wrong_value
 
 if TYPE_CHECKING:
     from specbeam.speech.transcript import Segment, Transcript, Word
@@ -39,12 +39,12 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("max_line_width", "max_line_count", "max_words_per_line"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise SpecbeamError(f"{name}={value} is not allowed: give at least 1")
+                raise not_allowed(name, value, "at least 1")
         if self.max_line_count is not None and self.max_line_width is None:
-            raise SpecbeamError(f"max_line_count={self.max_line_count} needs max_line_width")
+            raise wrong_value("max_line_count", self.max_line_count, "needs max_line_width")
         if self.max_words_per_line is not None and self.max_line_width is not None:
-            most = self.max_words_per_line
-            raise SpecbeamError(f"max_words_per_line={most} and max_line_width do not go together: leave one out")
+            says = "and max_line_width do not go together: leave one out"
+            raise wrong_value("max_words_per_line", self.max_words_per_line, says)
 
 
 PLAIN = Layout()

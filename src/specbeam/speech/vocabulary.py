@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from specbeam.errors import SpecbeamError, shown
+from specbeam.errors import SpecbeamError, wrong_value
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import token_ids
 from specbeam.options.names import nearest_name
@@ -188,4 +188,4 @@ def code_of(language: str) -> str | None:
         return code
     near = nearest_name(name, [*CODES])
     hint = f"did you mean {near!r}?" if near else "give a code or an English name, such as 'de' or 'german'"
-    raise SpecbeamError(f"language={shown(language)} is not known: {hint}")
+    raise wrong_value("language", language, f"is not known: {hint}")

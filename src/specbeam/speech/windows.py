@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbeam.engine.features import AudioFeatures
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, wrong_value
 from specbeam.results import Result
 from specbeam.speech.alignment import AlignmentHeads, alignment_heads
 from specbeam.speech.clips import Clip
@@ -70,16 +70,18 @@ class Transcriber:
     def _check_lengths(self) -> None:
         size = self.vocabulary.lm.backend.vocab_size
         if foreign := [token for token in self.initial_prompt if not 0 <= token < size]:
-            raise SpecbeamError(f"initial_prompt: the token id {foreign[0]} is not in the vocabulary of {size}")
+            says = f"initial_prompt: the token id {foreign[0]} is not in the vocabulary of {size}"
+            raise SpecbeamError(says, option="initial_prompt")
         maximum = self.max_prompt - bool(self.initial_prompt)  # whose end counts
         if (words := len(self.hotwords)) > maximum:
             beside = " beside initial_prompt" if self.initial_prompt else ""
             raise SpecbeamError(
-                f"hotwords: {words} tokens are too many, since a prompt holds at most {maximum}{beside}: give fewer"
+                f"hotwords: {words} tokens are too many, since a prompt holds at most {maximum}{beside}: give fewer",
+                option=("hotwords", "initial_prompt"),
             )
         maximum = self.context // 2
         if (new := self.settings.max_new_tokens) is not None and new > maximum:
-            raise SpecbeamError(f"max_new_tokens={new} is not allowed: a window has at most {maximum} new tokens")
+            raise wrong_value("max_new_tokens", new, f"is not allowed: a window has at most {maximum} new tokens")
 
     @property
     def context(self) -> int:
@@ -149,12 +151,12 @@ def _check_language(vocabulary: Vocabulary, settings: Settings) -> None:
     source, language = vocabulary.lm.source, settings.language
     if vocabulary.is_multilingual:
         if language is not None and language not in vocabulary.languages:
-            raise SpecbeamError(f"language={language!r} is not known: {source} knows {', '.join(vocabulary.languages)}")
+            raise wrong_value("language", language, f"is not known: {source} knows {', '.join(vocabulary.languages)}")
         return
     if language not in (None, "en"):
-        raise SpecbeamError(f"language={language!r} is not allowed: {source} knows English only")
+        raise wrong_value("language", language, f"is not allowed: {source} knows English only")
     if settings.task != "transcribe":
-        raise SpecbeamError(f"task={settings.task!r} is not allowed: {source} knows English only")
+        raise wrong_value("task", settings.task, f"is not allowed: {source} knows English only")
 
 
 def detect_language(

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.errors import ConstraintError, SpecbeamError, shown
+from specbeam.errors import ConstraintError, SpecbeamError, not_allowed, shown
 from specbeam.structured import trials
 from specbeam.structured.gbnf import to_lark
 from specbeam.structured.json_schema import (
@@ -343,9 +343,7 @@ class Choice(OutputSpec):
     def __post_init__(self) -> None:
         given = (self.texts,) if isinstance(self.texts, str) else tuple(self.texts)
         if not given or not all(isinstance(text, str) and text for text in given):
-            raise SpecbeamError(
-                f"texts={shown(self.texts)} is not allowed: give texts to choose from, none of them empty"
-            )
+            raise not_allowed("texts", self.texts, "texts to choose from, none of them empty")
         object.__setattr__(self, "texts", given)
 
     def compile(self, lm: Any) -> TokenTrie:

@@ -29,7 +29,7 @@ from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.core.selection import AttentionProbe, NextBeams, Selection, SelectionRequest
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, not_allowed, wrong_value
 from specbeam.system.fork_guard import fork_guard
 from specbeam.system.machine import usable_processors
 
@@ -283,19 +283,17 @@ def choose_threads(threads: int | None) -> int:
         number = 0
     if not 1 <= number <= MAX_THREADS:
         name = "threads" if threads is not None else "SPECBEAM_THREADS"
-        raise SpecbeamError(f"{name}={given!r} is not allowed: give 1 to {MAX_THREADS}")
+        raise not_allowed(name, given, f"1 to {MAX_THREADS}")
     return number
 
 
 def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
     """How weights are kept, one of ``MODES``."""
     if quantize not in ("auto", *MODES):
-        raise SpecbeamError(f"quantize={quantize!r} is not allowed: give auto, {', '.join(MODES)}")
+        raise not_allowed("quantize", quantize, f"auto, {', '.join(MODES)}")
     if quantize == "keep" and not checkpoint.quantized:
-        raise SpecbeamError(
-            f"quantize='keep' needs a quantized GGUF file, and {checkpoint.path} is not quantized: give int8, int4 or "
-            "float32"
-        )
+        needs = f"needs a quantized GGUF file, and {checkpoint.path} is not quantized: give int8, int4 or float32"
+        raise wrong_value("quantize", quantize, needs)
     if quantize == "auto":
         return "keep" if checkpoint.quantized else "int8"
     return quantize

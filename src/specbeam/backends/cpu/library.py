@@ -134,7 +134,8 @@ def library(isa: str = BASELINE) -> Library:
     if path is None:
         raise SpecbeamError(
             "the native CPU kernels were not built: no C++ compiler was found when specbeam was installed. "
-            "Install a wheel of specbeam, or install g++ or clang++ and reinstall specbeam, or use backend='torch'"
+            "Install a wheel of specbeam, or install g++ or clang++ and reinstall specbeam, or use backend='torch'",
+            option="backend",
         )
     try:
         return Library(path)

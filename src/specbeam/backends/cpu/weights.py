@@ -248,7 +248,8 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
                 most = np.abs(values).max()
                 raise SpecbeamError(
                     f"{checkpoint.path}: tensor {part.source} has weights of up to {most:.3g}, too large for int8 and "
-                    "int4: load it with dtype='float32'"
+                    "int4: load it with dtype='float32'",
+                    option="dtype",
                 )
             if status:
                 raise SpecbeamError(f"{checkpoint.path}: tensor {part.source} cannot be packed: its size is wrong")

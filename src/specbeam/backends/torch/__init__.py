@@ -164,7 +164,8 @@ def _pieces(checkpoint: Checkpoint, name: str, parameter: Tensor) -> Iterator[Pi
                     name = str(target.dtype).removeprefix("torch.")
                     raise SpecbeamError(
                         f"{checkpoint.path}: tensor {source} has weights of up to {weights.abs().max():.3g}, too "
-                        f"large for {name}: load it with dtype='bfloat16' or 'float32'"
+                        f"large for {name}: load it with dtype='bfloat16' or 'float32'",
+                        option="dtype",
                     )
                 raise not_finite(*checkpoint.place(source))
 

@@ -29,7 +29,7 @@ from specbeam.backends.transformers import check_weights, context_length_of
 from specbeam.backends.transformers.compat import CACHE, argument_of_generate
 from specbeam.backends.transformers.encoder_decoder import backend_of
 from specbeam.engine import Engine, Request
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, not_allowed
 from specbeam.integrations.transformers.processors import BatchRows, check_processors, options_of
 from specbeam.integrations.transformers.prompts import Prompts, refuse
 from specbeam.integrations.transformers.steps import Details, Steps
@@ -335,9 +335,7 @@ def _seed() -> int:
 
 def _check_streamer(streamer: Any) -> None:
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise SpecbeamError(
-            f"streamer={streamer!r} is not allowed: give a streamer of transformers, such as TextStreamer(tokenizer)"
-        )
+        raise not_allowed("streamer", streamer, "a streamer of transformers, such as TextStreamer(tokenizer)")
 
 
 def _check_arguments(model_kwargs: dict[str, Any]) -> None:
