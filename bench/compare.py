@@ -15,7 +15,7 @@ from pathlib import Path
 from figures import Figure, Figures
 
 HIGHER_IS_BETTER = {"tokens/s", "steps/pass", "tokens/pass", "times", "share", "%"}
-LOWER_IS_BETTER = {"s", "ms", "GB", "MB", "perplexity", "passes", "prompts", "times as long"}
+LOWER_IS_BETTER = {"us", "s", "ms", "GB", "MB", "perplexity", "passes", "prompts", "times as long"}
 
 
 def main() -> int:

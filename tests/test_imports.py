@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -129,3 +130,14 @@ def test_the_lowest_layers_stay_low():
     assert graph["logits"] == {"core", "errors", "options", "structured", "text"}
     assert graph["cache"] == {"backends", "core", "errors"}
     assert graph["decoding"] <= {"core", "drafting", "errors", "logits", "options", "recording"}
+
+
+def test_the_architecture_page_has_the_layers_in_their_order():
+    """Its table of rooms has all packages, and each imports only rooms above it."""
+    page = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`[^|]*) \|", page[: page.index("\n## ", page.index("\n## The rooms") + 1)], re.MULTILINE)
+    rooms = re.findall(r"`(\w+)[^`]*`", " ".join(cells))
+    graph = layers()
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} <= {*rooms}
+    for index, room in enumerate(rooms):
+        assert {*rooms[index + 1 :]} & graph[room] == set(), room

@@ -84,6 +84,27 @@ def test_over_http(name, value):
     assert refused.value.param == field
 
 
+ANOTHER = {
+    **{Kind.INTEGER: 2, Kind.SIZE: 2, Kind.NUMBER: 0.5, Kind.STOPPING: True},
+    **{Kind.BIASES: {"5": 1.0}, Kind.TOKENS: [3], Kind.TEXTS: ["x"]},
+}
+"""A value that is not the default, by the kind of the option."""
+BEAMS, GROUPS = {"num_beams": 4, "temperature": 0}, {"num_beam_groups": 2, "diversity_penalty": 0.5}
+BESIDE = {"beams": BEAMS, "several": BEAMS, "sampling": {"temperature": 0.7}}
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.http_name is not None])
+def test_each_field_of_http_sets_its_option(name):
+    option = OPTIONS[name]
+    value = ANOTHER.get(option.kind, not option.unset)
+    fields = {field: of for need in option.needs for field, of in BESIDE.get(need, {}).items()}
+    fields |= GROUPS if name in GROUPS else {}
+    request = validated(CompletionRequest, {"prompt": "a", "max_tokens": 9, **fields, option.http_name: value})
+    found = getattr(request.plan(MODEL, Limits(), "max_tokens", 16, None).options, name)
+    expected = {Kind.BIASES: {5: 1.0}, Kind.TOKENS: (0, 3), Kind.TEXTS: ("x",)}.get(option.kind, value)
+    assert found == expected
+
+
 def test_the_schema_of_http_has_the_ranges():
     fields = CompletionRequest.model_json_schema()["properties"]
     ranges = {name: OPTIONS[name].range for name in ("length_penalty", "repetition_penalty", "draft_width", "top_p")}

@@ -530,6 +530,7 @@ class Declared:
         "record in the result the drafted, accepted and chosen tokens of each round",
         default=False,
         changes_text=False,
+        http=True,
     )
     constraint: Any = option(
         Kind.CONSTRAINT,

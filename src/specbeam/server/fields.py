@@ -130,7 +130,6 @@ class Decoding(OpenAIDecoding):
         None, description="As in vLLM, one of choice (a list of texts), json, json_object, regex and grammar."
     )
     return_token_ids: bool | None = Field(None, description="Add token_ids and prompt_token_ids.")
-    trace: bool | None = Field(None, description="Add each round: drafted, accepted and chosen tokens.")
 
     @model_validator(mode="before")
     @classmethod
