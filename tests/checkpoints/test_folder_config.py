@@ -127,7 +127,7 @@ SMALL = {"model_type": "llama", "vocab_size": 9, "hidden_size": 16, "num_hidden_
         ({"layer_types": ["attention by ear"]}, "layers of the unknown kind 'attention by ear'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "the rotary scaling 'linear' of config.json lacks factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "says factor = '4', which is no number"),
-        ({"model_type": "gpt2", "n_embd": "16", "hidden_size": ...}, "config.json says n_embd = '16', not a whole"),
+        ({"model_type": "gpt2", "n_embd": "16", "hidden_size": ...}, "config.json says n_embd = '16', not an integer"),
     ],
 )
 def test_a_wrong_key_is_named_with_its_value(changes, says):

@@ -85,7 +85,7 @@ def read(monkeypatch):
 def encoded(tokenizer, text):
     """The prompt of a model with a context of 256."""
     backend = SimpleNamespace(vocab_size=10**6, context_length=256, start_token_ids=None)
-    return encode(SimpleNamespace(tokenizer=tokenizer, backend=backend, source="it"), text, raw=True, most=255)
+    return encode(SimpleNamespace(tokenizer=tokenizer, backend=backend, source="it"), text, raw=True, max_tokens=255)
 
 
 def test_a_long_prompt_is_refused_by_its_beginning(lm, read):

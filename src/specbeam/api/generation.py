@@ -10,7 +10,7 @@ from specbeam.engine import Engine, Request
 from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError, located
 from specbeam.models.model import LanguageModel
-from specbeam.models.prompts import Prompt, as_list, encode, is_batch, room
+from specbeam.models.prompts import Prompt, as_list, encode, is_batch, max_prompt_length
 from specbeam.options.keywords import OptionKeywords, show_option_keywords
 from specbeam.options.options import Options, given_options
 from specbeam.results import Piece, Result
@@ -92,7 +92,7 @@ def generate(
     longest, length = 0, 0
     for number, one in enumerate(prompts):
         with located(f"prompt {number}"):
-            tokens = len(encode(lm, one, system=system, raw=raw, most=room(lm)))
+            tokens = len(encode(lm, one, system=system, raw=raw, max_tokens=max_prompt_length(lm)))
         longest, length = (number, tokens) if tokens > length else (longest, length)
     with located(f"prompt {longest}"):  # the others need less room
         engine.check(prompts[longest], chosen, **how)

@@ -111,11 +111,11 @@ def _submit(
 def check_length(lm: LanguageModel, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
     """Raise SpecbeamError if a context and one of its continuations are too long to be scored."""
     longest = max(1, *map(len, continuations))
-    length, most = len(lm.backend.start_token_ids or context) + longest, lm.backend.context_length + 1
-    if length > most:
+    length, maximum = len(lm.backend.start_token_ids or context) + longest, lm.backend.context_length + 1
+    if length > maximum:
         raise SpecbeamError(
-            f"a text to be scored has {length:,} tokens, but {lm.source} can score at most {most:,}, its context and "
-            "one token that follows: shorten the text"
+            f"a text to be scored has {length:,} tokens, but {lm.source} can score at most {maximum:,}, its context "
+            "and one token that follows: shorten the text"
         )
 
 

@@ -116,18 +116,18 @@ class Budget:
         """Whether the memory holds this many further nodes on the target, for a request that is alone."""
         return self.held + nodes * self.target.slot_bytes <= self.cache_bytes
 
-    def check(self, least_bytes: int, max_rows: int) -> None:
+    def check(self, min_bytes: int, max_rows: int) -> None:
         """Refuse a request that could not end well, were it alone.
 
         Args:
-            least_bytes: of one sequence of full length.
+            min_bytes: of one sequence of full length.
             max_rows: the maximum number of rows of logits at once.
 
         Raises:
             SpecbeamError: says what it needs, and what there is.
         """
-        if least_bytes > self.cache_bytes:
-            slots = -(-least_bytes // self.target.slot_bytes)
+        if min_bytes > self.cache_bytes:
+            slots = -(-min_bytes // self.target.slot_bytes)
             raise SpecbeamError(
                 f"prompt and max_new_tokens need {slots} cache slots, the engine has {self.cache_tokens}"
                 f"{self._origin}: ask for fewer new tokens or raise max_cache_tokens",

@@ -276,15 +276,15 @@ class Chat:
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
-        from specbeam.models.prompts import encode, room
+        from specbeam.models.prompts import encode, max_prompt_length
 
-        max_tokens = room(self.lm)
+        max_tokens = max_prompt_length(self.lm)
         try:
             if self.has_template:
-                return encode(self.lm, messages, system=self.system, most=max_tokens)
+                return encode(self.lm, messages, system=self.system, max_tokens=max_tokens)
             turns = [f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages]
             text = "\n\n".join([*([self.system] if self.system else []), *turns, "Assistant:"])
-            return encode(self.lm, text, raw=True, most=max_tokens)
+            return encode(self.lm, text, raw=True, max_tokens=max_tokens)
         except PromptTooLong as error:
             raise SpecbeamError(
                 f"the conversation with this message has {error.tokens} tokens, and the context of {self.lm.source} "

@@ -73,7 +73,7 @@ class ModelDrafter:
         nodes, totals, level, at = NO_NODES, np.empty(0), tips, scores
         probabilities, depth, spent = np.empty(0), 0, 0.0
         controller, vocab = self.controller, self._vocab()
-        while self._has_room(level):
+        while self._fits(level):
             expanded = controller.expanded(np.exp(at - scores[0]), depth, probabilities, spent)
             if not expanded:
                 break
@@ -92,7 +92,7 @@ class ModelDrafter:
         at = scores[first]
         nodes, vocab = NO_NODES, self._vocab()
         for _ in range(depth):
-            if not self._has_room(level):
+            if not self._fits(level):
                 break
             level, at = yield from self._next_level(level, at, width, vocab)
             nodes = np.concatenate([nodes, level])
@@ -149,7 +149,7 @@ class ModelDrafter:
         highest = int(np.quantile(recent, RECENT_TOKENS_SHARE, method="higher")) + 1
         return min(-(-highest // VOCAB_STEP) * VOCAB_STEP, self.vocab_size)
 
-    def _has_room(self, level: Nodes) -> bool:
+    def _fits(self, level: Nodes) -> bool:
         """Whether a token below this level would still be followed by another."""
         if not len(level):
             return False

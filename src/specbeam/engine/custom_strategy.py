@@ -109,9 +109,9 @@ class CustomStrategy:
                 f"asked for the node {strange[0]}, and the tree has the nodes 0 to {len(tree) - 1}",
                 "give nodes, as tree.tip and tree.append return them, and no tokens",
             )
-        if int(tree.depths(asked).max()) >= (most := setup.stop.max_length):
+        if int(tree.depths(asked).max()) >= (maximum := setup.stop.max_length):
             raise self._wrong(
-                f"goes on after {most} tokens, all that max_new_tokens or the context allows",
+                f"goes on after {maximum} tokens, all that max_new_tokens or the context allows",
                 "end a sequence where setup.stop(tree, node) gives a reason",
             )
 

@@ -27,7 +27,7 @@ from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.errors import SpecbeamError, not_allowed
 from specbeam.models.model import LanguageModel
-from specbeam.models.prompts import Prompt, encode, room
+from specbeam.models.prompts import Prompt, encode, max_prompt_length
 from specbeam.options.options import Options
 from specbeam.system.fork_guard import fork_guard
 from specbeam.system.interrupts import HeldInterrupts
@@ -95,11 +95,11 @@ class Engine:
             "max_cache_tokens": (max_cache_tokens, 1),
             "max_waiting": (max_waiting, 0),
         }
-        for name, (value, least) in limits.items():
+        for name, (value, minimum) in limits.items():
             if value is None and name in ("max_cache_tokens", "max_waiting"):
                 continue
-            if not is_integer(value) or value < least:
-                raise not_allowed(name, value, f"at least {least}")
+            if not is_integer(value) or value < minimum:
+                raise not_allowed(name, value, f"at least {minimum}")
         if max_pass_seconds is not None and not (
             isinstance(max_pass_seconds, int | float) and 0 <= max_pass_seconds < math.inf
         ):
@@ -218,7 +218,7 @@ class Engine:
         chosen = Options.of(options or {})
         draft = load_draft(self.lm, draft)
         check_draft(self.lm, draft, chosen)
-        ids = encode(self.lm, prompt, system=system, raw=raw, most=room(self.lm, writes))
+        ids = encode(self.lm, prompt, system=system, raw=raw, max_tokens=max_prompt_length(self.lm, writes))
         state = RequestState(
             self.lm,
             ids,
@@ -230,7 +230,7 @@ class Engine:
             writes=writes,
             **own,
         )
-        self._budget.check(state.least_bytes, state.max_rows)
+        self._budget.check(state.min_bytes, state.max_rows)
         return state
 
     def run(self) -> None:

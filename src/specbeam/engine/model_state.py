@@ -27,7 +27,7 @@ class ModelState:
 
     Attributes:
         slots: of its tree.
-        least_bytes: bytes that it needs for one sequence of full length.
+        min_bytes: bytes that it needs for one sequence of full length.
         passes: forward passes that the request took part in.
         completed: passes that gave the strategy its selection. Other passes prefill parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
@@ -72,7 +72,7 @@ class ModelState:
         shared = max(len(prompt_ids), tree.prompt_length) + (new_tokens if sequences == 1 else 0)
         own = 0 if sequences == 1 else new_tokens
         lasting = min(shared, self._lasting(shared) + budget.max_batch_tokens)
-        self.least_bytes = (lasting + own + positions) * backend.slot_bytes
+        self.min_bytes = (lasting + own + positions) * backend.slot_bytes
         self._used_before = self._completed_before = 0  # it was closed
 
     def close(self) -> None:

@@ -136,9 +136,9 @@ class RequestState:
         return 0 if self.step.probe is None else self.step.probe.scores.nbytes
 
     @property
-    def least_bytes(self) -> int:
+    def min_bytes(self) -> int:
         """Bytes that it needs for one sequence of full length, without a draft."""
-        return self._target.least_bytes + self._target.source_bytes
+        return self._target.min_bytes + self._target.source_bytes
 
     @property
     def next_bytes(self) -> int:
@@ -415,8 +415,8 @@ class RequestState:
             if len(part) == 1 or budget.holds(len(self.pending) + self._target.source_growth):
                 break
             part = part[: len(part) // 2]
-        least = min(len(self.pending), budget.max_batch_tokens) + self._target.source_growth
-        if not budget.holds(least):  # the next pass would come back here
+        minimum = min(len(self.pending), budget.max_batch_tokens) + self._target.source_growth
+        if not budget.holds(minimum):  # the next pass would come back here
             of_source = self._target.used - slots.used
             own = (len(np.unique(slots.held)) + of_source) * self._target.backend.slot_bytes + self.source_bytes
             raise budget.too_small if budget.held == own else budget.lost(own)

@@ -14,7 +14,7 @@ from specbeam.logits.processors import Processors, check_token_ids
 from specbeam.logits.selector import Selector, some_seed, warpers_of
 from specbeam.logits.stopping import Stopping
 from specbeam.models.model import LanguageModel
-from specbeam.models.prompts import room, too_long
+from specbeam.models.prompts import max_prompt_length, too_long
 from specbeam.options.options import Options
 from specbeam.recording.record import Record, Trace
 from specbeam.structured.grammar import GrammarConstraint, OutputSpec
@@ -30,8 +30,8 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         SpecbeamError: a prompt as long as the context, or an option that the model cannot honour.
     """
     backend = lm.backend
-    if len(prompt_ids) > (most := room(lm, writes)):
-        raise too_long(lm, f"{len(prompt_ids):,}", most)
+    if len(prompt_ids) > (max_tokens := max_prompt_length(lm, writes)):
+        raise too_long(lm, f"{len(prompt_ids):,}", max_tokens)
     if options.stop_strings and lm.tokenizer is None:
         says = f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out"
         raise SpecbeamError(says, option="stop_strings")

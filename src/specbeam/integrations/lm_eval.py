@@ -265,9 +265,9 @@ def _strings(strings: str | Iterable[str] | None) -> list[str]:
     return [text for text in ([strings] if isinstance(strings, str) else strings or ()) if text]
 
 
-def _batch_size(batch_size: int | str, most: int | None) -> int:
+def _batch_size(batch_size: int | str, maximum: int | None) -> int:
     if str(batch_size).startswith("auto"):
-        return most or 8
+        return maximum or 8
     if not str(batch_size).isdecimal() or not int(batch_size):
         raise not_allowed("batch_size", batch_size, 'at least 1, or "auto"')
     return int(batch_size)

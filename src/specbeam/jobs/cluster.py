@@ -66,7 +66,7 @@ def nodes_of(ray: Any) -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def room_on(nodes: Iterable[Mapping[str, float]], cpus: float, gpus: float) -> list[int]:
+def capacity_on(nodes: Iterable[Mapping[str, float]], cpus: float, gpus: float) -> list[int]:
     """How many processes of this size each node has room for, if nobody else used it. What needs nothing fits once."""
     needs = [(kind, need) for kind, need in (("CPU", cpus), ("GPU", gpus)) if need]
     return [min([int(node.get(kind, 0) / need + 1e-6) for kind, need in needs], default=1) for node in nodes]

@@ -12,7 +12,7 @@ from typing import Any
 
 from specbeam.errors import SpecbeamError
 from specbeam.jobs import Job, MakeWork, OnResult, WorkerDied
-from specbeam.jobs.cluster import nodes_of, reason_of, room_on
+from specbeam.jobs.cluster import capacity_on, nodes_of, reason_of
 
 JOBS_PER_WORKER = 2
 """Jobs that a worker has at a time: the one it works on, and the next, so that it need not wait for it."""
@@ -126,8 +126,8 @@ class Crew:
         self.waiting: deque[_Task] = deque()
         self.failed_loads = 0  # workers that died while loading, one after the other
         self.last_death = ""
-        self.room = 0  # workers that the cluster has room for, if nobody else used it
-        self.room_counted_at = -1.0
+        self.capacity = 0  # workers that the cluster has room for, if nobody else used it
+        self.capacity_counted_at = -1.0
         self.last_seen_at: float | None = None  # when a worker last ran
         self.began_at = time.monotonic()
 
@@ -137,7 +137,7 @@ class Crew:
         for member in self.members:  # a worker that has died since the last jobs died of none of these
             member.started = member.actor.started.remote()
         while self.waiting or any(member.tasks for member in self.members) or self._take():
-            self._count_room()
+            self._count_capacity()
             self._hire()
             self._hand_out()
             self._check_timeout()
@@ -163,22 +163,22 @@ class Crew:
             self.waiting.append(task)
         return task is not None
 
-    def _count_room(self) -> None:
+    def _count_capacity(self) -> None:
         """Count the workers that the cluster has room for, once per second: nodes come and go."""
         now = time.monotonic()
-        if now - self.room_counted_at < 1:
+        if now - self.capacity_counted_at < 1:
             return
         nodes = nodes_of(self.ray)
-        room = sum(room_on(nodes, self.cpus, self.gpus))
+        capacity = sum(capacity_on(nodes, self.cpus, self.gpus))
         amounts = {f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes}
         self.resources = ", ".join(sorted(amounts, reverse=True)) or "nothing"
-        if self.room_counted_at < 0 and self.workers and 0 < room < self.workers:
-            self.warn(f"the Ray cluster has room for {room} of {self.workers} workers")
-        self.room_counted_at, self.room = now, room
+        if self.capacity_counted_at < 0 and self.workers and 0 < capacity < self.workers:
+            self.warn(f"the Ray cluster has room for {capacity} of {self.workers} workers")
+        self.capacity_counted_at, self.capacity = now, capacity
 
     def _hire(self) -> None:
         """Ask for as many workers as are wanted and have jobs. Ray starts them when it has room for them."""
-        wanted = self.workers or self.room
+        wanted = self.workers or self.capacity
         while len(self.members) < wanted and self.failed_loads < self.retries:
             free = sum(member.loaded is not None or not member.tasks for member in self.members)
             if len(self.waiting) <= free and not self._take():
@@ -211,9 +211,9 @@ class Crew:
                 "fit into memory?"
             )
         waited = now - (self.last_seen_at or self.began_at)
-        never_had_room = not self.room and self.last_seen_at is None  # a node that was lost may be replaced
-        if waited > ROOM_TIMEOUT_SECONDS or never_had_room:
-            used = ", and others use them" if self.room else ""
+        never_had_capacity = not self.capacity and self.last_seen_at is None  # a node that was lost may be replaced
+        if waited > ROOM_TIMEOUT_SECONDS or never_had_capacity:
+            used = ", and others use them" if self.capacity else ""
             raise SpecbeamError(
                 f"the Ray cluster has no room for a worker with {self.cpus:g} CPUs and {self.gpus:g} GPUs (its nodes "
                 f"have {self.resources}{used}): ask for less per worker"

@@ -319,8 +319,8 @@ def _token_ids(tokens: Any, vocab_size: int, some: bool) -> NDArray[np.int64]:
         index = np.array([None])
     if not len(index) and not some:
         return np.empty(0, dtype=np.int64)
-    whole = np.issubdtype(index.dtype, np.integer)
-    if not len(index) or not whole or index.min() < 0 or index.max() >= vocab_size:
+    is_integer = np.issubdtype(index.dtype, np.integer)
+    if not len(index) or not is_integer or index.min() < 0 or index.max() >= vocab_size:
         raise _no_token_ids(str(tokens)[:60] if len(index) else "no tokens", vocab_size)
     return index.astype(np.int64)
 

@@ -113,7 +113,7 @@ def encode(
     *,
     system: str | None = None,
     raw: bool = False,
-    most: int | None = None,
+    max_tokens: int | None = None,
     control_tokens: ControlTokens | None = None,
     rendering: Rendering = DEFAULT_RENDERING,
 ) -> list[int]:
@@ -126,22 +126,24 @@ def encode(
             the assistant begins its answer.
         system: a system message to put first. It is refused beside one in the messages.
         raw: use no chat template. Messages and the system message are joined by blank lines.
-        most: the maximum number of tokens that it may have. Of a text that has far more, not all is tokenized.
+        max_tokens: the maximum number of tokens that it may have. Of a text that has far more, not all is tokenized.
         control_tokens: of the model's tokenizer, to read those in messages as text. Without it they are control tokens.
             In strings of ``chat_template_kwargs`` they are text, too.
         rendering: how the chat template renders messages.
 
     Raises:
-        PromptTooLong: it has more than ``most`` tokens.
+        PromptTooLong: it has more than ``max_tokens`` tokens.
         SpecbeamError: an empty prompt, one of another kind, messages the chat template refuses, or two sources of the
             system message.
     """
     messages = check(lm, prompt, system=system)
     ids: list[int] = (
-        messages if isinstance(messages[0], int) else _encode_text(lm, messages, raw, most, control_tokens, rendering)
+        messages
+        if isinstance(messages[0], int)
+        else _encode_text(lm, messages, raw, max_tokens, control_tokens, rendering)
     )
-    if most is not None and len(ids) > most:
-        raise too_long(lm, f"{len(ids):,}", most)
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise too_long(lm, f"{len(ids):,}", max_tokens)
     return ids
 
 
@@ -172,7 +174,7 @@ def encode_answers(
     if lm.backend.start_token_ids is not None:  # the texts stand in the decoder, and the prompt in the encoder
         if prompt is None:
             raise SpecbeamError(f"{lm.source} is an encoder-decoder model: a text to be scored needs a prompt")
-        context = encode(lm, prompt, system=system, raw=raw, most=room(lm, False))
+        context = encode(lm, prompt, system=system, raw=raw, max_tokens=max_prompt_length(lm, False))
         return context, _encode_all(lm, answers, add_special_tokens=False)
     first: list[int] = []
     if prompt is None:
@@ -181,7 +183,7 @@ def encode_answers(
         messages = check(lm, prompt, system=system)
         if isinstance(messages[0], int):
             raise SpecbeamError("texts follow a text or messages, not token ids: give the prompt as text")
-        encode(lm, messages, raw=raw, most=room(lm, False))  # whatever is wrong with it is named
+        encode(lm, messages, raw=raw, max_tokens=max_prompt_length(lm, False))  # whatever is wrong with it is named
         templated = not raw and lm.has_chat_template
         joined = "\n\n".join(message["content"] for message in messages)
         before = render(lm.tokenizer, messages) if templated else joined
@@ -230,7 +232,7 @@ def _encode_text(
     lm: LanguageModel,
     messages: list[Message],
     raw: bool,
-    most: int | None,
+    max_tokens: int | None,
     control_tokens: ControlTokens | None,
     rendering: Rendering,
 ) -> list[int]:
@@ -246,11 +248,11 @@ def _encode_text(
     else:
         joined = "\n\n".join(message["content"] for message in messages)
         text = render(lm.tokenizer, messages, rendering) if templated else joined
-    if most is not None:
+    if max_tokens is not None:
         check_unicode(text)
-        least = least_tokens(text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
-        if least > most:
-            raise too_long(lm, f"at least {least:,}", most)
+        min_tokens = min_tokens_of(text, max_tokens, lambda beginning: len(token_ids(tokenizer, beginning)))
+        if min_tokens > max_tokens:
+            raise too_long(lm, f"at least {min_tokens:,}", max_tokens)
     ids = token_ids(tokenizer, text, add_special_tokens=not templated)
     if control_tokens is not None and hidden is not None:
         ids = control_tokens.ids(ids)
@@ -378,7 +380,7 @@ def check_unicode(text: str) -> None:
         ) from error
 
 
-def room(lm: LanguageModel, writes: bool = True) -> int:
+def max_prompt_length(lm: LanguageModel, writes: bool = True) -> int:
     """The maximum length of a prompt: the context must hold at least one new token too, except behind an encoder.
 
     Args:
@@ -387,10 +389,10 @@ def room(lm: LanguageModel, writes: bool = True) -> int:
     return lm.backend.context_length - (writes and lm.backend.start_token_ids is None)
 
 
-def too_long(lm: LanguageModel, tokens: str, most: int) -> PromptTooLong:
+def too_long(lm: LanguageModel, tokens: str, max_tokens: int) -> PromptTooLong:
     """The error for a prompt with more tokens than there is room for."""
     context = lm.backend.context_length
-    too = ALSO_NEW if most < context else ""
+    too = ALSO_NEW if max_tokens < context else ""
     message = f"the prompt has {tokens} tokens, but {lm.source} has a context of {context:,}{too}: shorten the prompt"
     return PromptTooLong(message, tokens)
 
@@ -424,17 +426,17 @@ def _in_vocabulary(lm: LanguageModel, ids: Sequence[int]) -> list[int]:
     return [int(token) for token in ids]
 
 
-def least_tokens(text: str, most: int, count: Callable[[str], int]) -> int:
-    """A number of tokens that a text has at least. It is above ``most`` only if the text certainly has more.
+def min_tokens_of(text: str, max_tokens: int, count: Callable[[str], int]) -> int:
+    """A number of tokens that a text has at least. It is above ``max_tokens`` only if the text certainly has more.
 
     Args:
         count: the number of tokens of a text, from the tokenizer.
     """
-    size = CHARACTERS_PER_TOKEN * (most + MAX_TORN_TOKENS)
+    size = CHARACTERS_PER_TOKEN * (max_tokens + MAX_TORN_TOKENS)
     while size < len(text):
         beginning = text[:size].rstrip()  # the next token may take all space before it (lstrip)
-        if (least := count(beginning) - MAX_TORN_TOKENS) > most:
-            return least
+        if (min_tokens := count(beginning) - MAX_TORN_TOKENS) > max_tokens:
+            return min_tokens
         size *= GROWTH
     return 0
 

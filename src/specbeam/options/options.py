@@ -175,8 +175,8 @@ class Options(Declared):
         }
         if fill.get("temperature") == 0:  # the checkpoint asks for greedy, but the caller asked to sample
             del fill["temperature"]
-        if self.min_new_tokens is None and (least := _least_new_tokens(defaults, begin)) > 0:
-            fill["min_new_tokens"] = min(least, self.max_new_tokens)
+        if self.min_new_tokens is None and (minimum := _min_new_tokens_of(defaults, begin)) > 0:
+            fill["min_new_tokens"] = min(minimum, self.max_new_tokens)
         if not fill:
             return self
         with located(f"the model's {defaults.file}", ", or set the option yourself"):
@@ -195,13 +195,13 @@ class Options(Declared):
         return SpecbeamError(f"{name}={getattr(self, name)} has no effect {reason}", option=name)
 
 
-def _least_new_tokens(defaults: GenerationDefaults, begin: int) -> int:
+def _min_new_tokens_of(defaults: GenerationDefaults, begin: int) -> int:
     """The new tokens that a checkpoint asks for at least. Its min_length counts the tokens that it begins with, too."""
     for name, before in ("min_new_tokens", 0), ("min_length", begin):
-        if (least := defaults.get(name)) is not None:
-            if not is_number(least, integer=True):
+        if (minimum := defaults.get(name)) is not None:
+            if not is_number(minimum, integer=True):
                 raise defaults.refused(name, "an integer, or set min_new_tokens yourself", "min_new_tokens")
-            return int(least) - before
+            return int(minimum) - before
     return 0
 
 

@@ -18,7 +18,7 @@ from specbeam.server.http import frame, to_json
 from specbeam.server.tokens import Part
 from specbeam.server.tools import ToolUse
 from specbeam.server.usage import costs, usage
-from specbeam.structured.tools.reader import THOUGHTS, Reader, Said
+from specbeam.structured.tools.reader import THOUGHTS, Delta, Reader
 from specbeam.text.detokenizer import NewText, TextStream
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
@@ -204,7 +204,7 @@ class ToolCallStream:
         pairs = zip(self._call_ids, self._reader.calls, strict=True)
         return [ReadCall(call_id, call.name, call.arguments) for call_id, call in pairs]
 
-    def push(self, part: Part) -> list[Said]:
+    def push(self, part: Part) -> list[Delta]:
         """The changes that a part of the text makes."""
         text = self._text.push(part.token_ids)
         if part.end is not None:

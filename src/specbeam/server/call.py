@@ -18,7 +18,7 @@ from specbeam.engine import Request
 from specbeam.engine.drafts import Draft, is_lookup
 from specbeam.engine.engine_thread import batching_window
 from specbeam.errors import PromptTooLong, SpecbeamError
-from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, infilling_prompt, room
+from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, infilling_prompt, max_prompt_length
 from specbeam.options.options import Options
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of
@@ -133,14 +133,14 @@ class Call:
     def _encode(self, prompt: Any) -> list[int]:
         backend, limit = self.model.lm.backend, self.limits.max_prompt_tokens
         context = backend.context_length
-        fit = room(self.model.lm, self.writes)
+        fit = max_prompt_length(self.model.lm, self.writes)
         try:
             max_tokens = fit if limit is None else min(fit, limit)
             if self.suffix is not None:
                 for text in filter(None, (prompt, self.suffix)):
-                    self.model.encode(text, raw=True, most=max_tokens)  # a far longer one is tokenized in part
+                    self.model.encode(text, raw=True, max_tokens=max_tokens)  # a far longer one is tokenized in part
                 prompt = infilling_prompt(self.model.lm, prompt, self.suffix)
-            ids = self.model.encode(prompt, raw=self.raw, most=max_tokens, rendering=self.rendering)
+            ids = self.model.encode(prompt, raw=self.raw, max_tokens=max_tokens, rendering=self.rendering)
         except PromptTooLong as error:
             says = f"the prompt has {error.tokens} tokens"
             if limit is not None and limit < fit:

@@ -27,7 +27,7 @@ from specbeam.server.tools import (
     ToolFields,
     conversation,
 )
-from specbeam.structured.tools.reader import Said
+from specbeam.structured.tools.reader import Delta
 from specbeam.text import chat_templates
 
 ROLES = {"developer": "system"}
@@ -195,7 +195,7 @@ def _call(call: ReadCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _deltas(change: Said, calls: Sequence[ReadCall]) -> Iterator[dict[str, Any]]:
+def _deltas(change: Delta, calls: Sequence[ReadCall]) -> Iterator[dict[str, Any]]:
     """The deltas of a message. The name of a call comes before its arguments."""
     if change.call is None:
         yield {"content": change.content}

@@ -225,8 +225,8 @@ class Decoding(OpenAIDecoding):
         names = {name: option.http_name for name, option in OPTIONS.items() if option.http_name is not None}
         values = {n: value for n in names if n not in MADE and (value := getattr(self, names[n])) is not None}
         names |= {"max_new_tokens": field, "constraint": constrained_by}
-        if (least := values.get("min_new_tokens", 0)) > max_tokens:
-            raise Refusal(f"min_tokens={least} is more than {field}={max_tokens}", "min_tokens")
+        if (minimum := values.get("min_new_tokens", 0)) > max_tokens:
+            raise Refusal(f"min_tokens={minimum} is more than {field}={max_tokens}", "min_tokens")
         if self.top_k is not None:
             values["top_k"] = max(self.top_k, 0)
         if self.ignore_eos or self.stop_token_ids:

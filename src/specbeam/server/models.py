@@ -194,13 +194,15 @@ class ServedModel:
             logger.info(HINT, name, self.name)
 
     def encode(
-        self, prompt: Any, *, raw: bool = False, most: int | None = None, rendering: Rendering = DEFAULT_RENDERING
+        self, prompt: Any, *, raw: bool = False, max_tokens: int | None = None, rendering: Rendering = DEFAULT_RENDERING
     ) -> list[int]:
         """Token ids of a prompt, as :func:`specbeam.models.prompts.encode` makes them.
 
         Control tokens in messages are read as text, unless the operator allows them.
         """
-        return encode(self.lm, prompt, raw=raw, most=most, control_tokens=self._control_tokens, rendering=rendering)
+        return encode(
+            self.lm, prompt, raw=raw, max_tokens=max_tokens, control_tokens=self._control_tokens, rendering=rendering
+        )
 
     def check_chat_template(self) -> None:
         """Refuse a conversation if the model has no chat template."""

@@ -31,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.cluster import joined_cluster, nodes_of, room_on
+from specbeam.jobs.cluster import capacity_on, joined_cluster, nodes_of
 from specbeam.server.app import GENERATING_PATHS, make_app, protect
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.http import ClientGone, error_frame, json_response, while_connected
@@ -391,7 +391,7 @@ def replicas_on_ray(
         processors = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
         count = len(processors) or 1 if replicas is None else replicas
         cpus = float(threads) if threads else _cpus_of_each(processors, count)
-        capacities = room_on(nodes, cpus, int(on_gpu))
+        capacities = capacity_on(nodes, cpus, int(on_gpu))
         if not cpus or sum(capacities) < count:
             raise SpecbeamError(
                 f"the Ray cluster has no room for {count} replicas with {cpus:g} CPUs and {int(on_gpu)} GPUs each: "

@@ -296,7 +296,7 @@ class ToolUse:
             self.tool_format,
             [Tool(function.name, self._schema(function)) for function in called],
             is_required=self.is_required,
-            most=self.max_calls,
+            max_calls=self.max_calls,
             added={token.content: number for number, token in added.items() if token.content},
             shown=[number for number, token in added.items() if not token.special and number not in lm.eos_token_ids],
             thinks=self.begins_in_thoughts(lm, ids),

@@ -146,8 +146,8 @@ class Settings:
         assert allowed is not None
         self._check("temperature", temperatures and all(value in allowed for value in temperatures), allowed.words)
         limit = "num_beams" if 0 in temperatures else "best_of"
-        several, most = self.num_return_sequences, getattr(self, limit)
-        self._check("num_return_sequences", several <= most, f"at most {limit}={most}", limit)
+        several, maximum = self.num_return_sequences, getattr(self, limit)
+        self._check("num_return_sequences", several <= maximum, f"at most {limit}={maximum}", limit)
         suppressed = () if self.suppress_tokens is None else self.suppress_tokens
         object.__setattr__(self, "suppress_tokens", suppressed)
         self._numbers("suppress_tokens", "token ids, and -1 for the usual ones", integer=True)

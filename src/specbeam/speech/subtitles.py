@@ -82,12 +82,12 @@ def cues(segments: Iterable[Segment], layout: Layout) -> Iterator[Cue]:
 def _filled(segments: Iterable[Segment], layout: Layout) -> Iterator[list[Word]]:
     """The words of each subtitle. Where a line begins, the space before a word is a line break, or nothing."""
     crosses = layout.max_line_count is not None
-    width, most = layout.max_line_width or 1000, layout.max_words_per_line or 1000
+    width, maximum = layout.max_line_width or 1000, layout.max_words_per_line or 1000
     subtitle, used, lines, before = list["Word"](), 0, 1, None
     for segment in segments:
         for number, word in enumerate(segment.words or ()):
             has_paused = crosses and before is not None and word.start - before > LONG_PAUSE
-            begins = not crosses and number % most == 0 and bool(subtitle)
+            begins = not crosses and number % maximum == 0 and bool(subtitle)
             before = word.start
             if used and used + len(word.word) <= width and not has_paused and not begins:
                 used += len(word.word)

@@ -54,10 +54,10 @@ class ConstraintMask:
         mask = self._mask(self._states.at(tree, node))
         return {token: bool(mask[token // 8] >> token % 8 & 1) for token in tokens}
 
-    def forced(self, tree: Tree, node: int, most: int) -> list[int]:
+    def forced(self, tree: Tree, node: int, max_tokens: int) -> list[int]:
         """The tokens that follow a node because no other is allowed, up to a choice or an end, at most this many."""
         state, tokens = self._states.at(tree, node), list[int]()
-        while state is not None and len(tokens) < most:
+        while state is not None and len(tokens) < max_tokens:
             mask = self._mask(state)
             if np.count_nonzero(mask) != 1:
                 break

@@ -110,7 +110,7 @@ def _of_object(schema: dict[str, Any]) -> list[Any]:
 
 def _of_array(schema: dict[str, Any]) -> list[Any]:
     """The schemas of the items that an array needs."""
-    least, first = schema.get("minItems"), _list(schema, "prefixItems") or _list(schema, "items")
-    if not isinstance(least, int) or least <= len(first) or isinstance(schema.get("items"), list):
-        return first[: least if isinstance(least, int) else 0]
+    minimum, first = schema.get("minItems"), _list(schema, "prefixItems") or _list(schema, "items")
+    if not isinstance(minimum, int) or minimum <= len(first) or isinstance(schema.get("items"), list):
+        return first[: minimum if isinstance(minimum, int) else 0]
     return [*first, schema.get("items", True)]

@@ -71,8 +71,8 @@ class Alternatives(Node):
 @dataclass(frozen=True, eq=False)
 class Repetition(Node):
     part: Node
-    least: int
-    most: int | None
+    minimum: int
+    maximum: int | None
 
 
 def to_lark(source: str) -> str:
@@ -225,10 +225,10 @@ class _Reader:
         found = self._take(COUNTS)
         if found is None or not (found[1] or (found[2] and found[3])):
             self._fail("repetitions are written as {2}, {2,} or {2,5}")
-        least, most = (self._count(digits) for digits in (found[1] or "0", found[3] if found[2] else found[1]))
-        if most is not None and most < (least or 0):
+        minimum, maximum = (self._count(digits) for digits in (found[1] or "0", found[3] if found[2] else found[1]))
+        if maximum is not None and maximum < (minimum or 0):
             self._fail(f"{found[0]} is no number of repetitions")
-        return least or 0, most
+        return minimum or 0, maximum
 
     def _count(self, digits: str) -> int | None:
         if not digits:
@@ -328,8 +328,8 @@ class _Writer:
         if isinstance(node, Alternatives):
             return f"({' | '.join(map(write, node.parts))})"
         assert isinstance(node, Repetition)
-        most = "" if node.most is None else node.most
-        return f"({write(node.part)}){{{node.least},{most}}}" if node.most != 0 else '""'
+        maximum = "" if node.maximum is None else node.maximum
+        return f"({write(node.part)}){{{node.minimum},{maximum}}}" if node.maximum != 0 else '""'
 
     def _is_regular(self, node: Node) -> bool:
         return not any(isinstance(part, Reference) and part.name in self._recursive for part in _walk(node))
@@ -344,7 +344,7 @@ class _Writer:
         return any(
             part.name in self._repeats
             if isinstance(part, Reference)
-            else isinstance(part, Repetition) and part.most != 1 and self._has_large_set(part.part)
+            else isinstance(part, Repetition) and part.maximum != 1 and self._has_large_set(part.part)
             for part in _walk(node)
         )
 
@@ -352,7 +352,7 @@ class _Writer:
         if isinstance(node, Reference):
             return node.name in self._empty
         if isinstance(node, Repetition):
-            return not node.least or self._may_be_empty(node.part)
+            return not node.minimum or self._may_be_empty(node.part)
         each = (self._may_be_empty(part) for part in getattr(node, "parts", ()))
         return all(each) if isinstance(node, Sequence) else any(each)
 

@@ -167,11 +167,11 @@ class Parsed(OutputSpec):
     def _refused(self, problem: str, what: str = "cannot be enforced") -> ConstraintError:
         where = " or ".join(islice(self._places(problem), MAX_PLACES))
         problem = problem.removesuffix("<non-verbose/>").partition("<backtrace>")[0]
-        said = f"the {self.kind} {what}: {problem}{where and f' (at {where})'}"
-        said = " ".join(said.split())
-        if len(said) > MAX_MESSAGE_CHARACTERS:
-            said = f"{said[: MAX_MESSAGE_CHARACTERS - 3]}..."
-        return ConstraintError(said)
+        message = f"the {self.kind} {what}: {problem}{where and f' (at {where})'}"
+        message = " ".join(message.split())
+        if len(message) > MAX_MESSAGE_CHARACTERS:
+            message = f"{message[: MAX_MESSAGE_CHARACTERS - 3]}..."
+        return ConstraintError(message)
 
     def _places(self, problem: str) -> Iterator[str]:
         """Where it has what an error of llguidance is about, as far as that is known."""

@@ -133,9 +133,11 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
     if isinstance(multiple := kept.get("multipleOf"), int | float) and multiple > 0:
         multiples.add(abs(int("".join(map(str, Decimal(str(multiple)).as_tuple().digits)))))
     required = kept["required"] if isinstance(kept.get("required"), list) else []
-    least = kept.get("minProperties")
-    if isinstance(least, int | float) and least > (known := len({*map(str, required)})) + 1:
-        raise NotEnforceable(f"{place} has minProperties {least} and {known} required keys: a repeated key would count")
+    minimum = kept.get("minProperties")
+    if isinstance(minimum, int | float) and minimum > (known := len({*map(str, required)})) + 1:
+        raise NotEnforceable(
+            f"{place} has minProperties {minimum} and {known} required keys: a repeated key would count"
+        )
     for name, values in (("const", [kept.get("const")]), ("enum", kept.get("enum"))):
         for value in values if isinstance(values, list) else ():
             if (length := len(json.dumps(value, ensure_ascii=False))) > MAX_FORCED:
@@ -200,19 +202,19 @@ def _is_exact(name: str, value: float, schema: Mapping[str, Any]) -> bool:
 def _with_unique_items(schema: dict[str, Any], place: str, root: Any) -> dict[str, Any]:
     """A schema without ``uniqueItems``, as a list of all arrays if its items have few values."""
     others = {name: value for name, value in schema.items() if name != "uniqueItems"}
-    least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_UNIQUE)
-    if schema["uniqueItems"] is False or most in (0, 1):
+    minimum, maximum = schema.get("minItems", 0), schema.get("maxItems", MAX_UNIQUE)
+    if schema["uniqueItems"] is False or maximum in (0, 1):
         return others
     values = _listed(schema.get("items"), root)
     rest = {*others} - {"type", "items", "minItems", "maxItems", "$defs", "definitions"} - {*ANNOTATIONS}
     is_plain = schema["uniqueItems"] is True and schema.get("type") == "array" and not rest
-    if not is_plain or values is None or len(values) > MAX_UNIQUE or not {type(least), type(most)} <= {int, float}:
+    if not is_plain or values is None or len(values) > MAX_UNIQUE or not {type(minimum), type(maximum)} <= {int, float}:
         raise NotEnforceable(
             f"{place} has uniqueItems, which is enforced for items with an enum of at most {MAX_UNIQUE} values, and "
             "with maxItems 1: list the values, or leave uniqueItems out and remove what is repeated yourself"
         )
     choose = permutations if len(values) <= MAX_ORDERED else combinations
-    lengths = [n for n in range(len(values) + 1) if least <= n <= most]
+    lengths = [n for n in range(len(values) + 1) if minimum <= n <= maximum]
     kept = {name: value for name, value in others.items() if name in ("$defs", "definitions")}
     return kept | {"enum": [[*some] for n in lengths for some in choose(values, n)]}
 

@@ -166,22 +166,22 @@ def ran_out_of_time(status: int) -> bool:
     return hasattr(signal, "SIGPROF") and status == -signal.SIGPROF
 
 
-def limit_memory(most: int) -> None:
+def limit_memory(maximum: int) -> None:
     """Limit the address space of this process, in bytes."""
     if sys.platform == "linux":
         import resource
 
         _, before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (most if before < 0 else min(most, before), before))
+        resource.setrlimit(resource.RLIMIT_AS, (maximum if before < 0 else min(maximum, before), before))
 
 
-def limit_stack(most: int) -> None:
+def limit_stack(maximum: int) -> None:
     """Limit the stack of this process, in bytes."""
     if sys.platform != "win32":
         import resource
 
         _, before = resource.getrlimit(resource.RLIMIT_STACK)
-        resource.setrlimit(resource.RLIMIT_STACK, (most if before < 0 else min(most, before), before))
+        resource.setrlimit(resource.RLIMIT_STACK, (maximum if before < 0 else min(maximum, before), before))
 
 
 def end_after(cpu_seconds: float) -> None:

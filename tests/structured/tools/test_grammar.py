@@ -48,7 +48,7 @@ class Model:
         self.shown = [i for i, one in tokens.items() if not one.special]
 
     def constraint(self, name, **how):
-        how = {"is_required": False, "most": 3, "added": self.added, "shown": self.shown} | how
+        how = {"is_required": False, "max_calls": 3, "added": self.added, "shown": self.shown} | how
         return GrammarConstraint(ToolGrammar(format_of(TEMPLATES[name]), TOOLS, **how), self.lm)
 
     def ids(self, text):
@@ -101,14 +101,14 @@ def walk(model, constraint, rng, pushed=()):
 def test_whatever_is_allowed_is_read_as_valid_calls(model, name, with_tokens):
     one, rng = model(TOKENS.get(name, {}) if with_tokens else {}), random.Random(5)
     pushed = one.ids(',}]"')
-    for is_required, most in ((True, 3), (True, 1), (False, 2)):
-        constraint = one.constraint(name, is_required=is_required, most=most)
+    for is_required, max_calls in ((True, 3), (True, 1), (False, 2)):
+        constraint = one.constraint(name, is_required=is_required, max_calls=max_calls)
         read = 0
         for _ in range(12):
             text = walk(one, constraint, rng, pushed)
             reader = Reader(format_of(TEMPLATES[name]), [*SCHEMAS], 9)
             reader.push(text, is_last=True)
-            assert is_required <= len(reader.calls) <= most, text
+            assert is_required <= len(reader.calls) <= max_calls, text
             assert not (is_required and reader.content), text
             read += len(reader.calls)
             for call in reader.calls:
@@ -193,7 +193,7 @@ def test_other_tokens_may_stand_in_a_text(model):
     constraint = one.constraint("hermes")
     assert one.allows(constraint, f"a<word>b {marked(A)}")
     assert one.allows(constraint, "<word>")
-    assert one.allows(one.constraint("hermes", most=0), "a<word>b")
+    assert one.allows(one.constraint("hermes", max_calls=0), "a<word>b")
     assert not one.allows(constraint, "a<other>")  # it is special: no text shows it
     assert not one.allows(constraint, "a<eos>")
     assert not one.allows(constraint, marked(A.replace("Paris", "<other>")))
@@ -228,7 +228,7 @@ def test_many_tools_with_long_names(model):
     one, rng = model(TOKENS["hermes"]), random.Random(3)
     names = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz_", k=64)) for _ in range(128)]
     tools = [Tool(name, JsonSchema(SCHEMAS["weather"])) for name in names]
-    how = {"is_required": False, "most": 3, "added": one.added, "shown": one.shown}
+    how = {"is_required": False, "max_calls": 3, "added": one.added, "shown": one.shown}
     constraint = GrammarConstraint(ToolGrammar(format_of(TEMPLATES["hermes"]), tools, **how), one.lm)
     assert one.allows(constraint, "Look: " + A.replace("weather", names[7]))
     assert not one.allows(constraint, "Look: " + WRONG.replace("weather", names[9]))
@@ -237,7 +237,7 @@ def test_many_tools_with_long_names(model):
 def test_forced_text_is_forced(model):
     """All of a call that the grammar determines is one token after another, without a choice."""
     one = model(TOKENS["hermes"])
-    constraint = one.constraint("hermes", is_required=True, most=1)
+    constraint = one.constraint("hermes", is_required=True, max_calls=1)
     state, size = constraint.start, one.lm.backend.vocab_size
     for token in one.ids('<tool_call>\n{"name": "weather'):
         (only,) = np.flatnonzero(np.unpackbits(constraint.mask(state, size), bitorder="little"))

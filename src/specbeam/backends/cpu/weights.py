@@ -245,10 +245,10 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
             if status == NOT_FINITE:
                 if part.raw or not np.isfinite(values).all():
                     raise not_finite(*checkpoint.place(part.source))
-                most = np.abs(values).max()
+                maximum = np.abs(values).max()
                 raise SpecbeamError(
-                    f"{checkpoint.path}: tensor {part.source} has weights of up to {most:.3g}, too large for int8 and "
-                    "int4: load it with dtype='float32'",
+                    f"{checkpoint.path}: tensor {part.source} has weights of up to {maximum:.3g}, too large for int8 "
+                    "and int4: load it with dtype='float32'",
                     option="dtype",
                 )
             if status:

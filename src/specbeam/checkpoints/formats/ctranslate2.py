@@ -75,7 +75,7 @@ class CTranslate2Checkpoint(Checkpoint):
             if name not in expected or expected[name] not in (None, number):
                 raise SpecbeamError(f"{path}: {shown(name)} = {number:g} in {MODEL} is not supported")
         for name, one in self._file.variables.items():
-            if one.is_whole and one.scales is None and name not in architecture.ctranslate2_ignored:
+            if one.is_integer and one.scales is None and name not in architecture.ctranslate2_ignored:
                 raise SpecbeamError(f"{path}: {shown(name)} of {MODEL} holds integers, but has no scale")
         self._architecture = architecture
 
@@ -215,7 +215,7 @@ class Variable(NamedTuple):
     scales: NDArray[np.float32] | None = None
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         """Whether it holds integers."""
         return self.kind.kind == "i"
 
@@ -338,7 +338,7 @@ class _Reader:
         if scale is None:
             return variable
         self._demand(
-            variable.is_whole and scale.kind.kind == "f" and prod(scale.shape) in (1, variable.shape[0]),
+            variable.is_integer and scale.kind.kind == "f" and prod(scale.shape) in (1, variable.shape[0]),
             f"{shown(variable.name)} has {prod(scale.shape)} scales and {variable.shape[0]} rows",
         )
         flat = scale._replace(shape=(prod(scale.shape),))

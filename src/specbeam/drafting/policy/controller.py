@@ -322,8 +322,8 @@ class Sizes:
         self._max_adaptive = max(MAX_ADAPTIVE_DRAFT_TOKENS, MAX_ADAPTIVE_DRAFT_TOKENS_PER_BEAM * n)
         if draft_budget is None:
             self._fit_into(max_rows)
-        most, depths = self.max_draft_tokens, [*filter(None, self.depths)]
-        self.allowed = {w: [depth for depth in depths if self.draft_tokens(w, depth) <= most] for w in self.widths}
+        maximum, depths = self.max_draft_tokens, [*filter(None, self.depths)]
+        self.allowed = {w: [depth for depth in depths if self.draft_tokens(w, depth) <= maximum] for w in self.widths}
         self.allowed[self.widths[0]] = self.allowed[self.widths[0]] or depths[:1]
 
     def _fit_into(self, max_rows: int) -> None:

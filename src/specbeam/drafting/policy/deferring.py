@@ -165,8 +165,8 @@ class LikelyNeeded:
         of_next[first] = probabilities[second] * (lengths[first] == lengths[second])
         added = (costs[-1] - costs[0]) / max(1, len(costs) - 1)
         later = probabilities * added + (probabilities - of_next) * LATER_PASS_COST * self._later(costs[0])
-        most = min(len(probabilities), len(costs))
-        count = 1 + int((costs[:most] - later[:most].cumsum()).argmin())
+        maximum = min(len(probabilities), len(costs))
+        count = 1 + int((costs[:maximum] - later[:maximum].cumsum()).argmin())
         cheapest = np.zeros(len(probabilities), bool)
         cheapest[likeliest[:count]] = True
         return cheapest

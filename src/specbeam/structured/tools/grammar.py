@@ -45,7 +45,7 @@ class ToolGrammar(Parsed):
     Args:
         is_required: the answer begins with a call. Otherwise it is any text up to the opening of a call, or to its end,
             which does not come before something is said.
-        most: calls in one answer. 0: it is a text, and attempts no call.
+        max_calls: calls in one answer. 0: it is a text, and attempts no call.
         added: the ids of the tokens that a tokenizer finds in a text before all others, by their texts.
         shown: the ids of added tokens that an answer may show.
         thinks: the answer begins within thoughts, in which nothing is enforced. None: it may begin with thoughts.
@@ -62,7 +62,7 @@ class ToolGrammar(Parsed):
     tools: Sequence[Tool]
     _: KW_ONLY
     is_required: bool
-    most: int
+    max_calls: int
     added: Mapping[str, int]
     shown: Collection[int]
     thinks: bool | None = False
@@ -113,7 +113,7 @@ class ToolGrammar(Parsed):
     @property
     def _reads_objects(self) -> bool:
         """Whether objects without a marker are calls."""
-        if self.is_required and (self.most == 1 or self.tool_format.between is None):
+        if self.is_required and (self.max_calls == 1 or self.tool_format.between is None):
             return False  # in its own form a model knows when to end, and one call ends in any case
         return self.tool_format.bare and self.content is None
 
@@ -186,7 +186,7 @@ class ToolGrammar(Parsed):
         if self.is_required:
             return "calls | bare" if self._reads_objects else "calls"
         if self.content is not None:
-            calls = [*["calls"] * bool(marker), *self._objects(lines)] if self.most else []
+            calls = [*["calls"] * bool(marker), *self._objects(lines)] if self.max_calls else []
             return " | ".join(["@content", *calls])
         if self._reads_objects:
             openings.append(bare([tool.name for tool in self.tools], self.tool_format.key))
@@ -196,9 +196,9 @@ class ToolGrammar(Parsed):
         if is_text:
             lines.append(rf"marked[lazy]: /(?s:.*){re.escape(marker)}/")
         without, token = self._without(openings), self._token({marker, *THOUGHTS})
-        before = ".*" if self.most else r"\s*"  # without calls, a text that begins like one would be no answer
+        before = ".*" if self.max_calls else r"\s*"  # without calls, a text that begins like one would be no answer
         lines += [f"TEXT: /(?s:.+)/{without}", f"SAID: /(?s:{before}{SAYS}.*)/{without}"]
-        if not self.most:
+        if not self.max_calls:
             return f"SAID ({token} TEXT?)*" if token else "SAID"
         lines.append(f"pre: {self._with_tokens('TEXT?', {marker, *THOUGHTS})}")
         answers = ["pre SAID", *([f"pre TEXT? {token} TEXT?"] if token else [])]
@@ -233,7 +233,7 @@ class ToolGrammar(Parsed):
 
     def _more(self, call: str) -> str:
         """Further calls."""
-        return "" if self.tool_format.between is None or self.most <= 1 else f"({call}){{0,{self.most - 1}}}"
+        return "" if self.tool_format.between is None or self.max_calls <= 1 else f"({call}){{0,{self.max_calls - 1}}}"
 
     def _each(self, rule: str) -> str:
         """One of the rules of all tools."""

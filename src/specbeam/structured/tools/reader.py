@@ -33,7 +33,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Said:
+class Delta:
     """What more text adds to an answer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Reader:
 
     Args:
         names: of the tools. Nothing else is called.
-        most: calls in an answer.
+        max_calls: calls in an answer.
         thinks: the answer begins within the model's thoughts, which have no calls. None: it may begin with them.
         has_form: an answer without calls has a form of its own. So calls come first.
 
@@ -67,7 +67,7 @@ class Reader:
         self,
         tool_format: ToolFormat,
         names: Collection[str],
-        most: int,
+        max_calls: int,
         *,
         thinks: bool | None = False,
         has_form: bool = False,
@@ -78,7 +78,7 @@ class Reader:
         self._settled = 0  # no call opens before this position
         self._scanned: dict[int, tuple[int, int]] = {}  # by the start of arguments, how far they are read, and how deep
         self._thinks, self._has_form = thinks, has_form
-        self._names, self._most = names, most
+        self._names, self._max_calls = names, max_calls
         self._format = tool_format
         self._head = re.compile(rf"\s*\[?\s*{tool_format.head}", re.DOTALL)
         marker, opened, begun = tool_format.marker, [], []
@@ -93,7 +93,7 @@ class Reader:
         self._opening = re.compile("|".join(opened))
         self._begun = re.compile(rf"(?:{'|'.join(begun)})\Z")
 
-    def push(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Said]:
+    def push(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Delta]:
         """What more text adds. After the last text nothing is held that might have begun a call.
 
         Args:
@@ -101,16 +101,16 @@ class Reader:
         """
         self._text += text
         content, calls = self._read(is_last, is_cut)
-        said = []
+        deltas = []
         if more := content[len(self.content) :]:
-            said.append(Said(more))
+            deltas.append(Delta(more))
         for number, call in enumerate(calls):
             is_new = number >= len(self.calls)
             more = call.arguments if is_new else call.arguments[len(self.calls[number].arguments) :]
             if is_new or more:
-                said.append(Said("", number, call.name if is_new else None, more))
+                deltas.append(Delta("", number, call.name if is_new else None, more))
         self.content, self.calls = content, calls
-        return said
+        return deltas
 
     def _read(self, is_last: bool, is_cut: bool) -> tuple[str, list[Call]]:
         """The content and the calls of the text so far."""
@@ -156,7 +156,7 @@ class Reader:
     def _calls(self, at: int) -> list[Call]:
         """The calls in the text from a position on."""
         text, marker, calls = self._text, self._format.marker, list[Call]()
-        while len(calls) < self._most:
+        while len(calls) < self._max_calls:
             if (head := self._head.match(text, at)) and head["name"] in self._names:
                 end, is_whole = self._value(head.end())
                 calls.append(Call(head["name"], text[head.end() : end]))

@@ -38,13 +38,13 @@ def test_a_request_drafts_with_it_by_its_name(server):
 def test_its_errors_are_the_servers_and_show_no_file(server, caplog):
     answer = ask(server, draft="broken")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
-    assert "test_own_drafter" not in answer.text
-    assert "test_own_drafter.py" in caplog.text
+    assert "test_custom_drafter" not in answer.text
+    assert "test_custom_drafter.py" in caplog.text
     assert ask(server).status_code == 200
 
 
 def test_a_client_cannot_name_a_module(server):
-    for name in ("tests.server.test_own_drafter:propose", "this:s", "propose"):
+    for name in ("tests.server.test_custom_drafter:propose", "this:s", "propose"):
         answer = ask(server, draft=name)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "draft_not_found")
 

@@ -7,7 +7,7 @@ import pytest
 
 from specbeam.cli import main
 from specbeam.study import results
-from tests.cli.test_own import OWN
+from tests.cli.test_custom import OWN
 from tests.conftest import random_model
 
 pytestmark = pytest.mark.usefixtures("no_plots")
