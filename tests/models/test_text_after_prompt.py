@@ -177,5 +177,5 @@ def test_a_long_prompt_is_decoded_at_its_end_only():
 
     tokenizer = prefix_space_tokenizer("prepended")
     end = Detokenizer(decode).after(ids_of(tokenizer, "The é你 is" * 10_000))
-    assert end.given == end.text
+    assert end.of_prompt == end.text
     assert handed <= 16 * MIN_WINDOW_TOKENS
