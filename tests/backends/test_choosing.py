@@ -114,7 +114,9 @@ RANDOM = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 @given(RANDOM, st.sampled_from(VOCABS))
 def test_selections_are_those_of_the_reference(backends, rng, vocab):
     logits, requests = batch_of(rng, vocab)
-    requests = [(rows, replace(request, typical_p=None, renormalize=False)) for rows, request in requests]
+    for number, (rows, request) in enumerate(requests):
+        kept = tuple(pair for pair in request.warpers if pair[0] != "typical_p")
+        requests[number] = rows, replace(request, warpers=kept, renormalize=False)
     before = logits.clone()
     for (rows, request), selection in zip(requests, backends["", 2].choose(logits, requests), strict=True):
         own = logits[rows, : request.vocab]
@@ -122,8 +124,8 @@ def test_selections_are_those_of_the_reference(backends, rng, vocab):
         np.testing.assert_array_equal(selection.logits, own)
         differences = []
         for rounding in (0, 1e-5, -1e-5):  # the reference adds up probabilities in float32
-            other = {name: value + rounding for name in ("top_p", "min_p") if (value := getattr(request, name))}
-            expected = select(logits[rows], replace(request, **other), selection.normalizers)
+            other = [(n, value + rounding if n in ("top_p", "min_p") else value) for n, value in request.warpers]
+            expected = select(logits[rows], replace(request, warpers=tuple(other)), selection.normalizers)
             differences.append(differs(selection, expected))
         assert None in differences, differences[0]
     assert torch.equal(logits, before)
@@ -174,7 +176,13 @@ def test_logits_without_a_distribution_give_a_selection_nevertheless(backends, b
     logits = torch.full((3, 5000), bad)
     logits[1, 7:4990:3] = 1.0
     noise = Noise(1, np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.uint32))
-    for options in ({}, {"noise": noise}, {"top_k": 5}, {"top_p": 0.5, "noise": noise}, {"min_p": 0.1}):
+    for options in (
+        {},
+        {"noise": noise},
+        {"warpers": warpers(top_k=5)},
+        {"warpers": warpers(top_p=0.5), "noise": noise},
+        {"warpers": warpers(min_p=0.1)},
+    ):
         (selection,) = backends["", 2].choose(logits, [(slice(0, 3), SelectionRequest(top=20, **options, total=True))])
         assert [len({*row} & {*range(5000)}) for row in selection.tokens.tolist()] == [20] * 3
         if bad == -np.inf:
@@ -195,9 +203,9 @@ NOISE = Noise(1, np.zeros(1, np.uint32), np.zeros(2, np.uint32))
         ((0, 1), {"one_of": (-1,)}, "a token is negative"),
         ((0, 1), {"together": (2, 1)}, "end before they begin"),
         ((0, 1), {"edits": (Edit("ban", np.array([1]), np.array([1])),)}, "a row that its request lacks"),
-        ((0, 1), {"temperature": 0.0}, "temperature is not a positive number"),
-        ((0, 1), {"top_k": -3}, "top_k is negative"),
-        ((0, 1), {"top_p": 1.5}, "not in"),
+        ((0, 1), {"warpers": warpers(temperature=0.0)}, "temperature is not a positive number"),
+        ((0, 1), {"warpers": warpers(top_k=-3)}, "top_k is negative"),
+        ((0, 1), {"warpers": warpers(top_p=1.5)}, "not in"),
         ((0, 2), {"noise": NOISE}, "shape"),
         ((0, 2), {"allowed": np.zeros((2, 1), np.uint8)}, "shape"),
         ((0, 2), {"given": np.zeros((1, 1), np.int64)}, "shape"),

@@ -53,7 +53,7 @@ def test_show_lists_the_generation_settings(models, save):
     model.generation_config.update(num_beams=4, min_length=56, use_cache=True, no_repeat_ngram_size=3)
     folder = save(model)
     rows = dict(line.split(None, 1) for line in models("show", folder).splitlines())
-    assert rows["generation"] == "min_length=56, no_repeat_ngram_size=3, num_beams=4"
+    assert rows["generation"] == "no_repeat_ngram_size=3, min_length=56, num_beams=4"
     settings = {"min_length": 56, "no_repeat_ngram_size": 3, "num_beams": 4}
     assert json.loads(models("show", folder, "--json"))["generation"] == settings
 

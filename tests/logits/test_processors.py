@@ -122,7 +122,7 @@ def only(keep, logits):
 def test_draws_follow_the_softmax(options, expected):
     n = 20_000
     noise = Noise(7, np.zeros(n, np.uint32), np.arange(n, dtype=np.uint32))
-    selection = select(torch.tensor(LOGITS).expand(n, -1), SelectionRequest(**warpers_of(options), noise=noise))
+    selection = select(torch.tensor(LOGITS).expand(n, -1), SelectionRequest(warpers=warpers_of(options), noise=noise))
     counts = np.bincount(selection.tokens[:, 0], minlength=len(LOGITS))
     possible = expected > 0
     assert not counts[~possible].any()
