@@ -243,7 +243,7 @@ int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
   return 0;
 }
 
-// Runs some layers of the encoder over audio. features: [mel bins, frames], two frames for each position of the encoder's
+// Runs some layers of the encoder over audio. features: [mel bins, frames], two frames per position of the encoder's
 // context; states: [context, hidden], what the layers before `first` gave, then what those before `end` give: after the
 // last one the encoder's output. Returns the error, or null.
 const char *specbeam_encode(void *model, const float *features, int64_t bands, int64_t frames, int64_t first,
