@@ -102,12 +102,7 @@ def add_running_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workers").add_argument
     add("--launcher", choices=("local", "ray"), default="local", help="here, or on a Ray cluster (default %(default)s)")
     add("--address", help="the cluster: auto, host:port or ray://host:port (default: one that is started here)")
-    add(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="maximum number of workers (default: as many as the cluster has room for)",
-    )
+    add("--workers", type=int, metavar="N", help="at most N workers (default: as many as the cluster has room for)")
     add("--cpus", type=float, metavar="N", help="CPUs, and so threads, per worker (default 1)")
     add("--gpus", type=float, metavar="N", help="GPUs per worker; a number below 1 shares one (default 0)")
 
