@@ -196,7 +196,7 @@ def test_a_trace_changes_no_pass_and_no_bit(confident, give_costs, num_beams, dr
     [
         ({}, None),
         ({"draft": "ngram", "num_draft_tokens": 2}, None),
-        ({"draft": "itself", "temperature": 1.0, "seed": 1}, "draft proposed no tokens: that would not have paid"),
+        ({"draft": "itself", "temperature": 1.0, "seed": 1}, "draft proposed no tokens: that would have saved no time"),
         ({"draft": "itself", "temperature": 1.0, "seed": 1, "num_draft_tokens": 2}, None),
         ({"draft": "ngram", "max_new_tokens": 1}, "draft proposed no tokens: it found no likely continuation"),
     ],
@@ -223,7 +223,7 @@ def test_the_statistics_say_that_drafting_was_skipped_in_most_rounds(tiny):
     result = run_alone(lm, [1, 2, 3], options, other, costs=costs)
     undrafted = sum(not entry["drafted"] for entry in result.trace)
     assert result.stats.drafted > 0
-    expected = r"draft proposed no tokens in (\d+) of (\d+) passes: that would not have paid"
+    expected = r"draft proposed no tokens in (\d+) of (\d+) passes: that would have saved no time"
     note = re.fullmatch(expected, result.stats.draft_note)
     assert int(note[1]) <= undrafted  # a draft may also end without a token
     assert int(note[2]) == len(result.trace)
