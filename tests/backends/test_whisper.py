@@ -460,7 +460,7 @@ def test_what_cannot_be_is_one_line(pair, tiny, save):
     shape = rf"\[{BANDS}, {2 * POSITIONS}\]"
     for features, says in (
         (None, f"reads audio features {shape}, and there are none: give log-mel features"),
-        (sound(positions=7), rf"have the shape \[8, 14\], but .* reads features {shape}"),
+        (sound(positions=7), rf"have the shape \[8, 14\], but .* reads audio features {shape}"),
         (sound()[None], r"have the shape \[1, 8, 60\]"),
         (sound() * np.nan, "hold NaN or infinity"),
         ("hello", "no array of numbers"),
