@@ -69,7 +69,7 @@ class Model:
         self.device = backend.device
         self.windows: set[int | None] = {None}
         self.forward: Forward
-        if backend.start_token_ids is not None or backend.features_shape is not None:
+        if backend.encoder_reads is not None:
             raise SpecbeamError("the model has an encoder, which this rung does not know")
         if isinstance(backend, TorchBackend):
             self.windows |= {layer.window for layer in backend.model.config.layers}
