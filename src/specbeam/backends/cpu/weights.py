@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
+from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.files import Extent, fingerprint
 from specbeam.checkpoints.parameters import not_finite, parameters
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.part import Part as ModelPart
 from specbeam.checkpoints.sources import packed
 from specbeam.errors import SpecbeamError
 from specbeam.system.machine import keep_in_memory, usable_processors
@@ -156,12 +159,17 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
         SpecbeamError: the checkpoint cannot be run on the cpu backend.
     """
     config = checkpoint.config
-    width = -(-config.head_dim // LANES) * LANES
-    # As ``Cache`` in native/model.h: a key and a value, each with a scale if they are integers.
-    per_head = 8 * width if mode == "float32" else 3 * width + 8
-    slot_bytes = config.num_layers * config.num_kv_heads * per_head
+    slot_bytes = sum(_kept_bytes(part, config, mode) for part in config.parts)
     source = 0 if config.encoder is None else config.encoder.context_length
     return packed_bytes(checkpoint, mode) + (min(tokens, config.context_length) + source) * slot_bytes
+
+
+def _kept_bytes(part: ModelPart, config: Config, mode: str) -> int:
+    """What a part of a layer keeps of each token, in bytes, as ``Cache`` in native/model.h."""
+    if not isinstance(part, Attention):
+        return 4 * part.memory(config).numbers
+    width = -(-part.head_dim // LANES) * LANES
+    return part.num_kv_heads * (8 * width if mode == "float32" else 3 * width + 8)  # integers have scales
 
 
 def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:

@@ -101,6 +101,17 @@ class CrossAttention(Heads):
 
     name: ClassVar = "cross_attention"
 
+    def check(self, config: Config, before: Part | None) -> None:
+        super().check(config, before)
+        if config.encoder is None:
+            raise SpecbeamError("the model's configuration has cross-attention, but no encoder")
+        alike = isinstance(before, Attention) and (before.num_kv_heads, before.head_dim)
+        if alike != (self.num_kv_heads, self.head_dim):
+            raise SpecbeamError(
+                "the model's configuration has cross-attention that does not follow an attention with as many "
+                "key-value heads of the same size"
+            )
+
     def weights(self, config: Config) -> Parameters:
         assert config.encoder is not None
         yield from product("query", self.query_size, config.hidden_size, self.qkv_bias)

@@ -65,8 +65,25 @@ class Part:
 
     def __post_init__(self) -> None:
         if not (self.norm or self.parallel):
-            raise SpecbeamError(f"the model's configuration has a part {self.name} without a norm of its input")
+            raise SpecbeamError(
+                f"the model's configuration has a layer whose {self.title} has no norm: only one that is parallel to "
+                "the part before it can do without"
+            )
         check_numbers(self)
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return self.name.replace("_", " ")
+
+    def check(self, config: Config, before: Part | None) -> None:
+        """Raises SpecbeamError if it cannot stand where it does in a layer.
+
+        Args:
+            before: the part before it in its layer; None for the first.
+        """
+        if self.parallel and before is None:
+            raise SpecbeamError(f"the model's configuration has a layer that begins with a parallel {self.title}")
 
     def memory(self, config: Config) -> Memory:
         """What it keeps of each token. Most parts keep nothing."""
