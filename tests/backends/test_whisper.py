@@ -18,7 +18,7 @@ from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.parameters import parameters
 from specbeam.core.selection import AttentionProbe
 from specbeam.core.tree import NO_NODES, Tree
 from specbeam.engine.features import AudioFeatures
@@ -501,7 +501,7 @@ def test_kernels_refuse_sources_that_are_not_there(pair):
 def with_values_of(checkpoint, model):
     """The model, with the values that a checkpoint of CTranslate2 stands for."""
     state, whisper = model.state_dict(), ARCHITECTURES["whisper"]
-    for parameter in parameter_shapes(checkpoint.config):
+    for parameter in parameters(checkpoint.config):
         (source,) = checkpoint.sources(parameter)
         rows = checkpoint.read(source, 0, checkpoint.shape(source)[0])
         names = tensor_names(parameter, whisper.folder_tensors)

@@ -19,7 +19,7 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.formats.folder_config import rope_from_transformers
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.parameters import parameters
 from specbeam.cli import main
 from tests.conftest import (
     ARCHITECTURES,
@@ -288,17 +288,17 @@ def test_each_stacked_matrix_and_bias_has_its_own_shape(save, architecture):
     """So query and key cannot be exchanged, of which only the sum of the rows is that of the configuration."""
     model = random_whisper() if architecture == "whisper" else random_model(architecture)
     checkpoint = open_checkpoint(save(model, whisper_tokenizer() if architecture == "whisper" else None))
-    shapes, parameters = dict(checkpoint.shapes), parameter_shapes(checkpoint.config)
-    stacked = [sources for name in parameters if len(sources := checkpoint.sources(name)) > 1]
+    shapes, described = dict(checkpoint.shapes), parameters(checkpoint.config)
+    stacked = [sources for name in described if len(sources := checkpoint.sources(name)) > 1]
     assert stacked
     for first, second, *_ in stacked:
         checkpoint.shapes = dict(shapes)
-        checkpoint.check_tensors(parameters)
+        checkpoint.check_tensors(described)
         for source, more in ((first, -1), (second, 1)):
             rows, *columns = shapes[source]
             checkpoint.shapes[source] = (rows + more, *columns)
         with pytest.raises(SpecbeamError, match=rf"{first} has shape"):
-            checkpoint.check_tensors(parameters)
+            checkpoint.check_tensors(described)
 
 
 def test_exchanged_queries_and_keys_are_refused(folder):
