@@ -16,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
+from specbeam.backends.cpu.model import bytes_of_slot
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
-from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.files import Extent, fingerprint
 from specbeam.checkpoints.parameters import not_finite, parameters
-from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.part import Part as ModelPart
 from specbeam.checkpoints.sources import packed
 from specbeam.errors import SpecbeamError
 from specbeam.system.machine import keep_in_memory, usable_processors
@@ -39,8 +37,6 @@ MIN_FILE_BYTES = 1 << 25
 """Smaller weights are packed at each load: a file would save too little time."""
 USUAL_CONTEXT = 4096
 """The tokens of context that the memory of a model is stated for."""
-LANES = 16
-"""Numbers of a vector: head_dim is padded to a multiple."""
 MODES = ("keep", "int8", "int4", "float32")
 
 
@@ -159,17 +155,9 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
         SpecbeamError: the checkpoint cannot be run on the cpu backend.
     """
     config = checkpoint.config
-    slot_bytes = sum(_kept_bytes(part, config, mode) for part in config.parts)
+    slot_bytes = bytes_of_slot(library(), config, integer_cache=mode != "float32")
     source = 0 if config.encoder is None else config.encoder.context_length
     return packed_bytes(checkpoint, mode) + (min(tokens, config.context_length) + source) * slot_bytes
-
-
-def _kept_bytes(part: ModelPart, config: Config, mode: str) -> int:
-    """What a part of a layer keeps of each token, in bytes, as ``Cache`` in native/model.h."""
-    if not isinstance(part, Attention):
-        return 4 * part.memory(config).numbers
-    width = -(-part.head_dim // LANES) * LANES
-    return part.num_kv_heads * (8 * width if mode == "float32" else 3 * width + 8)  # integers have scales
 
 
 def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
