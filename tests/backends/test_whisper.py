@@ -519,12 +519,13 @@ def whisper_base():
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     encoder = config.encoder
+    (attention, _, mlp), (of_encoder, mlp_of_encoder) = config.layers[0], encoder.layers[0]
     model = WhisperForConditionalGeneration(
         WhisperConfig(
-            **{"vocab_size": config.vocab_size, "d_model": config.hidden_size, "num_mel_bins": encoder.bands},
-            **{"encoder_layers": encoder.num_layers, "encoder_attention_heads": encoder.num_heads},
-            **{"decoder_layers": config.num_layers, "decoder_attention_heads": config.num_heads},
-            **{"encoder_ffn_dim": encoder.intermediate_size, "decoder_ffn_dim": config.intermediate_size},
+            **{"vocab_size": config.vocab_size, "d_model": config.hidden_size, "num_mel_bins": encoder.stem.bands},
+            **{"encoder_layers": encoder.num_layers, "encoder_attention_heads": of_encoder.num_heads},
+            **{"decoder_layers": config.num_layers, "decoder_attention_heads": attention.num_heads},
+            **{"encoder_ffn_dim": mlp_of_encoder.intermediate_size, "decoder_ffn_dim": mlp.intermediate_size},
             **{"eos_token_id": 50257, "pad_token_id": 50257, "bos_token_id": 50257, "decoder_start_token_id": 50258},
             begin_suppress_tokens=None,
         )

@@ -71,7 +71,7 @@ def test_configs_of_transformers_4_and_5_say_the_same(save):
     new = open_checkpoint(folder).config
     rewrite(folder, "config.json", rope_parameters=..., rope_theta=5000.0, rope_scaling=rope)
     assert open_checkpoint(folder).config == new
-    rope = new.layers[0].rope
+    rope = new.layers[0][0].rope
     assert (rope.theta, max(rope.divisors)) == (5000.0, 8.0)
 
 
@@ -330,7 +330,7 @@ def test_the_context_of_rotary_scaling(folder, scaling, stated, context):
     checkpoint = open_checkpoint(folder)
     assert (checkpoint.config.context_length, checkpoint.facts.context) == (context, context)
     config = LlamaConfig.from_pretrained(folder)
-    rotary, rope = LlamaRotaryEmbedding(config), checkpoint.config.layers[0].rope
+    rotary, rope = LlamaRotaryEmbedding(config), checkpoint.config.layers[0][0].rope
     torch.testing.assert_close(torch.tensor(rope.frequencies()), rotary.inv_freq, rtol=1e-5, atol=0)
     assert rope.scale == pytest.approx(rotary.attention_scaling)
     assert specbeam.load(folder, backend="transformers", device="cpu").backend.context_length == context

@@ -145,7 +145,7 @@ def test_layer_types_count_only_where_the_models_look_at_them():
     mistral = SMALL | {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention"]}
     config = folder_config.config_from_hugging_face(mistral, TENSORS)
     assert isinstance(config, Config)
-    assert config.layers[0].window == 4096
+    assert config.layers[0][0].window == 4096
 
 
 @pytest.mark.parametrize("given", [{}, {"attention_bias": False}, {"attention_bias": True}])
@@ -153,6 +153,7 @@ def test_attention_bias_counts_only_for_architectures_that_have_the_key(given):
     config = folder_config.config_from_hugging_face(
         SMALL | {"model_type": "qwen2", "num_key_value_heads": 2} | given, TENSORS
     )
-    assert (config.qkv_bias, config.output_bias) == (True, False)
-    config = folder_config.config_from_hugging_face(SMALL | given, TENSORS)
-    assert config.qkv_bias == config.output_bias == given.get("attention_bias", False)
+    (attention, _), *_ = config.layers
+    assert (attention.qkv_bias, attention.output_bias) == (True, False)
+    (attention, _), *_ = folder_config.config_from_hugging_face(SMALL | given, TENSORS).layers
+    assert attention.qkv_bias == attention.output_bias == given.get("attention_bias", False)

@@ -253,8 +253,8 @@ def check_transformers(
         ours, theirs = make_config(), config_from_hugging_face(config.to_dict(), tensors)
         if difference := next(_differences(ours, replace(theirs, architecture=ours.architecture)), None):
             raise SpecbeamError(
-                f"transformers' loader of GGUF files takes another {difference} than the file says: use the cpu or "
-                "the torch backend"
+                f"transformers' loader of GGUF files takes another value for {difference} than the file says: use "
+                "the cpu or the torch backend"
             )
         return
     lost = sorted([*(tensor for tensor in DIVISORS if tensor in tensors), *_lost_keys(Metadata(name, metadata))])
