@@ -275,7 +275,12 @@ def test_numbers_may_differ_between_layers():
         ("llama", "attention.causal", False, "attention is not causal"),
         ("llama", "expert_count", 8, "with experts"),
         ("llama", "attention.head_count_kv", [2, 2], "llama.attention.head_count_kv has 2 values, .* has 3 layers"),
-        ("llama", "attention.head_count_kv", [1, 2, 1], "blk.0.attn_k.weight has shape .16, 32., but the configuration"),
+        (
+            "llama",
+            "attention.head_count_kv",
+            [1, 2, 1],
+            "blk.0.attn_k.weight has shape .16, 32., but the",
+        ),
         ("llama", "general.type", "adapter", "is a LoRA adapter, and no model: merge it"),
         ("llama", "general.type", "imatrix", "is an importance matrix"),
         ("llama", "general.type", "vocab", "a vocabulary without weights"),
