@@ -80,7 +80,7 @@ def test_layers_without_attention_are_all_convolutions():
         ({"conv_L_cache": "3"}, "config.json says conv_L_cache = '3', not an integer"),
         (
             {"layer_types": ["conv", "sliding_attention", "conv"]},
-            "layers of kind 'sliding_attention' are not supported",
+            "layers of kind 'sliding_attention' are not",
         ),
         ({"layer_types": ["conv"]}, "num_hidden_layers = 3, and layer_types has 1 entries"),
         ({"block_multiple_of": 0}, "block_multiple_of = 0, which is no size"),
