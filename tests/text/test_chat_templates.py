@@ -111,8 +111,8 @@ def test_the_turns_of_lfm2_are_those_of_transformers(renderer, version, system, 
     said = [("user", "Hi"), ("assistant", "<think>Hm</think> Yes "), ("tool", "42"), ("user", "Why?")]
     messages = [{"role": role, "content": text} for role, text in said]
     messages = ([{"role": "system", "content": system}] if system else []) + messages
-    listed = '{"type": "function", "function": {"name": "f", "description": "It\'s <b>", "parameters": {"type": "object"}}}'
-    listed += ', {"type": "function", "function": {"name": "g"}}'
+    listed = '{"type": "function", "function": {"name": "f", "description": "It\'s <b>", '
+    listed += '"parameters": {"type": "object"}}}, {"type": "function", "function": {"name": "g"}}'
     tools_text = f"List of tools: {first}{listed}{last}" if tools else ""
     told = "\n".join(text for text in (system, tools_text) if text)
     answers = {False: "Yes", True: "<think>Hm</think> Yes "}
