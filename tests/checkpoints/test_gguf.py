@@ -67,13 +67,21 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(hidden)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(4 * hidden if named == "gpt2" else config.intermediate_size)
+    inner = 4 * hidden if named == "gpt2" else config.intermediate_size
+    if named == "lfm2":
+        inner = len(model.state_dict()["model.layers.0.feed_forward.w1.weight"])  # config.json may have another width
+        kv_heads = [kv_heads * (kind != "conv") for kind in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_vocab_size(config.vocab_size)
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
-    if named not in ("gpt2", "gptneox", "stablelm", "phi3"):
+    if named not in ("gpt2", "gptneox", "stablelm", "phi3", "lfm2"):
         writer.add_key_length(head_dim)
-    if hasattr(config, "rms_norm_eps"):
+    if named == "lfm2":
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
@@ -141,7 +149,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
             array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
         if named.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
-        there, form = names.get_name(name, try_suffixes=(".weight", ".bias")), Type.F32 if array.ndim == 1 else kind
+        filters = "conv.conv" in name
+        array = array.squeeze(1) if filters else array
+        exact = filters or array.ndim == 1
+        there, form = names.get_name(name, try_suffixes=(".weight", ".bias")), Type.F32 if exact else kind
         writer.add_tensor(there, quants.quantize(array, form), raw_dtype=form)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
@@ -178,6 +189,9 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("smollm3", {"num_hidden_layers": 5}),
         ("gemma2", GEMMA),
         ("gemma3", GEMMA | {"num_hidden_layers": 7}),
+        ("lfm2", {"tie_word_embeddings": True}),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
+        ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),
     ],
 )
 def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
@@ -281,6 +295,9 @@ def test_numbers_may_differ_between_layers():
             [1, 2, 1],
             "blk.0.attn_k.weight has shape .16, 32., but the",
         ),
+        ("lfm2", "shortconv.l_cache", None, "has no lfm2.shortconv.l_cache"),
+        ("lfm2", "shortconv.l_cache", 0, "= 0, which is no size"),
+        ("lfm2", "attention.head_count_kv", [2, 0], "lfm2.attention.head_count_kv"),
         ("llama", "general.type", "adapter", "is a LoRA adapter, and no model: merge it"),
         ("llama", "general.type", "imatrix", "is an importance matrix"),
         ("llama", "general.type", "vocab", "a vocabulary without weights"),
@@ -587,6 +604,7 @@ def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
         ("llama", {"rope_parameters": YARN}),
         ("gemma2", GEMMA),
         ("gemma3", GEMMA),
+        ("lfm2", {}),
     ]:
         assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
     assert asked == KINDS_OF_MODELS.keys()
