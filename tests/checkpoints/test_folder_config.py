@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING
 
-from specbeam.checkpoints.architecture import COMMON, SIZES
+from specbeam.checkpoints.architecture import COMMON, SIZES, check_rope, nested
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.formats import folder_config
@@ -47,10 +47,17 @@ def by_transformers(given):
     if any(key not in given and kind.attribute_map.get(key) not in given for key in SIZES):
         return None  # transformers has defaults for them, and specbeam does not take these
     try:
+<<<<<<< HEAD
         complete = kind.from_dict(deepcopy(given))
         if given["model_type"] == "lfm2":  # transformers' class leaves the width of the MLP to its module
             ARCHITECTURES["lfm2"].derive(complete)
         return folder_config._read(ARCHITECTURES[given["model_type"]], complete, TENSORS)
+=======
+        complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
+        for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
+            check_rope(parameters)  # a model of transformers fails later on what this refuses
+        return folder_config._read(architecture, complete, TENSORS)
+>>>>>>> ckpt
     except Exception:
         return None
 
@@ -88,8 +95,8 @@ def changed(draw):
                 file[key][part] = deepcopy(draw.choice(VALUES))
         else:
             file[key] = deepcopy(draw.choice(VALUES))
-    if file["model_type"] == "gpt2":
-        file.pop("rope_scaling", None)  # GPT-2 has no rotation, and transformers looks at the key all the same
+    if not ARCHITECTURES[file["model_type"]].has_rope:
+        file.pop("rope_scaling", None)  # transformers looks at the key all the same
     if file["model_type"] == "phi3" and file.get("head_dim", ...) is None:
         del file["head_dim"]  # Phi-3 has no such key, and transformers' check of its rotation multiplies by it
     return file
@@ -233,7 +240,7 @@ def test_older_and_newer_keys_of_lfm2_say_the_same(published, same):
         ({"layer_types": ["sliding_attention", *KINDS[1:]]}, "layers of kind 'sliding_attention' are not supported"),
         ({"layer_types": KINDS[1:]}, "num_hidden_layers = 16, and layer_types has 15 entries"),
         ({"full_attn_idxs": "all"}, "config.json says full_attn_idxs = 'all', not a list or null"),
-        ({"block_multiple_of": 0, "block_auto_adjust_ff_dim": True}, "lfm2"),
+        ({"block_multiple_of": 0, "block_auto_adjust_ff_dim": True}, "block_multiple_of = 0, which is no size"),
     ],
 )
 def test_what_lfm2_cannot_have_is_refused(changes, says):
