@@ -47,17 +47,10 @@ def by_transformers(given):
     if any(key not in given and kind.attribute_map.get(key) not in given for key in SIZES):
         return None  # transformers has defaults for them, and specbeam does not take these
     try:
-<<<<<<< HEAD
-        complete = kind.from_dict(deepcopy(given))
-        if given["model_type"] == "lfm2":  # transformers' class leaves the width of the MLP to its module
-            ARCHITECTURES["lfm2"].derive(complete)
-        return folder_config._read(ARCHITECTURES[given["model_type"]], complete, TENSORS)
-=======
         complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
         for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
             check_rope(parameters)  # a model of transformers fails later on what this refuses
         return folder_config._read(architecture, complete, TENSORS)
->>>>>>> ckpt
     except Exception:
         return None
 
