@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +21,8 @@ from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import Extent, fingerprint, refusing
 from specbeam.checkpoints.formats.adapter import Adapter
-from specbeam.checkpoints.parameters import stacked_rows
+from specbeam.checkpoints.parameters import parts_by_parameter
+from specbeam.checkpoints.parts.part import Parameter, Part
 from specbeam.errors import SpecbeamError
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.system.machine import usable_processors
@@ -29,8 +31,21 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I16": "int16"
 """Names of dtypes in PyTorch, by the names in safetensors and GGUF files."""
 TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
+FILTERS = re.compile(r"conv\w*[./]weight$")
+"""Ends of the names of tensors with the filters of a convolution."""
 Piece = tuple[int, Callable[[], object]]
 """How many weights to read, and the function that reads them."""
+
+
+def matrix_shape(source: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the parameter that a tensor makes: the filters of a convolution, [out, in, size], are rows."""
+    has_filters = len(shape) == 3 and FILTERS.search(source)
+    return (shape[0], shape[1] * shape[2]) if has_filters else shape
+
+
+def as_matrix(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows of filters, [rows, in, size], as rows of a matrix. Other rows stay as they are."""
+    return rows.reshape(len(rows), rows.shape[1] * rows.shape[2]) if rows.ndim == 3 else rows
 
 
 def read_all(pieces: list[Piece], what: str) -> None:
@@ -249,13 +264,18 @@ class Checkpoint(ABC):
         """The tokens of the tokenizer that a model with a vocabulary of this size lacks, with their ids."""
         return sorted((i, token) for token, i in self.tokenizer.get_vocab().items() if i >= vocab_size)
 
-    def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """The part of a layer that a tensor belongs to, by its name. Other tensors are not there."""
+        owners = parts_by_parameter(self.config)
+        return {source: part for name, part in owners.items() for source in self.sources(name)}
+
+    def check_tensors(self, parameters: Mapping[str, Parameter]) -> None:
         """Raises SpecbeamError unless the checkpoint has the tensors of these parameters, each in its own shape."""
         used = set()
-        for name, expected in parameters.items():
+        for name, (expected, rows, _) in parameters.items():
             sources = self.sources(name)
-            rows = expected[:1] if len(sources) == 1 else stacked_rows(name, self.config)
-            for source, count in zip(sources, rows, strict=True):
+            for source, count in zip(sources, expected[:1] if len(sources) == 1 else rows, strict=True):
                 if source not in self.shapes:
                     near = difflib.get_close_matches(source, self.shapes, n=1)
                     hint = f" (the nearest it has is {near[0]})" if near else ""
