@@ -67,7 +67,7 @@ lm = load(Path(path), os.environ["BENCH_ISA"], "int8", threads)
 print("ready", flush=True)
 backend = lm.backend
 silence = np.zeros(backend.features_shape, np.float32)
-slots = np.arange(backend.source_slots(silence), dtype=np.int64)
+slots = np.arange(backend.positions(silence), dtype=np.int64)
 backend.reserve(len(slots))
 for line in sys.stdin:
     asked = json.loads(line)

@@ -133,7 +133,7 @@ def test_states_and_logits_equal_those_of_transformers(pair, shape, backend):
 
 def placed(backend, features):
     """The source of a segment, and the slots that hold it."""
-    positions = backend.source_slots(features)
+    positions = backend.positions(features)
     slots = Slots(Tree([0] * positions), backend)
     own = slots.tree_batch(slots.prepare(slots.tree.prefix), NO_NODES).slots
     (source,) = backend.place([states_of(backend, features)], [own])

@@ -172,6 +172,8 @@ class Encoder(Backend, Protocol):
     encoder_batch: int
     """The maximum number of positions that a pass over several sources should have, padding included. A source that is
     longer is read alone. 1 if each source is."""
+    sources_in_slots: bool
+    """Whether slots of the KV cache hold its output, one for each position. Elsewhere it takes about as much memory."""
 
     @property
     def encoder_digest(self) -> str:
@@ -180,10 +182,6 @@ class Encoder(Backend, Protocol):
 
     def positions(self, source: Source) -> int:
         """The positions of the encoder's output for a source."""
-
-    def source_slots(self, source: Source) -> int:
-        """The slots of the KV cache that hold a source: one for each position, or 0 if the backend keeps it elsewhere.
-        There it takes about as much memory."""
 
     def encode(self, sources: Sequence[Source], layers: range, begun: Sequence[Any] | None) -> list[Any]:
         """Run some layers of the encoder over sources. Other passes may come before the next layers.
@@ -205,7 +203,7 @@ class Encoder(Backend, Protocol):
 
         Args:
             states: the output for each of them.
-            slots: where the keys and values of each go, int64 [``source_slots``].
+            slots: where the keys and values of each go, int64 [``positions``]. Empty without ``sources_in_slots``.
 
         Returns:
             The ``source`` of each tree's segments.

@@ -55,8 +55,9 @@ class ModelState:
         self._shared_source = shared_source
         cache, positions, slots = budget.cache_of(backend), 0, 0
         if shared_source is not None:
-            positions = cast(Encoder, backend).positions(shared_source.source)
-            slots = 0 if source is not None else cast(Encoder, backend).source_slots(shared_source.source)
+            encoder = cast(Encoder, backend)
+            positions = encoder.positions(shared_source.source)
+            slots = positions if encoder.sources_in_slots and source is None else 0
         # A sequence of as many positions, of which only the slots are used.
         self._source_slots = Slots(Tree([0] * slots), backend, cache) if slots else None
         self.source_bytes = (positions - slots) * backend.slot_bytes

@@ -43,10 +43,6 @@ class SharedSource:
         """Whether all layers of an encoder have run."""
         return self.read(encoder)[0] == encoder.encoder_layers
 
-    def add(self, encoder: Encoder, layers: int, states: Any) -> None:
-        """Note how many layers of an encoder have run, and what they gave."""
-        self._read[encoder] = layers, states
-
     def unread_positions(self, draft: Encoder, target: Backend | None) -> int:
         """The positions that the encoder of a draft has to read.
 
@@ -104,7 +100,7 @@ def encode(encoder: Encoder, group: Sequence[SharedSource], seconds: float) -> N
         states, layer = encoder.encode(sources, part, states if layer else None), part.stop
         before, now = now, time.perf_counter()
     for one, own in zip(group, states, strict=True):
-        one.add(encoder, layer, own)
+        one._read[encoder] = layer, own
 
 
 def check_features(lm: LanguageModel, features: Any) -> SharedSource | None:

@@ -62,6 +62,7 @@ class CpuBackend(Backend):
     device = "cpu"
     passes_at_once = 8
     encoder_batch = 1
+    sources_in_slots = True
 
     def __init__(
         self, checkpoint: Checkpoint, quantize: str = "auto", threads: int | None = None, isa: str = ""
@@ -105,9 +106,6 @@ class CpuBackend(Backend):
 
     def positions(self, source: Source) -> int:
         return source.shape[1] // 2
-
-    def source_slots(self, source: Source) -> int:
-        return self.positions(source)
 
     @cached_property
     def encoder_digest(self) -> str:

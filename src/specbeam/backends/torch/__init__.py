@@ -41,6 +41,7 @@ class TorchBackend(TensorBackend):
 
     name = "torch"
     encoder_batch = 1
+    sources_in_slots = True
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         self.device = choose_device(device)
@@ -72,9 +73,6 @@ class TorchBackend(TensorBackend):
 
     def positions(self, source: Source) -> int:
         return source.shape[1] // 2
-
-    def source_slots(self, source: Source) -> int:
-        return self.positions(source)
 
     @cached_property
     def encoder_digest(self) -> str:

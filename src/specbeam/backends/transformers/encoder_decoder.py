@@ -50,6 +50,7 @@ class EncoderDecoderBackend(TransformersBackend):
 
     encoder_layers = 1  # transformers runs all of them at once
     encoder_batch = MAX_ENCODED_TOKENS
+    sources_in_slots = False
 
     def __init__(self, model: Any) -> None:
         self._decoder = model.get_decoder()
@@ -96,9 +97,6 @@ class EncoderDecoderBackend(TransformersBackend):
 
     def positions(self, source: Source) -> int:
         return len(source) if source.ndim == 1 else source.shape[1] // 2
-
-    def source_slots(self, source: Source) -> int:
-        return 0
 
     @torch.no_grad()
     def encode(self, sources: Sequence[Source], layers: range, begun: Sequence[Tensor] | None) -> list[Tensor]:
