@@ -87,7 +87,7 @@ class RequestState:
         self._output = Output(lm, setup, self.request, inputs)
         num_texts = setup.options.num_texts
         self._draft_cost = SharedCost(costs(draft.backend).expected) if isinstance(draft, LanguageModel) else None
-        shared = SharedSource(np.array(prompt_ids)) if lm.backend.encoder_reads == "tokens" else features
+        shared = SharedSource(np.array(prompt_ids, np.int64)) if lm.backend.encoder_reads == "tokens" else features
         self._drafter = None
         draft_tokens = 0
         if draft is not None:
