@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, ClassVar, get_args, get_origin
 
-from specbeam.checkpoints.config import Config
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.checkpoints.config import Config, Layer
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import Part
+from specbeam.checkpoints.stems import PLAIN_STEM, TokenStem
 from specbeam.errors import SpecbeamError
 
 Keys = dict[str, tuple[Any, Any]]
@@ -151,6 +159,11 @@ class Metadata(dict[str, Any]):
             )
         return otherwise[0]
 
+    def require(self, key: str, expected: int) -> None:
+        """Raises SpecbeamError if a key has another value than this. It may be missing."""
+        if (value := self.need(key, expected)) != expected:
+            raise SpecbeamError(f"{self.name(key)} = {value} is not supported: it must be {expected} here")
+
 
 class Architecture:
     """A transformer as checkpoints name and describe it. A subclass states how it differs from Llama.
@@ -162,14 +175,15 @@ class Architecture:
             there. transformers has the same types and defaults.
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
-        features: fields of :class:`Config` that all its models share. A config.json names its activation itself.
+        attention, mlp, features: fields of :class:`Attention`, :class:`MLP` and :class:`Config` that all its models
+            share. A config.json names its activation itself.
+        layer_kinds: the values of ``layer_types`` in config.json that it has.
         folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
-            ``{q,k,v}`` stands for several modules, whose rows are stacked in this order.
+            ``{q,k,v}`` stands for several modules, whose rows are stacked in this order. A name that ends with ``!`` is
+            that of a tensor; other tensors have ``.weight`` or ``.bias`` after the name of their module.
         gguf_tensors: the same for GGUF files.
         folder_ignored: ends of the names of tensors in old folders that are no parameters.
         folder_zeros: ends of the names of biases that a folder leaves out, because they are zeros.
-        folder_norm_offset: added to the norm weights of a folder. In GGUF files it is added already.
-        gguf_interleaves_rope: GGUF files interleave the two halves of each query and key head.
         ctranslate2_spec, ctranslate2_revision: the specification in files of CTranslate2, and its revision; None if
             there is none.
         ctranslate2_tensors: the names of modules in these files, as in ``folder_tensors``.
@@ -182,7 +196,10 @@ class Architecture:
     keys: ClassVar[Keys] = {}
     older_names: ClassVar[dict[str, str]] = {}
     rope_theta: ClassVar[float] = 10_000.0
+    attention: ClassVar[dict[str, Any]] = {}
+    mlp: ClassVar[dict[str, Any]] = {}
     features: ClassVar[dict[str, Any]] = {}
+    layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
     folder_tensors: ClassVar[dict[str, str]] = {
         "embedding": "model.embed_tokens",
         "blocks.N.attention_norm": "model.layers.N.input_layernorm",
@@ -215,8 +232,6 @@ class Architecture:
     }
     folder_ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     folder_zeros: ClassVar[tuple[str, ...]] = ()
-    folder_norm_offset: ClassVar[float] = 0.0
-    gguf_interleaves_rope: ClassVar[bool] = False
     ctranslate2_spec: ClassVar[str | None] = None
     ctranslate2_revision: ClassVar[int] = 0
     ctranslate2_tensors: ClassVar[dict[str, str]] = {}
@@ -226,7 +241,8 @@ class Architecture:
     @property
     def has_rope(self) -> bool:
         """Whether its layers rotate queries and keys."""
-        return not self.features.get("learned_positions", False)
+        stem: TokenStem = self.features.get("stem", PLAIN_STEM)
+        return not stem.learned_positions
 
     def derive(self, keys: SimpleNamespace) -> None:
         """Give keys of a config.json the values that follow from other keys.
@@ -241,8 +257,23 @@ class Architecture:
         """The rotary settings of a config.json as transformers 5 has them. They may be nested by kinds of layers."""
         return rope_parameters(keys, self.rope_theta)
 
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
+        """The parts of a layer of a folder.
+
+        Args:
+            attention, mlp: make these parts by the rules that all architectures share, with other fields as keywords.
+            keys: of config.json, with defaults.
+        """
+        return attention(), mlp()
+
+    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+        """The parts of a layer of a GGUF file. Arguments as for :meth:`folder_layer`, and the keys of the file."""
+        return attention(), mlp()
+
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
-        """Add to a configuration the options of config.json that only this architecture has.
+        """Add to a configuration the options of config.json beside its layers that only this architecture has.
 
         Args:
             config: read by the rules that all architectures share.
@@ -251,7 +282,7 @@ class Architecture:
         return config
 
     def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
-        """Add to a configuration the facts that only this architecture has, or that its GGUF files leave out.
+        """Add to a configuration the facts beside its layers that its GGUF files leave out, or only they have.
 
         Args:
             config: read by the rules that all architectures share.
@@ -278,13 +309,28 @@ class Architecture:
         """Whether a folder stores this tensor as [in, out]."""
         return False
 
-    def stores_filters(self, source: str) -> bool:
-        """Whether this tensor in a folder has the filters of a convolution, [out, in, frames]."""
-        return False
+    def folder_values(self, source: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Our values of some rows of a tensor in a folder, or in a file of CTranslate2 that is made of one.
 
-    def stores_qkv_by_head(self, source: str) -> bool:
-        """Whether the rows of this tensor in a folder are (heads, 3, head_dim). Ours are (3, heads, head_dim)."""
-        return False
+        Args:
+            source: the name of the tensor in a folder.
+            values: [rows, ...] as the files have them.
+
+        Returns: [rows] or [rows, columns].
+        """
+        return values.reshape(len(values), -1) if values.ndim > 1 else values
+
+    def folder_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
+        """For each row of a tensor in our order, the row in a folder's tensor; None for the same order.
+
+        Args:
+            part: to which the tensor belongs; None for a tensor outside of all layers.
+        """
+        return None
+
+    def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
+        """The same for a tensor of a GGUF file."""
+        return None
 
 
 def require_whole_heads(keys: SimpleNamespace) -> None:
@@ -319,4 +365,4 @@ def tensor_names(parameter: str, modules: Mapping[str, str]) -> list[str]:
         theirs = re.sub(r"(?<![^\W_])N\b", block[2], theirs)
     several = re.fullmatch(r"(.*)\{(.*)\}(.*)", theirs)
     stacked = [several[1] + part + several[3] for part in several[2].split(",")] if several else [theirs]
-    return [f"{name}.{kind}" for name in stacked]
+    return [name.removesuffix("!") if name.endswith("!") else f"{name}.{kind}" for name in stacked]

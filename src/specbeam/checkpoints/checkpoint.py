@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import Extent, fingerprint, refusing
 from specbeam.checkpoints.formats.adapter import Adapter
-from specbeam.checkpoints.parameters import stacked_rows
+from specbeam.checkpoints.parameters import parts_by_parameter
+from specbeam.checkpoints.parts.part import Parameter, Part
 from specbeam.errors import SpecbeamError
 from specbeam.options.generation_defaults import GenerationDefaults
 from specbeam.system.machine import usable_processors
@@ -31,6 +33,11 @@ TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
 Piece = tuple[int, Callable[[], object]]
 """How many weights to read, and the function that reads them."""
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter whose tensor has this one: the filters of a convolution are rows."""
+    return shape if len(shape) < 3 else (shape[0], prod(shape[1:]))
 
 
 def read_all(pieces: list[Piece], what: str) -> None:
@@ -249,13 +256,18 @@ class Checkpoint(ABC):
         """The tokens of the tokenizer that a model with a vocabulary of this size lacks, with their ids."""
         return sorted((i, token) for token, i in self.tokenizer.get_vocab().items() if i >= vocab_size)
 
-    def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """The part of a layer that a tensor belongs to, by its name. Other tensors are not there."""
+        owners = parts_by_parameter(self.config)
+        return {source: part for name, part in owners.items() for source in self.sources(name)}
+
+    def check_tensors(self, parameters: Mapping[str, Parameter]) -> None:
         """Raises SpecbeamError unless the checkpoint has the tensors of these parameters, each in its own shape."""
         used = set()
-        for name, expected in parameters.items():
+        for name, (expected, rows, _) in parameters.items():
             sources = self.sources(name)
-            rows = expected[:1] if len(sources) == 1 else stacked_rows(name, self.config)
-            for source, count in zip(sources, rows, strict=True):
+            for source, count in zip(sources, expected[:1] if len(sources) == 1 else rows, strict=True):
                 if source not in self.shapes:
                     near = difflib.get_close_matches(source, self.shapes, n=1)
                     hint = f" (the nearest it has is {near[0]})" if near else ""

@@ -1,4 +1,4 @@
-"""The parameters of a transformer: their names and shapes, by its configuration, and that all are finite numbers."""
+"""The parameters of a model by its configuration, and that all of their weights are finite numbers."""
 
 from __future__ import annotations
 
@@ -9,91 +9,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parts.part import Parameter, Parameters, Part, norm
 from specbeam.errors import SpecbeamError
 
-Shape = tuple[int, ...]
-FILTER_FRAMES = 3
-"""The frames that a convolution's filter covers."""
 
-
-def parameter_shapes(config: Config) -> dict[str, Shape]:
-    """The shape of each parameter, by its name, in the order in which packed weights have them.
+def parameters(config: Config) -> dict[str, Parameter]:
+    """Each parameter by its name, in the order in which packed weights have them.
 
     Matrices are [out, in]. Query, key and value weights are stacked into one matrix, and so are gate and up.
     """
-    return dict(_parameters(config))
-
-
-def stacked_rows(name: str, config: Config) -> tuple[int, ...]:
-    """The rows of each matrix or bias that is stacked to a parameter of several, such as query, key and value."""
-    if name.startswith("encoder.") and config.encoder is not None:
-        return stacked_rows(name.removeprefix("encoder."), config.encoder)
-    return next(rows for module, rows in _stacks(config).items() if f".{module}." in name)
-
-
-def _stacks(config: Config) -> dict[str, tuple[int, ...]]:
-    """The rows of each stacked matrix, by the name of the module in a block."""
-    head_dim, inner = config.head_dim, config.intermediate_size
-    query, key = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    return {"attention.qkv": (query, key, key), "cross_attention.key_value": (key, key), "mlp.gate_up": (inner, inner)}
-
-
-def _parameters(config: Config) -> Iterator[tuple[str, Shape]]:
-    hidden = config.hidden_size
-    if config.bands is None:
-        yield "embedding.weight", (config.vocab_size, hidden)
-    else:  # a convolution's filters are rows, frame by frame
-        yield from _weights("conv1", hidden, FILTER_FRAMES * config.bands, True)
-        yield from _weights("conv2", hidden, FILTER_FRAMES * hidden, True)
-    if config.learned_positions:
-        yield "positions.weight", (config.context_length, hidden)
-    for layer in range(config.num_layers):
-        for name, shape in _block(config):
-            yield f"blocks.{layer}.{name}", shape
-    yield from _norm("norm", hidden, config)
-    if not config.tied_head and config.bands is None:
-        yield "head.weight", (config.vocab_size, hidden)
+    own = dict(_parameters(config))
+    if not config.tied_head:
+        own["head.weight"] = Parameter((config.vocab_size, config.hidden_size), min_bits=8)
     if config.encoder is not None:
-        for name, shape in _parameters(config.encoder):
-            yield f"encoder.{name}", shape
+        own |= {f"encoder.{name}": parameter for name, parameter in _parameters(config.encoder)}
+    return own
 
 
-def _block(config: Config) -> Iterator[tuple[str, Shape]]:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    stacked = {module: sum(rows) for module, rows in _stacks(config).items()}
-    yield from _norm("attention_norm", hidden, config)
-    yield from _weights("attention.qkv", stacked["attention.qkv"], hidden, config.qkv_bias)
-    yield from _weights("attention.output", hidden, config.num_heads * head_dim, config.output_bias)
-    if config.qk_norm:
-        yield from _norm("attention.q_norm", head_dim, config)
-        yield from _norm("attention.k_norm", head_dim, config)
-    if config.post_norms:
-        yield from _norm("post_attention_norm", hidden, config)
+def _parameters(config: Config) -> Parameters:
+    """Those of a decoder without its head, or of an encoder."""
+    yield from config.stem.parameters(config)
+    for _, name, parameter in _of_layers(config):
+        yield name, parameter
+    yield from norm("norm", config.hidden_size, config)
+
+
+def _of_layers(config: Config) -> Iterator[tuple[Part, str, Parameter]]:
+    for number, layer in enumerate(config.layers):
+        for part in layer:
+            for name, parameter in part.parameters(config):
+                yield part, f"blocks.{number}.{name}", parameter
+
+
+def parts_by_parameter(config: Config) -> dict[str, Part]:
+    """The part that each parameter of a layer belongs to, by its name."""
+    parts = {name: part for part, name, _ in _of_layers(config)}
     if config.encoder is not None:
-        width, key_value = config.num_heads * head_dim, "cross_attention.key_value"
-        yield from _norm("cross_attention_norm", hidden, config)
-        yield from _weights("cross_attention.query", width, hidden, config.qkv_bias)
-        yield from _weights(key_value, stacked[key_value], config.encoder.hidden_size, config.qkv_bias)
-        yield from _weights("cross_attention.output", hidden, width, config.output_bias)
-    if config.mlp_norm:
-        yield from _norm("mlp_norm", hidden, config)
-    up = "mlp.gate_up" if config.gated_mlp else "mlp.up"
-    yield from _weights(up, stacked.get(up, inner), hidden, config.mlp_bias)
-    yield from _weights("mlp.down", hidden, inner, config.mlp_bias)
-    if config.post_norms:
-        yield from _norm("post_mlp_norm", hidden, config)
-
-
-def _weights(name: str, rows: int, columns: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (rows, columns)
-    if has_bias:
-        yield f"{name}.bias", (rows,)
-
-
-def _norm(name: str, size: int, config: Config) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (size,)
-    if config.norm == "layer":
-        yield f"{name}.bias", (size,)
+        parts |= {f"encoder.{name}": part for name, part in parts_by_parameter(config.encoder).items()}
+    return parts
 
 
 def are_finite(weights: NDArray[np.float32]) -> bool:

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
+from specbeam.backends.cpu.model import bytes_of_slot
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.files import Extent, fingerprint
-from specbeam.checkpoints.parameters import not_finite, parameter_shapes
+from specbeam.checkpoints.parameters import not_finite, parameters
 from specbeam.checkpoints.sources import packed
 from specbeam.errors import SpecbeamError
 from specbeam.system.machine import keep_in_memory, usable_processors
@@ -36,10 +37,6 @@ MIN_FILE_BYTES = 1 << 25
 """Smaller weights are packed at each load: a file would save too little time."""
 USUAL_CONTEXT = 4096
 """The tokens of context that the memory of a model is stated for."""
-LANES = 16
-"""Numbers of a vector: head_dim is padded to a multiple."""
-EXACT = ("conv1.weight", "conv2.weight", "encoder.positions.weight")
-"""Small matrices that stay in float32, with the positions of a decoder that has an encoder."""
 MODES = ("keep", "int8", "int4", "float32")
 
 
@@ -158,22 +155,19 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
         SpecbeamError: the checkpoint cannot be run on the cpu backend.
     """
     config = checkpoint.config
-    width = -(-config.head_dim // LANES) * LANES
-    # As ``Cache`` in native/model.h: a key and a value, each with a scale if they are integers.
-    per_head = 8 * width if mode == "float32" else 3 * width + 8
-    slot_bytes = config.num_layers * config.num_kv_heads * per_head
+    slot_bytes = bytes_of_slot(library(), config, integer_cache=mode != "float32")
     source = 0 if config.encoder is None else config.encoder.context_length
     return packed_bytes(checkpoint, mode) + (min(tokens, config.context_length) + source) * slot_bytes
 
 
 def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
     """The parts of all parameters, and their size in bytes."""
-    shapes = parameter_shapes(checkpoint.config)
-    checkpoint.check_tensors(shapes)
+    described = parameters(checkpoint.config)
+    checkpoint.check_tensors(described)
     formats = library().enums["Format"]
     f32, q8, q4 = (formats[name] for name in ("f32_rows", "q8", "q4_min"))
     parts, offset = [], 0
-    for name, shape in shapes.items():
+    for name, (shape, _, min_bits) in described.items():
         for source in checkpoint.sources(name):
             rows = checkpoint.shape(source)[0]
             if len(shape) == 1:
@@ -181,12 +175,10 @@ def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
             else:
                 kind = checkpoint.blocks(source)
                 own = -1 if kind is None else library().specbeam_format_of(kind)
-                raw = mode == "keep" and own >= 0
-                near = name.startswith(("embedding", "positions", "head"))
-                exact = name.endswith(EXACT) or (name.startswith("positions") and checkpoint.config.encoder is not None)
+                raw = mode == "keep" and own >= 0 and min_bits < 32
                 other = q8 if kind is not None else f32  # a quantized file is too large in float32
-                chosen = own if raw else {"keep": other, "int8": q8, "int4": q8 if near else q4}.get(mode, f32)
-                chosen = f32 if exact else chosen
+                chosen = own if raw else {"keep": other, "int8": q8, "int4": q4 if min_bits < 8 else q8}.get(mode, f32)
+                chosen = f32 if min_bits == 32 else chosen
                 size = library().specbeam_matrix_bytes(chosen, rows, shape[1])
                 parts.append(Part(name, source, chosen, rows, shape[1], raw, offset, size))
             offset += -(-parts[-1].size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

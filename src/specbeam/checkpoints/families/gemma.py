@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads, standardized
-from specbeam.checkpoints.config import Config, Layer, Rope, size
+from specbeam.checkpoints.config import Config, Layer
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import size
+from specbeam.checkpoints.rope import Rope
+from specbeam.checkpoints.stems import TokenStem
 from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
@@ -26,13 +35,13 @@ class Gemma(Architecture):
         largest_depth: the number of layers of the largest model. Its attention is scaled by hidden_size / num_heads.
     """
 
-    features: ClassVar = {"activation": "gelu_tanh", "post_norms": True}
+    attention: ClassVar = {"output_norm": True}
+    mlp: ClassVar = {"activation": "gelu_tanh", "output_norm": True}
     folder_tensors: ClassVar = Architecture.folder_tensors | {
         "blocks.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
         "blocks.N.mlp_norm": "model.layers.N.pre_feedforward_layernorm",
         "blocks.N.post_mlp_norm": "model.layers.N.post_feedforward_layernorm",
     }
-    folder_norm_offset = 1.0
     keys: ClassVar = {
         "attention_bias": (bool, False),
         "attn_logit_softcapping": (float | None, None),
@@ -63,37 +72,42 @@ class Gemma(Architecture):
         """Every how many layers one sees the whole text, by a config.json."""
         return self.global_layer_period
 
-    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
-        scaled_by = config.head_dim if keys.query_pre_attn_scalar is None else keys.query_pre_attn_scalar
-        return replace(
-            config,
-            embedding_scale=config.hidden_size**0.5,
-            attention_scale=float(scaled_by) ** -0.5,
-            logits_softcap=keys.final_logit_softcapping,
-        )
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
+        usual = attention()
+        scaled_by = usual.head_dim if keys.query_pre_attn_scalar is None else keys.query_pre_attn_scalar
+        return replace(usual, scale=float(scaled_by) ** -0.5), mlp()
 
-    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
-        if config.num_layers == self.largest_depth:
-            config = replace(config, attention_scale=(config.hidden_size // config.num_heads) ** -0.5)
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        return replace(config, stem=_scaled(config), logits_softcap=keys.final_logit_softcapping)
+
+    def folder_values(self, source: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return values + np.float32(1) if source.endswith("norm.weight") else super().folder_values(source, values)
+
+    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+        usual = attention()
+        if metadata.need("block_count") == self.largest_depth:
+            usual = replace(usual, scale=(metadata.need("embedding_length") // usual.num_heads) ** -0.5)
         period = metadata.need("attention.sliding_window_pattern", self.global_layer_period)
         if isinstance(period, list):  # one entry for each layer, true where it slides
             if period != [i % self.global_layer_period != self.global_layer_period - 1 for i in range(len(period))]:
                 name = metadata.name("attention.sliding_window_pattern")
                 raise SpecbeamError(f"{name} lists other layers than {self.name} has, which is not supported")
             period = self.global_layer_period
-        period = size("attention.sliding_window_pattern", period)
-        return replace(
-            config,
-            embedding_scale=config.hidden_size**0.5,
-            layers=tuple(
-                replace(layer, window=None) if i % period == period - 1 else self.sliding_layer(layer, metadata)
-                for i, layer in enumerate(config.layers)
-            ),
-        )
+        is_global = (number + 1) % size("attention.sliding_window_pattern", period) == 0
+        return replace(usual, window=None) if is_global else self.sliding(usual, metadata), mlp()
 
-    def sliding_layer(self, layer: Layer, metadata: Metadata) -> Layer:
-        """A sliding layer of a GGUF file, by the layer that the keys of all architectures describe."""
+    def sliding(self, attention: Attention, metadata: Metadata) -> Attention:
+        """The attention of a sliding layer of a GGUF file, by the one that the keys of all architectures describe."""
         raise NotImplementedError
+
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
+        return replace(config, stem=_scaled(config))
+
+
+def _scaled(config: Config) -> TokenStem:
+    return TokenStem(scale=config.hidden_size**0.5)
 
 
 class Gemma2(Gemma):
@@ -109,22 +123,24 @@ class Gemma2(Gemma):
     global_layer_period = 2
     largest_depth = 46
 
-    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
-        config = super().refine_folder_config(config, keys)
-        return replace(config, attention_softcap=keys.attn_logit_softcapping)
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
+        return super().folder_layer(number, partial(attention, softcap=keys.attn_logit_softcapping), mlp, keys)
 
-    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
-        return replace(
-            super().refine_gguf_config(config, metadata),
-            attention_softcap=float(metadata.need("attn_logit_softcapping", 50.0)),
-            logits_softcap=float(metadata.need("final_logit_softcapping", 30.0)),
-        )
+    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+        softcap = float(metadata.need("attn_logit_softcapping", 50.0))
+        return super().gguf_layer(number, partial(attention, softcap=softcap), mlp, metadata)
 
-    def sliding_layer(self, layer: Layer, metadata: Metadata) -> Layer:
-        window, rope = metadata.need("attention.sliding_window", 4096), layer.rope
+    def sliding(self, attention: Attention, metadata: Metadata) -> Attention:
+        window, rope = metadata.need("attention.sliding_window", 4096), attention.rope
         if rope is not None and (theta := metadata.need("rope.freq_base_swa", None)) is not None:
             rope = replace(rope, theta=float(theta))
-        return Layer(rope, window)
+        return replace(attention, rope=rope, window=window)
+
+    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
+        softcap = float(metadata.need("final_logit_softcapping", 30.0))
+        return replace(super().refine_gguf_config(config, metadata), logits_softcap=softcap)
 
 
 class Gemma3(Gemma):
@@ -135,7 +151,7 @@ class Gemma3(Gemma):
 
     name = "gemma3_text"
     gguf_name = "gemma3"
-    features: ClassVar = Gemma.features | {"qk_norm": True}
+    attention: ClassVar = Gemma.attention | {"qk_norm": True}
     rope_theta, local_theta = 1_000_000.0, 10_000.0
     global_layer_period = 6
     largest_depth = 62
@@ -166,11 +182,11 @@ class Gemma3(Gemma):
         cap = float(metadata.need("final_logit_softcapping", 0.0))
         return replace(super().refine_gguf_config(config, metadata), logits_softcap=cap or None)
 
-    def sliding_layer(self, layer: Layer, metadata: Metadata) -> Layer:
+    def sliding(self, attention: Attention, metadata: Metadata) -> Attention:
         theta = float(metadata.need("rope.freq_base_swa", 10000.0))
-        if layer.rope is None or layer.window is None:  # a file without a window has layers of one kind
-            return layer
-        return replace(layer, rope=Rope(theta, layer.rope.dim))
+        if attention.rope is None or attention.window is None:  # a file without a window has layers of one kind
+            return attention
+        return replace(attention, rope=Rope(theta, attention.rope.dim))
 
 
 ARCHITECTURES = (Gemma2(), Gemma3())

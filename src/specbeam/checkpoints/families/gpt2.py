@@ -5,12 +5,15 @@ A folder stores most matrices as [in, out], the layout of transformers' ``Conv1D
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
 from specbeam.checkpoints.architecture import Architecture
-from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.config import Layer
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.stems import TokenStem
 
 
 class GPT2(Architecture):
@@ -18,15 +21,9 @@ class GPT2(Architecture):
 
     name = "gpt2"
     gguf_name = "gpt2"
-    features: ClassVar = {
-        "norm": "layer",
-        "activation": "gelu_tanh",
-        "gated_mlp": False,
-        "learned_positions": True,
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-    }
+    attention: ClassVar = {"qkv_bias": True, "output_bias": True}
+    mlp: ClassVar = {"activation": "gelu_tanh", "gated": False, "bias": True}
+    features: ClassVar = {"norm": "layer", "stem": TokenStem(learned_positions=True)}
     older_names: ClassVar = {
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
@@ -60,9 +57,11 @@ class GPT2(Architecture):
     def derive(self, keys: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
 
-    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
-        width = 4 * config.hidden_size if keys.n_inner is None else keys.n_inner
-        return replace(config, intermediate_size=width, num_kv_heads=config.num_heads)
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
+        width = 4 * keys.hidden_size if keys.n_inner is None else keys.n_inner
+        return attention(num_kv_heads=keys.num_attention_heads), mlp(intermediate_size=width)
 
     def stores_transposed(self, source: str) -> bool:
         return ".c_" in source and source.endswith(".weight")

@@ -5,12 +5,18 @@ A folder keeps query, key and value of a head together.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads, rope_parameters
-from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.config import Layer
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import Part
 
 
 class GPTNeoX(Architecture):
@@ -18,14 +24,9 @@ class GPTNeoX(Architecture):
 
     name = "gpt_neox"
     gguf_name = "gptneox"
-    features: ClassVar = {
-        "norm": "layer",
-        "activation": "gelu",
-        "gated_mlp": False,
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-    }
+    attention: ClassVar = {"qkv_bias": True, "output_bias": True}
+    mlp: ClassVar = {"activation": "gelu", "gated": False, "bias": True}
+    features: ClassVar = {"norm": "layer"}
     keys: ClassVar = {
         "attention_bias": (bool, True),
         "hidden_act": (str, "gelu"),
@@ -54,14 +55,19 @@ class GPTNeoX(Architecture):
         keys.partial_rotary_factor = getattr(keys, "rotary_pct", 0.25)
         return rope_parameters(keys, self.rope_theta, "rotary_emb_base")
 
-    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
-        return replace(config, parallel=bool(keys.use_parallel_residual), num_kv_heads=config.num_heads)
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
+        return attention(num_kv_heads=keys.num_attention_heads), mlp(parallel=bool(keys.use_parallel_residual))
 
-    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
-        return replace(config, parallel=bool(metadata.need("use_parallel_residual")))
+    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+        return attention(), mlp(parallel=bool(metadata.need("use_parallel_residual")))
 
-    def stores_qkv_by_head(self, source: str) -> bool:
-        return ".query_key_value." in source
+    def folder_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
+        if not (isinstance(part, Attention) and ".query_key_value." in source):
+            return None
+        rows = np.arange(3 * part.query_size).reshape(-1, 3, part.head_dim)
+        return rows.swapaxes(0, 1).ravel()  # (heads, 3, head_dim) to (3, heads, head_dim)
 
 
 ARCHITECTURES = (GPTNeoX(),)

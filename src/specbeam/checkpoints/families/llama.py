@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
-from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.config import Layer
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import Part
 
 
 class Llama(Architecture):
@@ -16,7 +21,6 @@ class Llama(Architecture):
 
     name = "llama"
     gguf_name = "llama"
-    gguf_interleaves_rope = True
     keys: ClassVar = {
         "attention_bias": (bool, False),
         "head_dim": (int | None, None),
@@ -30,6 +34,12 @@ class Llama(Architecture):
     def derive(self, keys: SimpleNamespace) -> None:
         super().derive(keys)
         require_whole_heads(keys)
+
+    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+        return whole_heads_rotated(attention(), metadata), mlp()
+
+    def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
+        return rows_of_pairs(source, part)
 
 
 class Mistral(Architecture):
@@ -53,7 +63,6 @@ class SmolLM3(Architecture):
 
     name = "smollm3"
     gguf_name = "smollm3"
-    gguf_interleaves_rope = True
     rope_theta = 2_000_000.0
     keys: ClassVar = {
         "attention_bias": (bool, False),
@@ -81,16 +90,31 @@ class SmolLM3(Architecture):
             kinds = ("full_attention", "sliding_attention")
             keys.layer_types = [kinds[bool(slides and not keys.no_rope_layers[i])] for i in layers]
 
-    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
-        return _rotate_only(config, lambda layer: bool(keys.no_rope_layers[layer]))
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
+        return attention() if keys.no_rope_layers[number] else attention(rope=None), mlp()
 
-    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
-        return _rotate_only(config, lambda layer: layer % 4 != 3)  # the files do not list the layers
+    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+        rotated = whole_heads_rotated(attention(), metadata)
+        return rotated if number % 4 != 3 else attention(rope=None), mlp()  # the files do not list the layers
+
+    def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
+        return rows_of_pairs(source, part)
 
 
-def _rotate_only(config: Config, rotated: Callable[[int], bool]) -> Config:
-    layers = (layer if rotated(i) else replace(layer, rope=None) for i, layer in enumerate(config.layers))
-    return replace(config, layers=tuple(layers))
+def rows_of_pairs(source: str, part: Part | None) -> NDArray[np.int64] | None:
+    """The rows of queries and keys in a GGUF file, which interleaves the two halves of each head."""
+    if not isinstance(part, Attention) or not (".attn_q." in source or ".attn_k." in source):
+        return None
+    size = part.query_size if ".attn_q." in source else part.key_size
+    return np.arange(size).reshape(-1, part.head_dim // 2, 2).swapaxes(1, 2).ravel()  # (pairs, halves) in every head
+
+
+def whole_heads_rotated(attention: Attention, metadata: Metadata) -> Attention:
+    """The attention, if a file rotates all features of its heads. Only then are its rows pairs of halves."""
+    metadata.require("rope.dimension_count", attention.head_dim)
+    return attention
 
 
 ARCHITECTURES = (Llama(), Mistral(), SmolLM3())

@@ -33,7 +33,7 @@ class Qwen2(Qwen):
 
     name = "qwen2"
     gguf_name = "qwen2"
-    features: ClassVar = {"qkv_bias": True}
+    attention: ClassVar = {"qkv_bias": True}
 
 
 class Qwen3(Qwen):
@@ -42,7 +42,7 @@ class Qwen3(Qwen):
     name = "qwen3"
     gguf_name = "qwen3"
     keys: ClassVar = Qwen.keys | {"attention_bias": (bool, False), "head_dim": (int, 128)}
-    features: ClassVar = {"qk_norm": True}
+    attention: ClassVar = {"qk_norm": True}
 
 
 ARCHITECTURES = (Qwen2(), Qwen3())

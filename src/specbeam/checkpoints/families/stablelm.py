@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
 from specbeam.checkpoints.architecture import Architecture, Metadata
-from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.config import Layer
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
 
 
 class StableLM(Architecture):
@@ -28,12 +30,14 @@ class StableLM(Architecture):
         "use_qkv_bias": (bool, False),
     }
 
-    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
         parallel = bool(keys.use_parallel_residual)
-        return replace(config, parallel=parallel, mlp_norm=not parallel, qkv_bias=bool(keys.use_qkv_bias))
+        return attention(qkv_bias=bool(keys.use_qkv_bias)), mlp(parallel=parallel, norm=not parallel)
 
-    def refine_gguf_config(self, config: Config, metadata: Metadata) -> Config:
-        return replace(config, parallel=not config.mlp_norm)
+    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+        return attention(), mlp(parallel=not mlp.keywords["norm"])
 
 
 ARCHITECTURES = (StableLM(),)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specbeam.checkpoints.architecture import Architecture, require_whole_heads
-from specbeam.checkpoints.config import Config, Layer, size
+from specbeam.checkpoints.config import Config, Layer
+from specbeam.checkpoints.parts.attention import Attention, CrossAttention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import size
+from specbeam.checkpoints.stems import AudioStem, TokenStem
 
 NORM_EPS = 1e-5
 """Of all norms: PyTorch's default. No configuration says it."""
@@ -20,14 +28,9 @@ class Whisper(Architecture):
 
     name = "whisper"
     gguf_name = None
-    features: ClassVar = {
-        "norm": "layer",
-        "gated_mlp": False,
-        "learned_positions": True,
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-    }
+    attention: ClassVar = {"qkv_bias": True, "output_bias": True}
+    mlp: ClassVar = {"gated": False, "bias": True}
+    features: ClassVar = {"norm": "layer", "stem": TokenStem(learned_positions=True)}
     older_names: ClassVar = {
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
@@ -118,27 +121,32 @@ class Whisper(Architecture):
     def derive(self, keys: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
 
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
+        """A layer of the encoder: see ``older_names``."""
+        return attention(), mlp(intermediate_size=keys.encoder_ffn_dim)
+
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         encoder = replace(
             config,
             norm_eps=NORM_EPS,
-            intermediate_size=keys.encoder_ffn_dim,
             context_length=keys.max_source_positions,
-            bands=keys.num_mel_bins,
+            stem=AudioStem(bands=size("num_mel_bins", keys.num_mel_bins)),
         )
-        heads = keys.decoder_attention_heads
-        for number in (config.num_heads, size("decoder_attention_heads", heads)):
-            require_whole_heads(SimpleNamespace(hidden_size=config.hidden_size, num_attention_heads=number))
+        number = size("decoder_attention_heads", keys.decoder_attention_heads)
+        for heads in (keys.num_attention_heads, number):
+            require_whole_heads(SimpleNamespace(hidden_size=config.hidden_size, num_attention_heads=heads))
+        head_dim = config.hidden_size // number
+        own = {"num_heads": number, "num_kv_heads": number, "head_dim": head_dim, "scale": head_dim**-0.5}
+        attention, cross = Attention(**own, **self.attention), CrossAttention(**own, **self.attention)
+        (_, mlp) = config.layers[0]
+        layer = attention, cross, replace(mlp, intermediate_size=keys.decoder_ffn_dim)
         return replace(
             encoder,
-            intermediate_size=keys.decoder_ffn_dim,
-            layers=(Layer(),) * size("decoder_layers", keys.decoder_layers),
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=config.hidden_size // heads,
-            attention_scale=(config.hidden_size // heads) ** -0.5,
+            layers=(layer,) * size("decoder_layers", keys.decoder_layers),
             context_length=keys.max_target_positions,
-            bands=None,
+            stem=config.stem,
             encoder=encoder,
         )
 
@@ -157,8 +165,10 @@ class Whisper(Architecture):
             }
         return keys
 
-    def stores_filters(self, source: str) -> bool:
-        return ".conv" in source and source.endswith(".weight")
+    def folder_values(self, source: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        if ".conv" in source and values.ndim == 3:  # [out, in, frames] to [out, frames * in]
+            values = values.swapaxes(1, 2)
+        return super().folder_values(source, values)
 
 
 ARCHITECTURES = (Whisper(),)

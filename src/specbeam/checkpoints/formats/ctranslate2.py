@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts
+from specbeam.checkpoints.checkpoint import Checkpoint, Facts, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import CTRANSLATE2_ARCHITECTURES
 from specbeam.checkpoints.files import MODEL, Extent, check_fetched, check_links, read_json, refusing
@@ -127,17 +127,11 @@ class CTranslate2Checkpoint(Checkpoint):
         return self._file.aliases.get(name, name)
 
     def shape(self, source: str) -> tuple[int, ...]:
-        shape = self.shapes[source]
-        return (shape[0], shape[1] * shape[2]) if self._has_filters(source) else shape
-
-    def _has_filters(self, source: str) -> bool:
-        return self.architecture.stores_filters(source.replace("/", ".")) and len(self.shapes[source]) == 3
+        return matrix_shape(self.shapes[source])
 
     def read_stored(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
         rows = self._file.variables[source].rows(start, stop)
-        if self._has_filters(source):  # [out, in, frames] to [out, frames * in]
-            return rows.swapaxes(1, 2).reshape(stop - start, -1)
-        return rows
+        return self.architecture.folder_values(source.replace("/", "."), rows)
 
     def order(self, source: str) -> None:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts
+from specbeam.checkpoints.checkpoint import Checkpoint, Facts, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import (
@@ -34,6 +34,7 @@ from specbeam.checkpoints.files import (
 from specbeam.checkpoints.formats.adapter import Adapter
 from specbeam.checkpoints.formats.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.formats.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
+from specbeam.checkpoints.parts.part import Parameter
 from specbeam.checkpoints.tokenizers.folder_tokenizer import tokenizer_from_folder
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.options.generation_defaults import FILE, GenerationDefaults, defaults_of_config
@@ -226,7 +227,7 @@ class FolderCheckpoint(Checkpoint):
     def sources(self, name: str) -> list[str]:
         return [self._stored(source) for source in super().sources(name)]
 
-    def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+    def check_tensors(self, parameters: Mapping[str, Parameter]) -> None:
         if self.adapter is not None:
             known = {source for name in parameters for source in self.sources(name)} & set(self.shapes)
             self.adapter.check(
@@ -246,30 +247,21 @@ class FolderCheckpoint(Checkpoint):
         return self._tensors[source].file, self._tensors[source].name
 
     def shape(self, source: str) -> tuple[int, ...]:
-        shape = self.shapes[source]
-        if self.architecture.stores_filters(source) and len(shape) == 3:
-            return shape[0], shape[1] * shape[2]
+        shape = matrix_shape(self.shapes[source])
         return shape[::-1] if self.architecture.stores_transposed(source) else shape
 
     def order(self, source: str) -> NDArray[np.int64] | None:
-        if not self.architecture.stores_qkv_by_head(source):
-            return None
-        rows = np.arange(self.shapes[source][0], dtype=np.int64).reshape(-1, 3, self.config.head_dim)
-        return rows.swapaxes(0, 1).ravel()  # (heads, 3, head_dim) to (3, heads, head_dim)
+        return self.architecture.folder_rows(source, self.parts.get(source))
 
     def read_stored(self, source: str, start: int, stop: int) -> Floats:
         if source in self._zeros:
             return np.zeros(stop - start, np.float32)
-        architecture, tensor = self.architecture, self._tensors[source]
-        if architecture.stores_filters(source):  # [out, in, frames] to [out, frames * in]
-            return tensor.rows(start, stop).swapaxes(1, 2).reshape(stop - start, -1)
-        transposed = architecture.stores_transposed(source)
+        tensor = self._tensors[source]
+        transposed = self.architecture.stores_transposed(source)
         piece = tensor.columns(start, stop).T if transposed else tensor.rows(start, stop)
         if self.adapter is not None and source in self._updates:
             piece = piece + self.adapter.update(self._updates[source], start, stop)
-        if architecture.folder_norm_offset and source.endswith("norm.weight"):
-            return piece + np.float32(architecture.folder_norm_offset)
-        return piece
+        return self.architecture.folder_values(source, piece)
 
 
 def _vocabulary(folder: Path) -> Path | None:

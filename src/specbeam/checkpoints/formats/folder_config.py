@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,20 +18,13 @@ from specbeam.checkpoints.architecture import (
     nested,
     scaled_context,
 )
-from specbeam.checkpoints.config import (
-    MAX_HEAD_DIM,
-    Config,
-    Layer,
-    Rope,
-    llama3_divisors,
-    longrope_scale,
-    make_layers,
-    size,
-    yarn_divisors,
-    yarn_scale,
-)
+from specbeam.checkpoints.config import Config, Layer, layer_count
 from specbeam.checkpoints.families import ARCHITECTURES, require_supported
 from specbeam.checkpoints.files import dictionaries, refusing
+from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import size
+from specbeam.checkpoints.rope import Rope, llama3_divisors, longrope_scale, yarn_divisors, yarn_scale
 from specbeam.errors import SpecbeamError, Unsupported
 
 ACTIVATIONS = {
@@ -143,45 +137,55 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
     activation = get("hidden_activation", "hidden_act", "activation_function")
     if activation not in ACTIVATIONS:
         raise Unsupported(f"activation {activation!r} is not supported: supported are {', '.join(ACTIVATIONS)}")
-    features: dict[str, Any] = {"mlp_bias": bool(get("mlp_bias"))} | architecture.features
-    features["activation"] = ACTIVATIONS[activation]
+    biases: dict[str, bool] = {}
     if "attention_bias" in architecture.keys and (bias := get("attention_bias")) is not None:  # others ignore it
-        features |= {"qkv_bias": bool(bias), "output_bias": bool(bias)}
+        biases = {"qkv_bias": bool(bias), "output_bias": bool(bias)}
 
-    hidden, heads = keys.hidden_size, keys.num_attention_heads
+    hidden, heads = keys.hidden_size, size("num_heads", keys.num_attention_heads)
     head_dim = size("head_dim", get("head_dim", otherwise=hidden // heads), MAX_HEAD_DIM)
     context = get("max_position_embeddings", "max_target_positions")
     window, kinds = get("sliding_window"), get("layer_types")
     ropes = get("rope_parameters", otherwise={}) if architecture.has_rope else {}
+    mlp_fields: dict[str, Any] = {
+        "intermediate_size": get("intermediate_size", otherwise=4 * hidden),
+        "bias": bool(get("mlp_bias")),
+        **architecture.mlp,
+        "activation": ACTIVATIONS[activation],
+    }
 
     def layer(i: int) -> Layer:
         kind = kinds[i] if kinds else "sliding_attention" if window else "full_attention"
-        if kind not in ("sliding_attention", "full_attention"):
+        if kind not in architecture.layer_kinds:
             raise Unsupported(f"layers of kind {kind!r} are not supported")
         rope = None
-        if not features.get("learned_positions"):
+        if architecture.has_rope:
             parameters = ropes.get(kind, ropes)
             rotated = parameters.get("partial_rotary_factor") or get("partial_rotary_factor", otherwise=1.0)
             dim = size("rotary dimension", int(head_dim * rotated), MAX_HEAD_DIM)
             rope = rope_from_transformers(parameters, dim, context)
-        return Layer(rope, window if kind == "sliding_attention" else None)
+        attention_fields: dict[str, Any] = {
+            "num_heads": heads,
+            "num_kv_heads": get("num_key_value_heads", otherwise=heads),
+            "head_dim": head_dim,
+            "scale": float(head_dim) ** -0.5,
+            "rope": rope,
+            "window": window if kind == "sliding_attention" else None,
+            **architecture.attention,
+            **biases,
+        }
+        return architecture.folder_layer(i, partial(Attention, **attention_fields), partial(MLP, **mlp_fields), keys)
 
-    layers = make_layers(keys.num_hidden_layers, tensors, layer)
+    layers = tuple(map(layer, range(layer_count(keys.num_hidden_layers, tensors))))
     head = architecture.folder_tensors["head"] + ".weight"
     config = Config(
         architecture=architecture.name,
         vocab_size=keys.vocab_size,
         hidden_size=hidden,
-        intermediate_size=get("intermediate_size", otherwise=4 * hidden),
         layers=layers,
-        num_heads=heads,
-        num_kv_heads=get("num_key_value_heads", otherwise=heads),
-        head_dim=head_dim,
         context_length=scaled_context(ropes, context),
         norm_eps=float(get("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", otherwise=1e-6)),
-        attention_scale=float(head_dim) ** -0.5,
         tied_head=bool(get("tie_word_embeddings", otherwise=head not in tensors)),
-        **features,
+        **architecture.features,
     )
     return architecture.refine_folder_config(config, keys)
 

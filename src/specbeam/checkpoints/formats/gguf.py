@@ -210,10 +210,7 @@ class GGUFCheckpoint(Checkpoint):
         return np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.shape[0] * tensor.row_bytes,))
 
     def order(self, source: str) -> NDArray[np.int64] | None:
-        if not self.architecture.gguf_interleaves_rope or not (".attn_q." in source or ".attn_k." in source):
-            return None
-        rows = np.arange(self.shapes[source][0], dtype=np.int64).reshape(-1, self.config.head_dim // 2, 2)
-        return rows.swapaxes(1, 2).ravel()  # (pairs, halves) to (halves, pairs) in every head
+        return self.architecture.gguf_rows(source, self.parts.get(source))
 
     def read_stored(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
         tensor = self._tensors[source]

@@ -8,23 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from math import isclose
 from typing import Any
 
 from specbeam.checkpoints.architecture import Architecture, Metadata
-from specbeam.checkpoints.config import (
-    MAX_HEAD_DIM,
-    Config,
-    Layer,
-    Rope,
-    make_layers,
-    size,
-    yarn_divisors,
-    yarn_scale,
-)
+from specbeam.checkpoints.config import Config, Layer, layer_count
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES, require_supported
 from specbeam.checkpoints.files import refusing
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
+from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import size
+from specbeam.checkpoints.rope import Rope, yarn_divisors, yarn_scale
 from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
@@ -149,62 +145,67 @@ def _read(
     if not get("attention.causal", True):
         raise SpecbeamError(f"{metadata.architecture} models whose attention is not causal are not supported")
 
-    features: dict[str, Any] = dict(architecture.features)
-    features["qkv_bias"] = any(f"blk.0.attn_{x}.bias" in tensors for x in ("q", "qkv"))
-    features["output_bias"] = "blk.0.attn_output.bias" in tensors
-    features["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
-
-    hidden, depth = get("embedding_length"), get("block_count")
-    heads = size("num_heads", _one(metadata, "attention.head_count"))
+    hidden, depth = get("embedding_length"), layer_count(get("block_count"), tensors)
+    all_heads = _by_layer(metadata, depth, "attention.head_count")
+    all_kv_heads = _by_layer(metadata, depth, "attention.head_count_kv", all_heads)
+    widths = _by_layer(metadata, depth, "feed_forward_length")
+    heads = size("num_heads", max(all_heads, default=0))
     head_dim = size("head_dim", get("attention.key_length", hidden // heads), MAX_HEAD_DIM)
     rotated = size("rope.dimension_count", get("rope.dimension_count", head_dim), MAX_HEAD_DIM)
     for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
-        _require_equal(metadata, key, head_dim)
-    _require_equal(metadata, "rope.dimension_count_swa", rotated)
-    if architecture.gguf_interleaves_rope:
-        _require_equal(metadata, "rope.dimension_count", head_dim)
+        metadata.require(key, head_dim)
+    metadata.require("rope.dimension_count_swa", rotated)
 
     context, window = get("context_length"), get("attention.sliding_window", 0) or None
-    rope = None if features.get("learned_positions") else _rope(metadata, rotated, divisors, context)
+    rope = _rope(metadata, rotated, divisors, context) if architecture.has_rope else None
     if LONGROPE_DIVISORS in divisors:  # a longer text would change the rotation of all of its tokens
         context = min(context, get("rope.scaling.original_context_length", context))
     elif rope is not None and get("rope.scaling.type", "linear") == "yarn":  # as for the folder of the file
         trained = get("rope.scaling.original_context_length", None)
         context = context if trained is None else int(_factor(metadata) * trained)
 
-    epsilon = "layer_norm_epsilon" if features.get("norm") == "layer" else "layer_norm_rms_epsilon"
+    def layer(i: int) -> Layer:
+        attention_fields: dict[str, Any] = {
+            "num_heads": all_heads[i],
+            "num_kv_heads": all_kv_heads[i],
+            "head_dim": head_dim,
+            "scale": head_dim**-0.5,
+            "rope": rope,
+            "window": window,
+            **architecture.attention,
+            "qkv_bias": any(f"blk.{i}.attn_{x}.bias" in tensors for x in ("q", "qkv")),
+            "output_bias": f"blk.{i}.attn_output.bias" in tensors,
+        }
+        mlp_fields: dict[str, Any] = {
+            "intermediate_size": widths[i],
+            "norm": f"blk.{i}.ffn_norm.weight" in tensors,
+            **architecture.mlp,
+            "bias": f"blk.{i}.ffn_down.bias" in tensors,
+        }
+        return architecture.gguf_layer(i, partial(Attention, **attention_fields), partial(MLP, **mlp_fields), metadata)
+
+    epsilon = "layer_norm_epsilon" if architecture.features.get("norm") == "layer" else "layer_norm_rms_epsilon"
     config = Config(
         architecture=architecture.name,
         vocab_size=tensors["token_embd.weight"][0],
         hidden_size=hidden,
-        intermediate_size=_one(metadata, "feed_forward_length"),
-        layers=make_layers(depth, tensors, lambda _: Layer(rope, window)),
-        num_heads=heads,
-        num_kv_heads=_one(metadata, "attention.head_count_kv", heads),
-        head_dim=head_dim,
+        layers=tuple(map(layer, range(depth))),
         context_length=context,
         norm_eps=float(get(f"attention.{epsilon}")),
-        attention_scale=head_dim**-0.5,
-        mlp_norm="blk.0.ffn_norm.weight" in tensors,
         tied_head="output.weight" not in tensors,
-        **features,
+        **architecture.features,
     )
     return architecture.refine_gguf_config(config, metadata)
 
 
-def _one(metadata: Metadata, key: str, *otherwise: Any) -> Any:
-    """A number that all layers share. A file may give it once for each layer."""
+def _by_layer(metadata: Metadata, depth: int, key: str, *otherwise: list[int]) -> list[int]:
+    """A number of each layer. A file may give it once for all."""
     value = metadata.need(key, *otherwise)
     if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
-        raise SpecbeamError(f"{metadata.name(key)} differs between layers, which is not supported")
-    return value[0]
-
-
-def _require_equal(metadata: Metadata, key: str, expected: int) -> None:
-    if (value := metadata.need(key, expected)) != expected:
-        raise SpecbeamError(f"{metadata.name(key)} = {value} is not supported: it must be {expected} here")
+        return [value] * depth
+    if len(value) != depth:
+        raise SpecbeamError(f"{metadata.name(key)} has {len(value)} numbers, but the model {depth} layers")
+    return value
 
 
 def _factor(metadata: Metadata) -> float:

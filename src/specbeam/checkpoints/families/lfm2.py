@@ -1,0 +1,91 @@
+"""LFM2 (Liquid AI 2025). Most layers have a gated short convolution in place of attention.
+
+GGUF files say which by the number of key heads of each layer, which is 0 there. Their last norm is ``token_embd_norm``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
+
+from specbeam.checkpoints.architecture import Architecture, Metadata
+from specbeam.checkpoints.config import Layer
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.short_convolution import ShortConvolution
+from specbeam.errors import Unsupported
+
+
+class LFM2(Architecture):
+    """LFM2 and LFM2.5 without experts."""
+
+    name = "lfm2"
+    gguf_name = "lfm2"
+    rope_theta = 1_000_000.0
+    keys: ClassVar = {
+        "block_auto_adjust_ff_dim": (bool, True),
+        "block_ffn_dim_multiplier": (float | int, 1.0),
+        "block_multiple_of": (int, 256),
+        "conv_L_cache": (int, 3),
+        "conv_bias": (bool, False),
+        "full_attn_idxs": (list[int] | None, None),
+        "intermediate_size": (int, 12288),
+        "layer_types": (list[str] | None, None),
+        "max_position_embeddings": (int, 128_000),
+        "norm_eps": (float, 1e-5),
+        "num_key_value_heads": (int, 8),
+        "tie_word_embeddings": (bool, True),
+    }
+    attention: ClassVar = {"qk_norm": True}
+    layer_kinds = ("full_attention", "conv")
+    folder_tensors: ClassVar = Architecture.folder_tensors | {
+        "blocks.N.attention_norm": "model.layers.N.operator_norm",
+        "blocks.N.attention.q_norm": "model.layers.N.self_attn.q_layernorm",
+        "blocks.N.attention.k_norm": "model.layers.N.self_attn.k_layernorm",
+        "blocks.N.attention.output": "model.layers.N.self_attn.out_proj",
+        "blocks.N.short_convolution_norm": "model.layers.N.operator_norm",
+        "blocks.N.short_convolution.input": "model.layers.N.conv.in_proj",
+        "blocks.N.short_convolution.filter": "model.layers.N.conv.conv",
+        "blocks.N.short_convolution.output": "model.layers.N.conv.out_proj",
+        "blocks.N.mlp_norm": "model.layers.N.ffn_norm",
+        "blocks.N.mlp.gate_up": "model.layers.N.feed_forward.w{1,3}",
+        "blocks.N.mlp.down": "model.layers.N.feed_forward.w2",
+        "norm": "model.embedding_norm",
+    }
+    gguf_tensors: ClassVar = Architecture.gguf_tensors | {
+        "blocks.N.short_convolution_norm": "blk.N.attn_norm",
+        "blocks.N.short_convolution.input": "blk.N.shortconv.in_proj",
+        "blocks.N.short_convolution.filter": "blk.N.shortconv.conv",
+        "blocks.N.short_convolution.output": "blk.N.shortconv.out_proj",
+        "norm": "token_embd_norm",
+    }
+
+    def derive(self, keys: SimpleNamespace) -> None:
+        """The names of the first files, and the width of the MLP, which most files give before it is rounded."""
+        layers = range(keys.num_hidden_layers)
+        if keys.layer_types is None:
+            full = layers if keys.full_attn_idxs is None else keys.full_attn_idxs
+            keys.layer_types = ["full_attention" if i in full else "conv" for i in layers]
+        keys.tie_word_embeddings = getattr(keys, "tie_embedding", keys.tie_word_embeddings)
+        width = getattr(keys, "block_ff_dim", keys.intermediate_size)
+        if keys.block_auto_adjust_ff_dim:
+            width = int(keys.block_ffn_dim_multiplier * int(2 * width / 3))
+            width = -(-width // keys.block_multiple_of) * keys.block_multiple_of
+        keys.intermediate_size, keys.hidden_act, keys.rms_norm_eps = width, "silu", keys.norm_eps
+
+    def folder_layer(
+        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
+    ) -> Layer:
+        if keys.layer_types[number] == "full_attention":
+            return attention(), mlp()
+        if keys.conv_bias:
+            raise Unsupported("conv_bias is not supported for lfm2")
+        return ShortConvolution(kernel_size=keys.conv_L_cache), mlp()
+
+    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+        kernel_size = metadata.need("shortconv.l_cache")
+        return attention() if attention.keywords["num_kv_heads"] else ShortConvolution(kernel_size=kernel_size), mlp()
+
+
+ARCHITECTURES = (LFM2(),)

@@ -1,0 +1,108 @@
+"""Attention to the nodes before (Vaswani et al. 2017), and to the output of an encoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specbeam.checkpoints.parts.part import Memory, Parameters, Part, norm, product, size
+from specbeam.checkpoints.rope import Rope
+from specbeam.errors import SpecbeamError
+
+if TYPE_CHECKING:
+    from specbeam.checkpoints.config import Config
+
+MAX_HEAD_DIM = 2**16
+"""The largest size that is believed. Rotary frequencies are lists of head_dim / 2 numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads(Part):
+    """The heads of an attention.
+
+    Attributes:
+        num_kv_heads: groups of query heads share a head of keys and values (Ainslie et al. 2023).
+        head_dim: features of a head; num_heads * head_dim need not be the hidden size.
+        scale: factor of the products of queries and keys.
+        softcap: products x become softcap * tanh(x / softcap); None for no cap.
+        qkv_bias, output_bias: which products have a bias.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_heads", "num_kv_heads"):
+            size(name, getattr(self, name))
+        size("head_dim", self.head_dim, MAX_HEAD_DIM)
+        if self.num_heads % self.num_kv_heads:
+            raise SpecbeamError(
+                f"the model's configuration has {self.num_heads} heads and {self.num_kv_heads} key-value heads: the "
+                "first must be a multiple of the second"
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of all queries of a node."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of all keys of a node, and of all of its values."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Heads):
+    """Each node attends to its ancestors and to itself. In an encoder all positions see each other.
+
+    Attributes:
+        rope: None where keys and queries are not rotated.
+        window: a node attends to this many last positions, its own included; None for all positions.
+        qk_norm: each query and key head is normed before it is rotated.
+    """
+
+    name: ClassVar = "attention"
+    rope: Rope | None = None
+    window: int | None = None
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is not None:
+            size("sliding_window", self.window)
+        if self.rope is not None and self.rope.dim > self.head_dim:
+            raise SpecbeamError("the model's configuration rotates more features of a head than it has")
+
+    def memory(self, config: Config) -> Memory:
+        return Memory(2 * self.key_size, self.window)
+
+    def weights(self, config: Config) -> Parameters:
+        yield from product("qkv", (self.query_size, self.key_size, self.key_size), config.hidden_size, self.qkv_bias)
+        yield from product("output", config.hidden_size, self.query_size, self.output_bias)
+        if self.qk_norm:
+            yield from norm("q_norm", self.head_dim, config)
+            yield from norm("k_norm", self.head_dim, config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttention(Heads):
+    """Each node attends to the whole output of the encoder.
+
+    It follows an :class:`Attention` with as many heads of keys and values, of the same size. A slot has a token of the
+    text or a position of the source, and never both. So both parts keep theirs in one place.
+    """
+
+    name: ClassVar = "cross_attention"
+
+    def weights(self, config: Config) -> Parameters:
+        assert config.encoder is not None
+        yield from product("query", self.query_size, config.hidden_size, self.qkv_bias)
+        yield from product("key_value", (self.key_size, self.key_size), config.encoder.hidden_size, self.qkv_bias)
+        yield from product("output", config.hidden_size, self.query_size, self.output_bias)

@@ -1,0 +1,123 @@
+"""What every part of a layer says of itself, and the helpers with which parts say it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from specbeam.errors import SpecbeamError
+from specbeam.system.numbers import is_integer
+
+if TYPE_CHECKING:
+    from specbeam.checkpoints.config import Config
+
+MAX_SIZE = 2**31 - 1
+"""The largest size that is believed."""
+
+
+class Parameter(NamedTuple):
+    """One parameter of a model.
+
+    Attributes:
+        shape: [out, in] of a matrix, or [n] of a vector.
+        rows: of the matrices that are stacked to it, such as query, key and value. Empty for a matrix that is one.
+        min_bits: a quantized model keeps at least this many bits per weight: 4, 8 or 32.
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    min_bits: int = 4
+
+
+Parameters = Iterator[tuple[str, Parameter]]
+"""Parameters with their names, in the order in which packed weights have them."""
+
+
+class Memory(NamedTuple):
+    """What a part keeps of each token for later ones.
+
+    Attributes:
+        numbers: how many, such as those of a key and a value.
+        reach: a node reads those of this many last positions, its own included; None for all positions.
+    """
+
+    numbers: int = 0
+    reach: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One step of a layer. What it makes of the hidden states is added to them.
+
+    Attributes:
+        norm: its input is normed. A part without a norm is parallel, and reads what the part before it has normed.
+        output_norm: its output is normed before it is added.
+        parallel: it reads the same hidden states as the part before it, without what that part adds.
+    """
+
+    name: ClassVar[str]
+    """In the names of its parameters, and of its code in native/parts/."""
+    norm: bool = True
+    output_norm: bool = False
+    parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.norm or self.parallel):
+            raise SpecbeamError(f"the model's configuration has a part {self.name} without a norm of its input")
+        check_numbers(self)
+
+    def memory(self, config: Config) -> Memory:
+        """What it keeps of each token. Most parts keep nothing."""
+        return Memory()
+
+    def weights(self, config: Config) -> Parameters:
+        """Its own parameters, without its name."""
+        raise NotImplementedError
+
+    def parameters(self, config: Config) -> Parameters:
+        """All of its parameters in a layer."""
+        if self.norm:
+            yield from norm(f"{self.name}_norm", config.hidden_size, config)
+        for name, parameter in self.weights(config):
+            yield f"{self.name}.{name}", parameter
+        if self.output_norm:
+            yield from norm(f"post_{self.name}_norm", config.hidden_size, config)
+
+
+def product(name: str, rows: int | tuple[int, ...], columns: int, bias: bool = False, min_bits: int = 4) -> Parameters:
+    """The matrix of a product, and its bias if it has one.
+
+    Args:
+        rows: several for matrices that are stacked.
+    """
+    stacked = rows if isinstance(rows, tuple) else ()
+    total = sum(rows) if isinstance(rows, tuple) else rows
+    yield f"{name}.weight", Parameter((total, columns), stacked, min_bits)
+    if bias:
+        yield f"{name}.bias", Parameter((total,), stacked)
+
+
+def norm(name: str, size: int, config: Config) -> Parameters:
+    """The weight of a norm, and the bias of a LayerNorm."""
+    yield f"{name}.weight", Parameter((size,))
+    if config.norm == "layer":
+        yield f"{name}.bias", Parameter((size,))
+
+
+def check_numbers(described: Any) -> None:
+    """Raises SpecbeamError for a field of floats that is no positive number."""
+    numbers = (getattr(described, field.name) for field in fields(described) if "float" in str(field.type))
+    for number in (n for n in numbers if n is not None):
+        if not (math.isfinite(number) and number > 0):
+            raise SpecbeamError(
+                f"the model's configuration has the number {number} for its norms, scales or caps: all must be over 0"
+            )
+
+
+def size(name: str, value: Any, maximum: int = MAX_SIZE) -> int:
+    """The value, if it is a size. Raises SpecbeamError if it is not."""
+    if not is_integer(value) or not 0 < value <= maximum:
+        raise SpecbeamError(f"the model's configuration says {name} = {value!r}, which is no size")
+    return value

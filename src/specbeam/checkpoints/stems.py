@@ -1,0 +1,63 @@
+"""What comes before the first layer of a model, and says what the model reads: tokens or audio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specbeam.checkpoints.parts.part import Parameter, Parameters, check_numbers, product, size
+
+if TYPE_CHECKING:
+    from specbeam.checkpoints.config import Config
+
+FILTER_FRAMES = 3
+"""The frames that a convolution's filter covers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStem:
+    """Each token has an embedding.
+
+    Attributes:
+        scale: factor of the embeddings.
+        learned_positions: each position has an embedding, too, which is added to the token's.
+    """
+
+    scale: float = 1.0
+    learned_positions: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+    def parameters(self, config: Config) -> Parameters:
+        """Its parameters, in the order of packed weights."""
+        yield "embedding.weight", Parameter((config.vocab_size, config.hidden_size), min_bits=8)
+        if self.learned_positions:
+            min_bits = 8 if config.encoder is None else 32  # a decoder with an encoder has few positions
+            yield "positions.weight", Parameter((config.context_length, config.hidden_size), min_bits=min_bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioStem:
+    """Two convolutions over three frames of audio each make one position of two frames. Each position is embedded.
+
+    Attributes:
+        bands: mel bins of a frame.
+    """
+
+    bands: int
+
+    def __post_init__(self) -> None:
+        size("num_mel_bins", self.bands)
+
+    def parameters(self, config: Config) -> Parameters:
+        """Its parameters. The filters of a convolution are rows, frame by frame."""
+        hidden = config.hidden_size
+        yield from product("conv1", hidden, FILTER_FRAMES * self.bands, bias=True, min_bits=32)
+        yield from product("conv2", hidden, FILTER_FRAMES * hidden, bias=True, min_bits=32)
+        yield "positions.weight", Parameter((config.context_length, hidden), min_bits=32)
+
+
+Stem = TokenStem | AudioStem
+PLAIN_STEM = TokenStem()
+"""Of most models: an embedding of each token alone."""
