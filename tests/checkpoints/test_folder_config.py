@@ -232,7 +232,7 @@ def test_older_and_newer_keys_of_lfm2_say_the_same(published, same):
         ({"layer_types": ["sliding_attention", *KINDS[1:]]}, "layers of kind 'sliding_attention' are not supported"),
         ({"layer_types": KINDS[1:]}, "num_hidden_layers = 16, and layer_types has 15 entries"),
         ({"full_attn_idxs": "all"}, "config.json says full_attn_idxs = 'all', not a list or null"),
-        ({"block_multiple_of": 0, "block_auto_adjust_ff_dim": True}, "lfm2"),
+        ({"block_multiple_of": 0, "block_auto_adjust_ff_dim": True}, "block_multiple_of = 0, which is no size"),
     ],
 )
 def test_what_lfm2_cannot_have_is_refused(changes, says):
