@@ -34,9 +34,9 @@ from specbeam.backends.torch.kernels import (
     product,
     summarize,
 )
+from specbeam.backends.torch.parts.mlp import ACTIVATIONS
 from specbeam.backends.torch.sampling import gumbel as plain_gumbel
 from specbeam.backends.torch.sampling import highest as by_sorting
-from specbeam.backends.torch.transformer import ACTIVATIONS
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.tree import Tree

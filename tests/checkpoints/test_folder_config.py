@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING
 
-from specbeam.checkpoints.architecture import COMMON, SIZES
+from specbeam.checkpoints.architecture import COMMON, SIZES, check_rope, nested
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.formats import folder_config
@@ -46,10 +46,10 @@ def by_transformers(given):
     if any(key not in given and kind.attribute_map.get(key) not in given for key in SIZES):
         return None  # transformers has defaults for them, and specbeam does not take these
     try:
-        complete = kind.from_dict(deepcopy(given))
-        if given["model_type"] == "lfm2":  # transformers' class leaves the width of the MLP to its module
-            ARCHITECTURES["lfm2"].derive(complete)
-        return folder_config._read(ARCHITECTURES[given["model_type"]], complete, TENSORS)
+        complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
+        for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
+            check_rope(parameters)  # a model of transformers fails later on what this refuses
+        return folder_config._read(architecture, complete, TENSORS)
     except Exception:
         return None
 
@@ -87,8 +87,8 @@ def changed(draw):
                 file[key][part] = deepcopy(draw.choice(VALUES))
         else:
             file[key] = deepcopy(draw.choice(VALUES))
-    if file["model_type"] == "gpt2":
-        file.pop("rope_scaling", None)  # GPT-2 has no rotation, and transformers looks at the key all the same
+    if not ARCHITECTURES[file["model_type"]].has_rope:
+        file.pop("rope_scaling", None)  # transformers looks at the key all the same
     if file["model_type"] == "phi3" and file.get("head_dim", ...) is None:
         del file["head_dim"]  # Phi-3 has no such key, and transformers' check of its rotation multiplies by it
     return file
@@ -147,7 +147,7 @@ def test_layer_types_count_only_where_the_models_look_at_them():
     mistral = SMALL | {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention"]}
     config = folder_config.config_from_hugging_face(mistral, TENSORS)
     assert isinstance(config, Config)
-    assert config.layers[0].window == 4096
+    assert config.layers[0][0].window == 4096
 
 
 @pytest.mark.parametrize("given", [{}, {"attention_bias": False}, {"attention_bias": True}])
@@ -155,9 +155,10 @@ def test_attention_bias_counts_only_for_architectures_that_have_the_key(given):
     config = folder_config.config_from_hugging_face(
         SMALL | {"model_type": "qwen2", "num_key_value_heads": 2} | given, TENSORS
     )
-    assert (config.qkv_bias, config.output_bias) == (True, False)
-    config = folder_config.config_from_hugging_face(SMALL | given, TENSORS)
-    assert config.qkv_bias == config.output_bias == given.get("attention_bias", False)
+    (attention, _), *_ = config.layers
+    assert (attention.qkv_bias, attention.output_bias) == (True, False)
+    (attention, _), *_ = folder_config.config_from_hugging_face(SMALL | given, TENSORS).layers
+    assert attention.qkv_bias == attention.output_bias == given.get("attention_bias", False)
 
 
 LFM2 = {

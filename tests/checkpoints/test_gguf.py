@@ -24,7 +24,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import Metadata
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.formats.gguf import KINDS, read_header
-from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers
+from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers, config_from_gguf
 from specbeam.checkpoints.sources import packed
 from specbeam.checkpoints.tokenizers import gguf_tokenizer
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import PRE, tokenizer_from_gguf
@@ -223,7 +223,7 @@ def test_a_factor_without_a_type_is_linear_scaling(tmp_path, keys, factor):
     rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": factor}
     model = random_model("llama", rope_parameters=rope)
     path = write_gguf(tmp_path / "m.gguf", model, **({TYPE: None, FACTOR: None} | keys))
-    rope = open_checkpoint(path).config.layers[0].rope
+    rope = open_checkpoint(path).config.layers[0][0].rope
     torch.testing.assert_close(torch.tensor(rope.frequencies()), model.model.rotary_emb.inv_freq)
 
 
@@ -231,10 +231,10 @@ def test_yarn_counts_what_a_converter_took_from_the_folder(tmp_path):
     """llama.cpp's own formula: attn_factor multiplies, and the logarithm has a multiplier."""
     keys = {"llama.rope.scaling.attn_factor": 1.5, "llama.rope.scaling.yarn_log_multiplier": 0.5}
     model = random_model("llama", rope_parameters=YARN)
-    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0].rope
+    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0][0].rope
     assert rope.scale == pytest.approx(1.5 * (0.1 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1))
     keys = {"llama.rope.scaling.yarn_ext_factor": 0.0}
-    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0].rope
+    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0][0].rope
     assert (rope.scale, set(rope.divisors)) == (1.0, {4.0})
 
 
@@ -261,8 +261,22 @@ def test_a_key_that_a_file_lacks_has_the_default_of_llama_cpp(tmp_path, architec
     keys = {f"{architecture}.{key}": value for key, value in keys.items()}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys))
     expected = config_from_hugging_face(model.config.to_dict(), {"model.norm.weight": (), **model.state_dict()})
-    for field in ("layers", "attention_softcap", "logits_softcap", "parallel", "num_kv_heads", "intermediate_size"):
-        assert getattr(checkpoint.config, field) == getattr(expected, field)
+    assert checkpoint.config.layers == expected.layers
+    assert checkpoint.config.logits_softcap == expected.logits_softcap
+
+
+def test_numbers_may_differ_between_layers():
+    """Of the keys of these models, a list has one entry for each layer."""
+    shapes = {f"blk.{i}.ffn_norm.weight": (32,) for i in range(3)} | {"token_embd.weight": (259, 32)}
+    keys = {
+        **{"context_length": 64, "embedding_length": 32, "block_count": 3, "attention.layer_norm_rms_epsilon": 1e-5},
+        **{"attention.head_count": [4, 2, 4], "attention.head_count_kv": [1, 2, 4], "feed_forward_length": [48, 8, 64]},
+    }
+    metadata = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in keys.items()}}
+    layers = config_from_gguf(metadata, shapes).layers
+    assert [(a.num_heads, a.num_kv_heads, a.head_dim, mlp.intermediate_size) for a, mlp in layers] == [
+        *((4, 1, 8, 48), (2, 2, 8, 8), (4, 4, 8, 64)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +288,13 @@ def test_a_key_that_a_file_lacks_has_the_default_of_llama_cpp(tmp_path, architec
         ("llama", "attention.value_length", 16, "llama.attention.value_length = 16 is not supported"),
         ("llama", "attention.causal", False, "attention is not causal"),
         ("llama", "expert_count", 8, "with experts"),
-        ("llama", "attention.head_count_kv", [1, 2, 1], "llama.attention.head_count_kv differs between layers"),
+        ("llama", "attention.head_count_kv", [2, 2], "llama.attention.head_count_kv has 2 values, .* has 3 layers"),
+        (
+            "llama",
+            "attention.head_count_kv",
+            [1, 2, 1],
+            "blk.0.attn_k.weight has shape .16, 32., but the",
+        ),
         ("lfm2", "shortconv.l_cache", None, "has no lfm2.shortconv.l_cache"),
         ("lfm2", "shortconv.l_cache", 0, "= 0, which is no size"),
         ("lfm2", "attention.head_count_kv", [2, 0], "lfm2.attention.head_count_kv"),
@@ -306,7 +326,8 @@ def test_transformers_loader_runs_no_other_model_than_the_file_describes(tmp_pat
     """It drops rotary scaling, for example."""
     for rope in (YARN, LLAMA3_ROPE):
         path = write_gguf(tmp_path / "m.gguf", random_model("llama", rope_parameters=rope))
-        with pytest.raises(SpecbeamError, match="takes another layers than the file says"):
+        says = "takes another value for divisors of the rope of the attention of layer 0 than the file says"
+        with pytest.raises(SpecbeamError, match=says):
             specbeam.load(path, backend="transformers")
         assert specbeam.load(path).backend.name == "cpu"
     usual = {
