@@ -48,7 +48,7 @@ def by_transformers(given):
     try:
         complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
         for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
-            check_rope(parameters)  # a model of transformers fails later on what this refuses
+            check_rope(parameters)  # models of transformers fail later where this refuses
         return folder_config._read(architecture, complete, TENSORS)
     except Exception:
         return None
