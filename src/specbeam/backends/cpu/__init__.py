@@ -6,7 +6,6 @@ kernels add in an order that depends on the node alone.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Backend, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import Library, address, choose_isa, library
+from specbeam.backends.cpu.model import new_model
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
@@ -76,7 +76,10 @@ class CpuBackend(Backend):
         self.window = config.window
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so integers are enough.
         integer_cache = self.quantize != "float32"
-        self._model = _new_model(self._library, checkpoint, self.threads, integer_cache)
+        try:
+            self._model = new_model(self._library, config, self.threads, integer_cache)
+        except SpecbeamError as error:
+            raise SpecbeamError(f"{checkpoint.path}: {error}") from error
         # Not at exit: there a daemon thread may still be using it.
         weakref.finalize(self, self._library.specbeam_model_delete, self._model).atexit = False
         encoder = config.encoder
@@ -237,16 +240,6 @@ class CpuBackend(Backend):
             self._parameter(name, name)
         if config.tied_head:
             self._parameter("head.weight", "embedding.weight")
-        ropes: dict[Any, int] = {}
-        for number, layer in enumerate(config.layers):
-            if layer.rope is not None and layer.rope not in ropes:
-                frequencies = np.array(layer.rope.frequencies(), np.float32)
-                ropes[layer.rope] = self._library.specbeam_model_rope(
-                    self._model, frequencies.ctypes.data, len(frequencies), layer.rope.scale
-                )
-            rope = -1 if layer.rope is None else ropes[layer.rope]
-            if self._library.specbeam_model_layer(self._model, number, rope, layer.window or 0):
-                raise RuntimeError(f"layer {number} does not fit into the native model")
         if missing := self._library.specbeam_model_incomplete(self._model):
             raise RuntimeError(f"the native model lacks {missing.decode()}")
 
@@ -297,23 +290,6 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
     if quantize == "auto":
         return "keep" if checkpoint.quantized else "int8"
     return quantize
-
-
-def _new_model(native: Library, checkpoint: Checkpoint, threads: int, integer_cache: bool) -> int:
-    structure, config, model = native.structures["ModelConfig"], checkpoint.config, ctypes.c_void_p()
-
-    def pack(part: Config) -> bytes:
-        """All fields but one have the names of the configuration's."""
-        values = {}
-        for name, cpp in structure.types.items():
-            value = integer_cache if name == "integer_cache" else getattr(part, name)
-            values[name] = native.enums[cpp][value] if isinstance(value, str) else value or 0
-        return structure.pack([values])
-
-    encoder = None if config.encoder is None else pack(config.encoder)
-    if wrong := native.specbeam_model_new(pack(config), encoder, threads, ctypes.byref(model)):
-        raise SpecbeamError(f"{checkpoint.path}: the cpu backend refuses the configuration: {wrong.decode()}")
-    return int(model.value or 0)
 
 
 def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[bytes, list[NDArray[Any]]]:

@@ -28,7 +28,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 BASELINE = "portable"
 """The instruction set that any processor has."""
 
-ABI_VERSION = 1622500556
+ABI_VERSION = 1291921670
 """A hash of the native/interface.def that this source is for. After a change of that file, the refusal of the new
 library has the new hash. A name that gets another meaning does not change the hash, so it needs to be another name."""
 
@@ -87,12 +87,21 @@ class Library(ctypes.CDLL):
             if head == "enum":
                 self.enums[name] = {one: number for number, one in enumerate(body.lower().split(", "))}
             elif head == "struct":
-                fields = (field.rpartition(" ") for field in body.split(";")[:-1])
-                self.structures[name] = Structure({field: cpp for cpp, _, field in fields})
+                self.structures[name] = Structure(types_by_name(body))
             else:
                 self.functions.append(name)
                 function = getattr(self, f"specbeam_{name}")
                 function.restype, function.argtypes = c_type(head), [c_type(cpp) for cpp in body.split(", ")]
+
+    def fields_of(self, part: str) -> dict[str, str] | None:
+        """The C++ types of the numbers of a kind of part, by their names. None if there is no such part."""
+        text = self.specbeam_part_fields(part.encode())
+        return None if text is None else types_by_name(text.decode())
+
+
+def types_by_name(fields: str) -> dict[str, str]:
+    """C++ types by the names of fields, of a text such as ``int64_t rows;double scale;``."""
+    return {name: cpp for cpp, _, name in (field.rpartition(" ") for field in fields.split(";")[:-1])}
 
 
 def c_type(cpp: str) -> Any:

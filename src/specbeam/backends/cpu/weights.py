@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
+from specbeam.backends.cpu.model import bytes_of_slot
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.files import Extent, fingerprint
 from specbeam.checkpoints.parameters import not_finite, parameters
@@ -36,8 +37,6 @@ MIN_FILE_BYTES = 1 << 25
 """Smaller weights are packed at each load: a file would save too little time."""
 USUAL_CONTEXT = 4096
 """The tokens of context that the memory of a model is stated for."""
-LANES = 16
-"""Numbers of a vector: head_dim is padded to a multiple."""
 MODES = ("keep", "int8", "int4", "float32")
 
 
@@ -156,10 +155,7 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
         SpecbeamError: the checkpoint cannot be run on the cpu backend.
     """
     config = checkpoint.config
-    width = -(-config.head_dim // LANES) * LANES
-    # As ``Cache`` in native/model.h: a key and a value, each with a scale if they are integers.
-    per_head = 8 * width if mode == "float32" else 3 * width + 8
-    slot_bytes = config.num_layers * config.num_kv_heads * per_head
+    slot_bytes = bytes_of_slot(library(), config, integer_cache=mode != "float32")
     source = 0 if config.encoder is None else config.encoder.context_length
     return packed_bytes(checkpoint, mode) + (min(tokens, config.context_length) + source) * slot_bytes
 

@@ -9,6 +9,8 @@
 #include <exception>
 #include <memory>
 #include <numeric>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "ahead.h"
@@ -27,25 +29,17 @@ struct Loaded {
   int thread_count;
   Model model;
   Cache cache;
-  std::unique_ptr<Cache> one_layer;  // of the encoder
+  std::unique_ptr<Cache> one_part;  // of the encoder
   std::unique_ptr<Threads> threads;
   pid_t process = getpid();
   Workspace *workspace = nullptr;
 
-  Loaded(int count, const ModelConfig &config, const ModelConfig *encoder)
-      : thread_count(count), model(with_layers(config)), cache(config) {
+  Loaded(int count, const ModelConfig &config, const ModelConfig *encoder) : thread_count(count), model(config) {
     if (!encoder) return;
-    model.encoder = std::make_unique<Model>(with_layers(*encoder));
-    one_layer = std::make_unique<Cache>(*encoder, 1);
+    model.encoder = std::make_unique<Model>(*encoder);
+    one_part = std::make_unique<Cache>(true);
   }
   ~Loaded() { delete_workspace(workspace); }
-
-  static Model with_layers(const ModelConfig &config) {
-    Model empty{};
-    empty.config = config;
-    empty.layers.resize(config.num_layers);
-    return empty;
-  }
 
   Threads &pool() {
     if (process != getpid()) {  // the threads did not survive the fork
@@ -169,9 +163,9 @@ void specbeam_model_delete(void *model) {
 // The number of threads that the model's passes have: fewer than were asked for where the system makes no more.
 int32_t specbeam_model_threads(void *model) { return static_cast<Loaded *>(model)->pool().count(); }
 
-// Adds rows to the matrix of a product. `name` is the name in backends/torch/transformer.py, in the layer of this
-// number, or in no layer if that is -1. Data is not copied: the caller keeps it alive. Returns 0, or -1 if the name or
-// the size is wrong.
+// Adds rows to the matrix of a product. `name` is the name in checkpoints/parameters.py, in the layer of this number,
+// or in no layer if that is -1. Data is not copied: the caller keeps it alive. Returns 0, or -1 if the name or the size
+// is wrong.
 int32_t specbeam_model_matrix(void *model, int64_t layer, const char *name, int32_t format, int64_t rows,
                               int64_t columns, const uint8_t *data, int64_t bytes) {
   const Parameter parameter = parameter_named(static_cast<Loaded *>(model)->model, layer, name);
@@ -198,24 +192,47 @@ int32_t specbeam_model_vector(void *model, int64_t layer, const char *name, cons
 // Returns the rotation's number, or -1. frequencies: [count], copied
 int32_t specbeam_model_rope(void *model, const float *frequencies, int64_t count, float scale) {
   Model &m = static_cast<Loaded *>(model)->model;
-  if (!frequencies || count < 1 || count > m.config.head_dim / 2 || int64_t(m.ropes.size()) >= m.config.num_layers)
-    return -1;
+  if (!frequencies || count < 1 || count > MAX_ROTATED || int64_t(m.ropes.size()) >= m.config.num_layers) return -1;
   try {
-    m.ropes.push_back({{frequencies, frequencies + count}, scale});
+    const int64_t start = m.ropes.empty() ? 0 : m.ropes.back().start + int64_t(m.ropes.back().frequencies.size());
+    m.ropes.push_back({{frequencies, frequencies + count}, scale, start});
   } catch (const std::exception &) {
     return -1;
   }
   return int32_t(m.ropes.size()) - 1;
 }
 
-// rope: a rotation's number, or -1 for none. window: 0 for none
-int32_t specbeam_model_layer(void *model, int64_t layer, int64_t rope, int64_t window) {
-  Model &m = static_cast<Loaded *>(model)->model;
-  if (layer < 0 || layer >= int64_t(m.layers.size()) || window < 0) return -1;
-  if (rope < -1 || rope >= int64_t(m.ropes.size())) return -1;
-  m.layers[layer].rope = rope;
-  m.layers[layer].window = window;
-  return 0;
+// The types and names of a part's numbers: "int64_t num_heads;double scale;". Null if there is no such part.
+const char *specbeam_part_fields(const char *name) {
+  static thread_local std::string fields;
+  try {
+    const auto part = make_part(name);
+    return part ? (fields = part->fields()).c_str() : nullptr;
+  } catch (const std::exception &) {
+    return nullptr;
+  }
+}
+
+// Adds a part to a layer, after the parts that it has. numbers: [count], in the order of specbeam_part_fields; a
+// rotation is its number, or -1 for none. Returns the error, or null. Not after memory was reserved.
+const char *specbeam_model_part(void *model, int32_t of_encoder, int64_t layer, const char *name, const double *numbers,
+                                int64_t count) {
+  auto &loaded = *static_cast<Loaded *>(model);
+  if (of_encoder && !loaded.model.encoder) return "the model has no encoder";
+  Model &m = of_encoder ? *loaded.model.encoder : loaded.model;
+  if (layer < 0 || layer >= int64_t(m.layers.size())) return "there is no such layer";
+  try {
+    auto part = make_part(name);
+    if (!part) return "there is no such part";
+    if (!numbers || !part->set(numbers, count)) return "a number is wrong";
+    if (const char *reason = wrong(*part, m, m.layers[layer])) return reason;
+    if (!part->keep(m, of_encoder ? *loaded.one_part : loaded.cache, m.layers[layer])) return "a slot is too large";
+    part->layer = layer;
+    m.layers[layer].push_back(std::move(part));
+    return nullptr;
+  } catch (const std::exception &) {
+    return OUT_OF_MEMORY;
+  }
 }
 
 const char *specbeam_model_incomplete(void *model) { return incomplete(static_cast<Loaded *>(model)->model); }
@@ -229,10 +246,8 @@ const char *specbeam_cache_reserve(void *model, int64_t slots) {
   }
 }
 
-// The bytes of a slot: its keys and values in all layers.
-int64_t specbeam_cache_slot_bytes(void *model) {
-  return static_cast<Loaded *>(model)->cache.block / Cache::SLOTS_PER_BLOCK;
-}
+// The bytes of a slot: what all parts keep of a token.
+int64_t specbeam_cache_slot_bytes(void *model) { return static_cast<Loaded *>(model)->cache.block / SLOTS_PER_BLOCK; }
 
 // Empties the slots from `first` on. Memory goes back to the system in blocks of 256 slots. Returns 0, or -1 if a slot
 // is not in the cache. No pass may be running.
@@ -257,8 +272,8 @@ const char *specbeam_encode(void *model, const float *features, int64_t bands, i
     return "the features have another shape than the encoder reads";
   if (first < 0 || first >= end || end > encoder->config.num_layers) return "there are no such layers";
   try {
-    if (const char *reason = loaded.one_layer->reserve(encoder->config.context_length)) return reason;
-    encode(*encoder, *loaded.one_layer, loaded.pool(), *loaded.workspace, features, first, end, states);
+    if (const char *reason = loaded.one_part->reserve(encoder->config.context_length)) return reason;
+    encode(*encoder, *loaded.one_part, loaded.pool(), *loaded.workspace, features, first, end, states);
     return nullptr;
   } catch (const std::exception &) {
     return OUT_OF_MEMORY;

@@ -131,13 +131,13 @@ struct Sums {
 // WHOLE: keys, queries, values and shares are integers, and a lane of 32 bits holds N = 2 of them. Else they are
 // float32.
 template <bool WHOLE> class Work {
-  static_assert(LANES == Cache::PANEL_SLOTS);
+  static_assert(LANES == PANEL_SLOTS);
   static constexpr int N = WHOLE ? 2 : 1;
   using Value = std::conditional_t<WHOLE, int8_t, float>;
   using Share = std::conditional_t<WHOLE, int16_t, float>;
   using Dot = std::conditional_t<WHOLE, I32, F32>;
 
-  const Attention &a;
+  const AttentionJob &a;
   const AttentionItem &item;
   const Tile &tile;
   const Segment &segment;
@@ -158,16 +158,16 @@ template <bool WHOLE> class Work {
   int64_t next_count = 0, fetched = 0;      // their number, and how many of them are prefetched
 
  public:
-  Work(const Attention &all, const AttentionItem &one)
+  Work(const AttentionJob &all, const AttentionItem &one)
       : a(all),
         item(one),
         tile(a.tiles[item.tile]),
         segment(*tile.segment),
-        group(a.group()),
+        group(a.heads.group()),
         rows(tile.count * group),
-        width(a.cache.width),
+        width(a.keys.width),
         steps(width / N),
-        lanes(a.cache.lanes) {
+        lanes(a.keys.lanes) {
     static thread_local Buffer<uint32_t> numbers_of_32_bits;
     static thread_local Buffer<float> numbers;
     static thread_local Buffer<Share> of_shares;
@@ -181,7 +181,7 @@ template <bool WHOLE> class Work {
     shares = room(of_shares, rows * SPLIT);
     begin = room(whole_numbers, 2 * tile.count + SPLIT), end = begin + tile.count;
     slots = end + tile.count;
-    base = a.cache.first_block(a.layer, item.kv_head);
+    base = a.keys.first_block(item.kv_head);
   }
 
   void run() {
@@ -198,11 +198,11 @@ template <bool WHOLE> class Work {
         Sums(sums + row * sums_size(width), width).add(Sums(into + row * sums_size(width), width), width);
     }
     if (!whole) return;
-    const int64_t head_dim = a.config.head_dim;
+    const int64_t head_dim = a.heads.head_dim;
     for (int64_t row = 0; row < rows; row++)
       Sums(sums + row * sums_size(width), width)
           .finish(
-              a.out + ((tile.node + row / group) * a.config.num_heads + item.kv_head * group + row % group) * head_dim,
+              a.out + ((tile.node + row / group) * a.heads.num_heads + item.kv_head * group + row % group) * head_dim,
               head_dim);
   }
 
@@ -219,7 +219,7 @@ template <bool WHOLE> class Work {
     }
   }
 
-  const Value *value(int64_t t) const { return (const Value *)(base + a.cache.value_at(slots[t])); }
+  const Value *value(int64_t t) const { return (const Value *)(base + a.keys.value_at(slots[t])); }
 
   // Finds the slots that are read after this split.
   void look_ahead(int64_t split) {
@@ -230,7 +230,7 @@ template <bool WHOLE> class Work {
     if (!next) return;
     const int64_t first = (next == &item ? split + 1 : next->split) * SPLIT;
     const Segment &s = *a.tiles[next->tile].segment;
-    next_base = a.cache.first_block(a.layer, next->kv_head);
+    next_base = a.keys.first_block(next->kv_head);
     next_slots = s.prefix + first, next_count = std::min(SPLIT, s.prefix_length - first);
   }
 
@@ -240,9 +240,9 @@ template <bool WHOLE> class Work {
   __attribute__((always_inline)) void prefetch_next(int64_t some) {
     for (; some > 0 && fetched < next_count; some--, fetched++) {
       const int64_t slot = std::max<int64_t>(next_slots[fetched], 0), place = slot % LANES;
-      const uint8_t *panel = next_base + a.cache.panel_at(slot), *value = next_base + a.cache.value_at(slot);
+      const uint8_t *panel = next_base + a.keys.panel_at(slot), *value = next_base + a.keys.value_at(slot);
       for (int64_t i = place * lanes / LANES; i < (place + 1) * lanes / LANES; i++) prefetch(panel + i * LINE_BYTES);
-      for (int64_t i = 0; i < a.cache.value; i += LINE_BYTES) prefetch(value + i);
+      for (int64_t i = 0; i < a.keys.value; i += LINE_BYTES) prefetch(value + i);
     }
   }
 
@@ -254,18 +254,17 @@ template <bool WHOLE> class Work {
   }
 
   void load_queries() {
-    const float scale = float(a.config.attention_scale);
+    const float scale = float(a.heads.scale);
     for (int64_t row = 0; row < rows; row++) {
       const float *from =
-          a.queries + (tile.node + row / group) * a.stride + (item.kv_head * group + row % group) * a.config.head_dim;
-      for (int64_t i = 0; i < a.config.head_dim; i += LANES) prefetch(from + QUERIES_AHEAD / group * a.stride + i);
+          a.queries + (tile.node + row / group) * a.stride + (item.kv_head * group + row % group) * a.heads.head_dim;
+      for (int64_t i = 0; i < a.heads.head_dim; i += LANES) prefetch(from + QUERIES_AHEAD / group * a.stride + i);
       uint32_t *query = gathered;  // free until keys are gathered
       if constexpr (WHOLE)
-        query_scales[row] =
-            scale * store_whole((int16_t *)query, from, a.config.head_dim, width, largest_of_key(width));
+        query_scales[row] = scale * store_whole((int16_t *)query, from, a.heads.head_dim, width, largest_of_key(width));
       else
         for (int64_t i = 0; i < width; i += LANES)
-          store((float *)query + i, load_some(from + i, a.config.head_dim - i) * scale);
+          store((float *)query + i, load_some(from + i, a.heads.head_dim - i) * scale);
       for (int64_t i = 0; i < steps; i++) queries[i * rows + row] = query[i];
     }
   }
@@ -324,7 +323,7 @@ template <bool WHOLE> class Work {
 
   // The keys of positions from t on: in place, or gathered in a panel `into`.
   Run run_from(int64_t t, int64_t to, uint32_t *into) const {
-    const auto panel = [this](int64_t slot) { return (const uint32_t *)(base + a.cache.panel_at(slot)); };
+    const auto panel = [this](int64_t slot) { return (const uint32_t *)(base + a.keys.panel_at(slot)); };
     int64_t n = run_length(t, to);
     if (n >= MIN_RUN_LENGTH) return {panel(slots[t]), slots[t] % LANES, t, n};
     Run run{into, 0, t, 0};
@@ -404,7 +403,7 @@ template <bool WHOLE> class Work {
     float *s = scores + row * SPLIT;
     Share *out = shares + row * SPLIT;
     [[maybe_unused]] const float *of_shared = value_scales, *of_own = value_scales + (1 + row / group) * SPLIT;
-    const float softcap = float(a.config.attention_softcap);
+    const float softcap = float(a.heads.softcap);
     const int64_t start = from / LANES * LANES;
     const auto hide = [&](int64_t t) {
       for (int64_t i = t; i < t + LANES; i++)
@@ -559,57 +558,56 @@ template <bool WHOLE> class Work {
 
 }  // namespace
 
-void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, const float *keys,
-         const float *values) {
+void put(const Heads &heads, const KeyValues &kv, int64_t slot, const float *keys, const float *values) {
   static thread_local Buffer<uint32_t> numbers;
-  uint32_t *key = room(numbers, cache.lanes);
-  for (int64_t h = 0; h < c.num_kv_heads; h++, keys += c.head_dim, values += c.head_dim) {
-    uint8_t *base = cache.first_block(layer, h), *value = base + cache.value_at(slot);
-    if (cache.whole) {
+  const int64_t head_dim = heads.head_dim;
+  uint32_t *key = room(numbers, kv.lanes);
+  for (int64_t h = 0; h < heads.num_kv_heads; h++, keys += head_dim, values += head_dim) {
+    uint8_t *base = kv.first_block(h), *value = base + kv.value_at(slot);
+    if (kv.whole) {
       const float scales[] = {
-          store_whole((int16_t *)key, keys, c.head_dim, cache.width, largest_of_key(cache.width)),
-          store_whole((int8_t *)value, values, c.head_dim, cache.width, LARGEST_VALUE),
+          store_whole((int16_t *)key, keys, head_dim, kv.width, largest_of_key(kv.width)),
+          store_whole((int8_t *)value, values, head_dim, kv.width, LARGEST_VALUE),
       };
-      std::memcpy(key + cache.lanes - 2, scales, sizeof scales);
+      std::memcpy(key + kv.lanes - 2, scales, sizeof scales);
     } else {
-      for (int64_t i = 0; i < cache.width; i += LANES) {
-        store((float *)key + i, load_some(keys + i, c.head_dim - i));
-        store((float *)value + i, load_some(values + i, c.head_dim - i));
+      for (int64_t i = 0; i < kv.width; i += LANES) {
+        store((float *)key + i, load_some(keys + i, head_dim - i));
+        store((float *)value + i, load_some(values + i, head_dim - i));
       }
     }
-    auto *panel = (uint32_t *)(base + cache.panel_at(slot)) + slot % Cache::PANEL_SLOTS;
-    for (int64_t i = 0; i < cache.lanes; i++) panel[i * Cache::PANEL_SLOTS] = key[i];
+    auto *panel = (uint32_t *)(base + kv.panel_at(slot)) + slot % PANEL_SLOTS;
+    for (int64_t i = 0; i < kv.lanes; i++) panel[i * PANEL_SLOTS] = key[i];
   }
 }
 
-void get_key(const Cache &cache, int64_t layer, int64_t kv_head, int64_t slot, float *key) {
-  const auto *lane =
-      (const uint32_t *)(cache.first_block(layer, kv_head) + cache.panel_at(slot)) + slot % Cache::PANEL_SLOTS;
+void get_key(const KeyValues &kv, int64_t kv_head, int64_t slot, float *key) {
+  const auto *lane = (const uint32_t *)(kv.first_block(kv_head) + kv.panel_at(slot)) + slot % PANEL_SLOTS;
   float scale = 1;
-  if (cache.whole) std::memcpy(&scale, lane + (cache.lanes - 2) * Cache::PANEL_SLOTS, sizeof scale);
-  for (int64_t i = 0; i < cache.width; lane += Cache::PANEL_SLOTS) {
-    if (cache.whole)
+  if (kv.whole) std::memcpy(&scale, lane + (kv.lanes - 2) * PANEL_SLOTS, sizeof scale);
+  for (int64_t i = 0; i < kv.width; lane += PANEL_SLOTS) {
+    if (kv.whole)
       for (uint32_t half : {*lane & 0xffff, *lane >> 16}) key[i++] = float(int16_t(half)) * scale;
     else std::memcpy(&key[i++], lane, sizeof *key);
   }
 }
 
-void attend(const Attention &a, int64_t item) {
-  if (a.cache.whole) Work<true>(a, a.items[item]).run();
+void attend(const AttentionJob &a, int64_t item) {
+  if (a.keys.whole) Work<true>(a, a.items[item]).run();
   else Work<false>(a, a.items[item]).run();
 }
 
-void join(const Attention &a, int64_t node) {
+void join(const AttentionJob &a, int64_t node) {
   const Tile &tile = a.tiles[a.tile_of[node]];
   if (tile.parts < 0) return;
-  const int64_t group = a.group(), rows = tile.count * group, width = a.cache.width;
-  for (int64_t h = 0; h < a.config.num_heads; h++) {
+  const int64_t group = a.heads.group(), rows = tile.count * group, width = a.keys.width;
+  for (int64_t h = 0; h < a.heads.num_heads; h++) {
     const int64_t row = (node - tile.node) * group + h % group, splits = tile.end - tile.split;
     float *parts = a.parts + tile.parts + (h / group * splits * rows + row) * sums_size(width);
     Sums sums(parts, width);
     for (int64_t split = 1; split < splits; split++)
       sums.add(Sums(parts + split * rows * sums_size(width), width), width);
-    sums.finish(a.out + (node * a.config.num_heads + h) * a.config.head_dim, a.config.head_dim);
+    sums.finish(a.out + (node * a.heads.num_heads + h) * a.heads.head_dim, a.heads.head_dim);
   }
 }
 

@@ -1,4 +1,4 @@
-// Attention of one layer over the nodes of a pass. The kernels are in attention.cpp, which is compiled once for each
+// Attention of one part over the nodes of a pass. The kernels are in attention.cpp, which is compiled once for each
 // instruction set.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Tile {
   int64_t node;          // the first node's number in the pass
   int64_t first, count;  // the nodes in the segment
   int64_t split, end;    // the splits that the nodes see
-  int64_t parts;         // where the results of the splits go in Attention::parts, or -1 if one thread does all splits
+  int64_t parts;  // where the results of the splits go in AttentionJob::parts, or -1 if one thread does all splits
 };
 
 // A tile's attention in the query heads that share a key head, in some of its splits.
@@ -29,11 +29,21 @@ struct AttentionItem {
   int64_t tile, kv_head, split, end;
 };
 
-struct Attention {
-  const ModelConfig &config;
-  const Cache &cache;
-  int64_t layer, window;  // window: 0 for none
-  const float *queries;   // [nodes, stride], the query heads first
+// The numbers of a part's heads. Groups of query heads share a head of keys and values.
+struct Heads {
+  int64_t num_heads = 0, num_kv_heads = 0, head_dim = 0;
+  double scale = 1, softcap = 0;  // softcap: 0 for none
+  int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t query_size() const { return num_heads * head_dim; }
+  int64_t key_size() const { return num_kv_heads * head_dim; }
+};
+
+// The attention of one part over the nodes of a pass.
+struct AttentionJob {
+  const Heads &heads;
+  const KeyValues keys;
+  int64_t window;        // 0 for none
+  const float *queries;  // [nodes, stride], the query heads first
   int64_t stride;
   float *out;  // [nodes, heads * head_dim]
   const std::vector<Tile> &tiles;
@@ -41,16 +51,15 @@ struct Attention {
   const std::vector<int32_t> &tile_of;  // by node
   float *parts;                         // [kv head, split, row of the tile, sums_size(width)] for each tile
 
-  int64_t group() const { return config.num_heads / config.num_kv_heads; }
   int64_t first_seen(int64_t position) const { return specbeam::first_seen(position, window); }
 };
 
 // Writes the keys and values of a node into a slot. keys, values: [kv_heads * head_dim]
-void put(const ModelConfig &, const Cache &, int64_t layer, int64_t slot, const float *keys, const float *values);
+void put(const Heads &, const KeyValues &, int64_t slot, const float *keys, const float *values);
 // Reads a key as float32. key: [width of the cache]
-void get_key(const Cache &, int64_t layer, int64_t kv_head, int64_t slot, float *key);
-void attend(const Attention &, int64_t item);
+void get_key(const KeyValues &, int64_t kv_head, int64_t slot, float *key);
+void attend(const AttentionJob &, int64_t item);
 // Joins the splits of a node, where several threads did them.
-void join(const Attention &, int64_t node);
+void join(const AttentionJob &, int64_t node);
 
 }  // namespace specbeam

@@ -4,20 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
+
+#include "parts/part.h"
 
 namespace specbeam {
 
-// The first value in a structure that its type does not allow, or null.
-template <class T> const char *wrong_value(const T &) { return nullptr; }
-inline const char *wrong_value(double number) {
-  return !std::isfinite(number) ? "a number is not finite" : number < 0 ? "a number is negative" : nullptr;
-}
-#define ENUM(name, ...)                             \
-  inline const char *wrong_value(name value) {      \
-    for (name one : {__VA_ARGS__})                  \
-      if (value == one) return nullptr;             \
-    return "a value is not one of those of " #name; \
-  }
 #define STRUCTURE(name) inline const char *wrong_value(const name &s) {
 #define FIELD(type, name) \
   if (const char *reason = wrong_value(s.name)) return reason;
@@ -27,67 +19,53 @@ inline const char *wrong_value(double number) {
 #include "interface.def"
 
 const char *wrong(const ModelConfig &c) {
-  for (int64_t size : {c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads, c.num_kv_heads,
-                       c.head_dim, c.context_length})
+  for (int64_t size : {c.vocab_size, c.hidden_size, c.num_layers, c.context_length})
     if (size < 1 || size > INT32_MAX) return "a size is not between 1 and 2^31 - 1";
   if (c.num_layers > MAX_LAYERS) return "there are too many layers";
   if (c.bands < 0 || c.bands > INT32_MAX ||
       (c.bands && std::max({3 * c.bands, 3 * c.hidden_size, 2 * c.context_length}) > INT32_MAX))
     return "the frames of audio are too large, or too many";
-  if (c.num_heads % c.num_kv_heads) return "the number of heads is not a multiple of the number of key heads";
-  if (c.num_heads > INT32_MAX / 3 / c.head_dim || c.intermediate_size > INT32_MAX / 2) return "a layer is too wide";
   return wrong_value(c);
 }
 
 const char *wrong(const ModelConfig &c, const ModelConfig &encoder) {
   if (c.bands) return "an encoder cannot have an encoder";
-  if (!encoder.bands) return "the encoder reads nothing";
-  return c.parallel || encoder.parallel ? "parallel layers cannot attend to an encoder" : nullptr;
+  return encoder.bands ? nullptr : "the encoder reads nothing";
+}
+
+const char *wrong(const Part &part, const Model &m, const Layer &before) {
+  if (before.size() >= MAX_PARTS_PER_LAYER) return "a layer has too many parts";
+  if (part.parallel ? before.empty() : !part.has_norm)
+    return "a part reads the input of another, and there is none before it";
+  return part.wrong(m, before);
+}
+
+// The first norm of a part's input or output that is missing or has a wrong size, or null.
+static const char *incomplete_norms(const Part &part, int64_t hidden) {
+  for (const auto &[has, norm] : {std::pair(part.has_norm, part.norm), {part.has_output_norm, part.output_norm}})
+    if (has ? !is_sized(norm, hidden) : bool(norm)) return "a norm";
+  return nullptr;
 }
 
 const char *incomplete(const Model &m) {
   const ModelConfig &c = m.config;
-  const auto shaped = [](const Product &p, int64_t rows, int64_t columns) {
-    for (const Matrix &part : p.parts)
-      if (part.columns != columns) return false;
-    return bool(p) && p.rows() == rows && (!p.bias || p.bias_size == rows);
-  };
-  const auto sized = [](const Norm &norm, int64_t size) { return norm && norm.size == size; };
   if (c.bands) {
-    if (!shaped(m.conv1, c.hidden_size, 3 * c.bands) || !shaped(m.conv2, c.hidden_size, 3 * c.hidden_size))
+    if (!is_shaped(m.conv1, c.hidden_size, 3 * c.bands) || !is_shaped(m.conv2, c.hidden_size, 3 * c.hidden_size))
       return "a convolution";
     if (!m.positions) return "the positions";
   } else {
-    if (!shaped(m.embedding, c.vocab_size, c.hidden_size) || m.embedding.parts.size() != 1) return "the embedding";
-    if (!shaped(m.head, c.vocab_size, c.hidden_size)) return "the head";
+    if (!is_shaped(m.embedding, c.vocab_size, c.hidden_size) || m.embedding.parts.size() != 1) return "the embedding";
+    if (!is_shaped(m.head, c.vocab_size, c.hidden_size)) return "the head";
   }
-  if (m.positions && (!shaped(m.positions, c.context_length, c.hidden_size) || m.positions.parts.size() != 1))
+  if (m.positions && (!is_shaped(m.positions, c.context_length, c.hidden_size) || m.positions.parts.size() != 1))
     return "the positions";
-  if (!sized(m.norm, c.hidden_size)) return "the last norm";
-  for (const Layer &l : m.layers) {
-    if (!sized(l.attention_norm, c.hidden_size)) return "a norm";
-    if ((l.mlp_norm || !c.parallel) && !sized(l.mlp_norm, c.hidden_size)) return "a norm";
-    for (const Norm &norm : {l.post_attention_norm, l.post_mlp_norm})
-      if (norm && norm.size != c.hidden_size) return "a norm";
-    for (const Norm &norm : {l.q_norm, l.k_norm})
-      if (norm && norm.size != c.head_dim) return "a norm of heads";
-    if (!shaped(l.qkv, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size)) return "query, key and value";
-    if (!shaped(l.output, c.hidden_size, c.num_heads * c.head_dim)) return "the attention's output";
-    if (!shaped(l.up, c.intermediate_size * (c.gated_mlp ? 2 : 1), c.hidden_size) ||
-        !shaped(l.down, c.hidden_size, c.intermediate_size))
-      return "the MLP";
-    if (m.encoder) {
-      const int64_t width = c.num_heads * c.head_dim, both = 2 * c.num_kv_heads * c.head_dim;
-      if (!sized(l.cross_norm, c.hidden_size)) return "a norm of cross-attention";
-      if (!shaped(l.cross_query, width, c.hidden_size) ||
-          !shaped(l.cross_key_value, both, m.encoder->config.hidden_size) ||
-          !shaped(l.cross_output, c.hidden_size, width))
-        return "cross-attention";
-    } else if (l.cross_query) {
-      return "an encoder";
+  if (!is_sized(m.norm, c.hidden_size)) return "the last norm";
+  for (const Layer &layer : m.layers) {
+    if (layer.empty()) return "a layer";
+    for (const auto &part : layer) {
+      if (const char *reason = incomplete_norms(*part, c.hidden_size)) return reason;
+      if (const char *reason = part->incomplete(m)) return reason;
     }
-    if (l.rope >= int64_t(m.ropes.size())) return "a rotation";
-    if (l.rope >= 0 && int64_t(m.ropes[l.rope].frequencies.size()) * 2 > c.head_dim) return "a rotation's size";
   }
   return m.encoder ? incomplete(*m.encoder) : nullptr;
 }
@@ -109,13 +87,16 @@ static const char *missing(const Segment &s) {
 }
 
 // The first error in the heads that a segment probes, or null.
-static const char *wrong_heads(const ModelConfig &c, const Segment &s) {
+static const char *wrong_heads(const Model &m, const Segment &s) {
   if (s.rows < 1 || s.rows > INT32_MAX || s.shown < 1 || s.shown > s.source_length)
     return "the scores of probed heads have no memory, or are about more positions than the source has";
-  for (int64_t i = 0; i < s.watched; i++)
-    if (s.heads[2 * i] < 0 || s.heads[2 * i] >= c.num_layers || s.heads[2 * i + 1] < 0 ||
-        s.heads[2 * i + 1] >= c.num_heads)
-      return "a probed head is not in the model";
+  for (int64_t i = 0; i < s.watched; i++) {
+    const int64_t layer = s.heads[2 * i], head = s.heads[2 * i + 1];
+    int64_t heads = 0;
+    if (layer >= 0 && layer < int64_t(m.layers.size()))
+      for (const auto &part : m.layers[layer]) heads = std::max(heads, part->probed_heads());
+    if (head < 0 || head >= heads) return "a probed head is not in the model";
+  }
   for (int64_t n = 0; n < s.nodes; n++)
     if (s.positions[n] >= s.rows) return "the scores of probed heads have no row for a position";
   return nullptr;
@@ -139,7 +120,7 @@ const char *wrong(const Model &m, const Cache &cache, const Segment *segments, i
       if (m.positions && s->positions[n] >= c.context_length) return "a position is beyond the context";
     }
     if (s->watched)
-      if (const char *reason = wrong_heads(c, *s)) return reason;
+      if (const char *reason = wrong_heads(m, *s)) return reason;
     nodes += s->nodes;
   }
   if (wanted_count < 0 || (wanted_count && !wanted)) return "the wanted nodes are missing";
@@ -156,7 +137,9 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
     };
     const char *const reason = "a node sees a slot that is empty or holds a node of another position";
     int64_t seen = *least;  // the first position that a node sees in any layer
-    for (const Layer &layer : m.layers) seen = std::min(seen, first_seen(*least, layer.window));
+    for (const Layer &layer : m.layers)
+      for (const auto &part : layer)
+        if (part->keeps()) seen = std::min(seen, first_seen(*least, part->reach()));
     for (int64_t p = 0; p < std::min(*deepest + 1, s->prefix_length); p++)
       if (!holds(s->prefix[p], p) && (p >= seen || s->prefix[p] != NO_SLOT)) return reason;
     for (int64_t p = 0; p < s->source_length; p++)

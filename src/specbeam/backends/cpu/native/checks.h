@@ -11,6 +11,9 @@ const char *wrong(const ModelConfig &);
 // The first error in a configuration beside that of its encoder. Neither has an error by itself.
 const char *wrong(const ModelConfig &, const ModelConfig &encoder);
 
+// The first error in the numbers of a part beside the parts before it in its layer.
+const char *wrong(const Part &, const Model &, const Layer &before);
+
 // The first parameter that is missing or has a wrong shape.
 const char *incomplete(const Model &);
 

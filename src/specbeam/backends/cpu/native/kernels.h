@@ -14,9 +14,9 @@ void delete_workspace(Workspace *);
 void forward(const Model &, const Cache &, Threads &, Workspace &, const Segment *, int64_t count,
              const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits);
 
-// Some layers of an encoder's pass over audio. one_layer: holds the keys and values of the layer that runs; features:
-// [mel bins, 2 * context]; states: [context, hidden], between layers what the next one reads
-void encode(const Model &encoder, const Cache &one_layer, Threads &, Workspace &, const float *features, int64_t first,
+// Some layers of an encoder's pass over audio. one_part: holds what the part that runs keeps; features: [mel bins, 2 *
+// context]; states: [context, hidden], between layers what the next one reads
+void encode(const Model &encoder, const Cache &one_part, Threads &, Workspace &, const float *features, int64_t first,
             int64_t end, float *states);
 
 // Writes the keys and values of cross-attention of all layers into slots. states: [count, hidden of the encoder]

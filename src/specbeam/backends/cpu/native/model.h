@@ -15,7 +15,7 @@
 namespace specbeam {
 
 constexpr int MAX_PARTS = 8, MAX_THREADS = 1024;
-constexpr int64_t MAX_LAYERS = 1 << 16;
+constexpr int64_t MAX_LAYERS = 1 << 16, MAX_PARTS_PER_LAYER = 16, MAX_ROTATED = 1 << 15;
 
 // Matrices stacked along their rows, at most MAX_PARTS. They may have different formats.
 struct Product {
@@ -49,19 +49,16 @@ struct Norm {
 struct Rope {
   std::vector<float> frequencies;  // radians per position
   float scale;
+  int64_t start;  // where its frequencies begin among those of all rotations
 };
 
-struct Layer {
-  Norm attention_norm, post_attention_norm, cross_norm, mlp_norm, post_mlp_norm, q_norm, k_norm;
-  Product qkv, output, up, down;                       // up: in a gated MLP, gate and up stacked
-  Product cross_query, cross_key_value, cross_output;  // of attention to an encoder's output
-  int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 if attention has no window
-};
-
-// The first position of a sequence that a node at this position sees.
-inline int64_t first_seen(int64_t position, int64_t window) {
-  return window && position >= window ? position + 1 - window : 0;
+// The first position of a sequence that a node at this position reads. reach: see Part::reach
+inline int64_t first_seen(int64_t position, int64_t reach) {
+  return reach && position >= reach ? position + 1 - reach : 0;
 }
+
+class Part;
+using Layer = std::vector<std::unique_ptr<Part>>;
 
 struct Model {
   ModelConfig config;
@@ -71,50 +68,90 @@ struct Model {
   Product conv1, conv2;  // over three frames each: [hidden, 3 * mel bins], [hidden, 3 * hidden]
   Norm norm;
   std::unique_ptr<Model> encoder;  // null if there is none
+
+  explicit Model(const ModelConfig &);
+  ~Model();
 };
 
 // The features of a head in a cache, padded to whole vectors.
 inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
-// Keys and values of all sequences of a model: [block of slots, layer, kv head, keys and values, SLOTS_PER_BLOCK,
-// padded head_dim]. They are float32, or integers: keys of 16 bits and values of 8 bits, with two scales per slot.
-// Keys lie in panels of PANEL_SLOTS slots: [lane of 32 bits, slot], and the scales of keys and of values follow as two
-// more lanes. So a vector holds the same lane of the keys of neighbouring slots. Memory is reserved once and never
-// moves. The system gives a page when it is first written.
-class Cache {
- public:
-  static constexpr int64_t SLOTS_PER_BLOCK = 256, PANEL_SLOTS = 16;
-  const bool whole;            // keys and values are integers
-  const int64_t width, lanes;  // the padded head_dim; lanes of 32 bits for a key and the scales of its slot
-  const int64_t value, panel;  // bytes of a value; of a panel
-  const int64_t keys, head;    // bytes of a block for a head's keys; for its keys and values
-  const int64_t block;         // bytes of a block
-  const int64_t layers;
-  int64_t capacity = 0;            // all slots in use are below it
-  std::vector<int32_t> positions;  // [capacity], of each slot's node in its sequence; EMPTY: no node
-  static constexpr int32_t EMPTY = -1;
+constexpr int64_t SLOTS_PER_BLOCK = 256, PANEL_SLOTS = 16;
 
-  explicit Cache(const ModelConfig &c) : Cache(c, c.num_layers) {}
-  // layers: 1 for a cache that holds one layer at a time
-  Cache(const ModelConfig &c, int64_t layers)
-      : whole(c.integer_cache),
-        width(padded(c.head_dim)),
+// How a head's keys and values lie in a block of slots. They are float32, or integers: keys of 16 bits and values of 8
+// bits, with two scales per slot. Keys lie in panels of PANEL_SLOTS slots: [lane of 32 bits, slot], and the scales of
+// keys and of values follow as two more lanes. So a vector holds the same lane of the keys of neighbouring slots.
+struct KeyLayout {
+  bool whole;            // keys and values are integers
+  int64_t width, lanes;  // the padded head_dim; lanes of 32 bits for a key and the scales of its slot
+  int64_t value, panel;  // bytes of a value; of a panel
+  int64_t keys, head;    // bytes of a block for a head's keys; for its keys and values
+
+  KeyLayout(int64_t head_dim, bool integers)
+      : whole(integers),
+        width(padded(head_dim)),
         lanes(whole ? width / 2 + 2 : width),
         value(whole ? width : width * int64_t(sizeof(float))),
         panel(PANEL_SLOTS * lanes * int64_t(sizeof(float))),
         keys(SLOTS_PER_BLOCK / PANEL_SLOTS * panel),
-        head(keys + SLOTS_PER_BLOCK * value),
-        block(layers * c.num_kv_heads * head),
-        layers(layers),
-        heads(c.num_kv_heads) {}
+        head(keys + SLOTS_PER_BLOCK * value) {}
+};
+
+// The keys and values of a part in a cache: [block of slots, kv head, keys and values, SLOTS_PER_BLOCK, width].
+struct KeyValues : KeyLayout {
+  uint8_t *first;  // in the first block
+  int64_t block;   // bytes of a block, with what other parts have there
+
+  // A head's keys and values in the first block.
+  uint8_t *first_block(int64_t kv_head) const { return first + kv_head * head; }
+  // Bytes from the first block to the panel of a slot's key, and to a slot's value.
+  int64_t panel_at(uint64_t slot) const {
+    return int64_t(slot / SLOTS_PER_BLOCK) * block + int64_t(slot % SLOTS_PER_BLOCK / PANEL_SLOTS) * panel;
+  }
+  int64_t value_at(uint64_t slot) const {
+    return int64_t(slot / SLOTS_PER_BLOCK) * block + keys + int64_t(slot % SLOTS_PER_BLOCK) * value;
+  }
+};
+
+// A row of numbers of a part in each slot: [block of slots, SLOTS_PER_BLOCK, size].
+struct Rows {
+  float *first;         // in the first block
+  int64_t size, block;  // numbers of a row; of a block
+  float *at(int64_t slot) const { return first + slot / SLOTS_PER_BLOCK * block + slot % SLOTS_PER_BLOCK * size; }
+};
+
+// What the parts of a model keep of the tokens of all sequences. A block of slots has a section for each part. Memory
+// is reserved once and never moves. The system gives a page when it is first written.
+class Cache {
+ public:
+  int64_t block = 0;               // bytes of a block
+  int64_t capacity = 0;            // all slots in use are below it
+  std::vector<int32_t> positions;  // [capacity], of each slot's node in its sequence; EMPTY: no node
+  static constexpr int32_t EMPTY = -1;
+
+  // one_part: the cache holds what one part keeps at a time
+  explicit Cache(bool one_part = false) : one_part(one_part) {}
   ~Cache() {
     if (room) munmap(room, bytes + STEP_BYTES);
   }
   Cache(const Cache &) = delete;
 
+  // Adds a section to each block. Returns where it begins in a block, or -1 if it is too large, or comes too late.
+  int64_t add_section(int64_t size) {
+    constexpr int64_t MAX_BYTES = int64_t(1) << 46;
+    if (data || size > MAX_BYTES || block > MAX_BYTES) return -1;
+    if (one_part) return block = std::max(block, size), 0;
+    return block += size, block - size;
+  }
+  KeyValues keys(const KeyLayout &layout, int64_t section) const { return {layout, data + section, block}; }
+  Rows rows(int64_t size, int64_t section) const {
+    return {reinterpret_cast<float *>(data + section), size, block / int64_t(sizeof(float))};
+  }
+
   // Makes room for this many slots, and keeps the stored ones. Returns the error, or null.
   const char *reserve(int64_t slots) {
     if (slots <= capacity) return nullptr;
+    if (!block) return "the model keeps nothing of a token";
     if (!data && !map()) return "no address space is left for a KV cache";
     const int64_t blocks = slots / SLOTS_PER_BLOCK + (slots % SLOTS_PER_BLOCK != 0);
     if (blocks > bytes / block) return "the KV cache would be larger than the memory of this machine";
@@ -133,19 +170,9 @@ class Cache {
     if (start < end) (void)madvise(data + start, end - start, MADV_DONTNEED);
   }
 
-  // A head's keys and values in the first block. layer: its number in the cache
-  uint8_t *first_block(int64_t layer, int64_t kv_head) const { return data + (layer * heads + kv_head) * head; }
-  // Bytes from the first block to the panel of a slot's key, and to a slot's value.
-  int64_t panel_at(uint64_t slot) const {
-    return int64_t(slot / SLOTS_PER_BLOCK) * block + int64_t(slot % SLOTS_PER_BLOCK / PANEL_SLOTS) * panel;
-  }
-  int64_t value_at(uint64_t slot) const {
-    return int64_t(slot / SLOTS_PER_BLOCK) * block + keys + int64_t(slot % SLOTS_PER_BLOCK) * value;
-  }
-
  private:
   static constexpr int64_t STEP_BYTES = 1 << 21;  // the cache grows by large pages
-  const int64_t heads;
+  const bool one_part;
   uint8_t *room = nullptr, *data = nullptr;  // data: in room, at a multiple of STEP_BYTES
   int64_t bytes = 0;                         // of address space, from data on
 

@@ -1,0 +1,208 @@
+// Attention to a node's ancestors, and to an encoder's output. The kernels are in ../attention.cpp.
+
+#include "../pass.h"
+
+namespace specbeam {
+
+namespace {
+
+// Rotates the first features of a head, halves paired as in GPT-NeoX (Su et al. 2021).
+void rotate(float *head, const Pass::Angles &by) {
+  for (int64_t i = 0; i < by.count; i++) {
+    const float left = head[i], right = head[i + by.count];
+    head[i] = left * by.cos[i] - right * by.sin[i];
+    head[i + by.count] = right * by.cos[i] + left * by.sin[i];
+  }
+}
+
+class WithHeads : public Part {
+ public:
+  Heads heads;
+  Product output;
+
+  explicit WithHeads(const char *name) : Part(name) {
+    number("num_heads", heads.num_heads), number("num_kv_heads", heads.num_kv_heads);
+    number("head_dim", heads.head_dim), number("scale", heads.scale), number("softcap", heads.softcap);
+    product("output", output);
+  }
+
+  KeyValues keys_in(const Cache &cache) const { return cache.keys({heads.head_dim, whole}, section); }
+
+ protected:
+  bool whole = false;   // its keys and values are integers
+  int64_t section = 0;  // of the cache
+
+  const char *wrong(const Model &, const Layer &) const override {
+    for (int64_t size : {heads.num_heads, heads.num_kv_heads, heads.head_dim})
+      if (size < 1) return "a number of heads, or their size, is below 1";
+    if (heads.num_heads % heads.num_kv_heads) return "the number of heads is not a multiple of the number of key heads";
+    return heads.num_heads > INT32_MAX / 3 / heads.head_dim ? "a layer is too wide" : nullptr;
+  }
+
+  // Attends with queries [rows, stride] and multiplies the results.
+  void attend_and_multiply(Pass &p, bool of_source, int64_t window, const float *queries, int64_t stride) const {
+    const int64_t width = heads.query_size(), rows = p.rows();
+    float *attended = room(p.space.attended, p.nodes * width);
+    const AttentionJob job = p.plan(of_source, heads, keys_in(p.cache), window, queries, stride, attended);
+    p.threads.each(job.items.size(), 1, [&](int64_t i) { attend(job, i); });
+    p.activations.resize(rows, output.parts);
+    p.threads.each(rows, 4, [&](int64_t r) {
+      const int64_t row = of_source ? r : p.going()[r];
+      join(job, row);
+      p.activations.set(r, attended + row * width);
+    });
+    multiply(output, p.threads, p.activations, p.out, p.out_stride);
+  }
+};
+
+class Attention final : public WithHeads {
+  int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 for none
+  Flag qk_norm = NO;
+  Product qkv;
+  Norm q_norm, k_norm;
+
+ public:
+  Attention() : WithHeads("attention") {
+    number("rope", rope), number("window", window), number("qk_norm", qk_norm);
+    product("qkv", qkv), norm_of("q_norm", q_norm), norm_of("k_norm", k_norm);
+  }
+  friend class CrossAttention;
+
+  const char *wrong(const Model &m, const Layer &before) const override {
+    if (const char *reason = WithHeads::wrong(m, before)) return reason;
+    if (window < 0) return "a window is negative";
+    if (rope >= int64_t(m.ropes.size())) return "a rotation is missing";
+    return rope >= 0 && int64_t(m.ropes[rope].frequencies.size()) * 2 > heads.head_dim ? "a rotation is too large"
+                                                                                       : nullptr;
+  }
+
+  bool keep(const Model &m, Cache &cache, const Layer &) override {
+    whole = m.config.integer_cache;
+    section = cache.add_section(heads.num_kv_heads * KeyLayout(heads.head_dim, whole).head);
+    return section >= 0;
+  }
+  bool keeps() const override { return true; }
+  int64_t reach() const override { return window; }
+
+  const char *incomplete(const Model &m) const override {
+    if (!is_shaped(qkv, heads.query_size() + 2 * heads.key_size(), m.config.hidden_size)) return "query, key and value";
+    if (!is_shaped(output, m.config.hidden_size, heads.query_size())) return "the attention's output";
+    for (const Norm &one : {q_norm, k_norm})
+      if (qk_norm ? !is_sized(one, heads.head_dim) : bool(one)) return "a norm of heads";
+    return nullptr;
+  }
+
+  const Product &first() const override { return qkv; }
+
+  void run(Pass &p) const override {
+    const int64_t query_size = heads.query_size(), key_size = heads.key_size(), head_dim = heads.head_dim;
+    const int64_t qkv_rows = query_size + 2 * key_size, stride = stride_of(qkv_rows);
+    float *wide = room(p.space.wide, p.nodes * stride);
+    multiply(qkv, p.threads, p.activations, wide, stride);
+    const KeyValues keys = keys_in(p.cache);
+    p.threads.each(p.nodes, 4, [&](int64_t n) {
+      float *row = wide + n * stride;
+      // The next node's keys and values come from far away.
+      for (int64_t i = query_size; i < qkv_rows; i += LANES) prefetch(row + stride + i);
+      for (int64_t h = 0; h < heads.num_heads + heads.num_kv_heads; h++) {
+        float *head = row + h * head_dim;
+        if (qk_norm) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
+        if (rope >= 0) rotate(head, p.angles(n, rope));
+      }
+      put(heads, keys, p.slot(n), row + query_size, row + query_size + key_size);
+    });
+    if (p.kept(*this)) attend_and_multiply(p, false, window, wide, stride);
+  }
+};
+
+// It keeps its keys and values where the attention before it does: a slot has a token or a position of the source.
+class CrossAttention final : public WithHeads {
+  Product query, key_value;
+
+ public:
+  CrossAttention() : WithHeads("cross_attention") { product("query", query), product("key_value", key_value); }
+
+  const char *wrong(const Model &m, const Layer &before) const override {
+    if (const char *reason = WithHeads::wrong(m, before)) return reason;
+    if (!m.encoder) return "there is no encoder to attend to";
+    const Attention *own = attention_in(before);
+    return own && own->heads.key_size() == heads.key_size() && own->heads.head_dim == heads.head_dim
+               ? nullptr
+               : "attention to an encoder has other keys than the attention before it";
+  }
+
+  bool keep(const Model &m, Cache &, const Layer &before) override {
+    whole = m.config.integer_cache, section = attention_in(before)->section;
+    return true;
+  }
+  int64_t probed_heads() const override { return heads.num_heads; }
+
+  const char *incomplete(const Model &m) const override {
+    const int64_t hidden = m.config.hidden_size, width = heads.query_size();
+    return is_shaped(query, width, hidden) && is_shaped(output, hidden, width) &&
+                   is_shaped(key_value, 2 * heads.key_size(), m.encoder->config.hidden_size)
+               ? nullptr
+               : "cross-attention";
+  }
+
+  const Product &first() const override { return query; }
+
+  void run(Pass &p) const override {
+    const int64_t stride = stride_of(heads.query_size());
+    float *queries = room(p.space.wide, p.nodes * stride);
+    multiply(query, p.threads, p.activations, queries, stride);
+    show(p, queries, stride);
+    attend_and_multiply(p, true, 0, queries, stride);
+  }
+
+  void place(const Model &m, const Cache &cache, Threads &threads, Workspace &space, const float *states,
+             const int64_t *slots, int64_t count) const override {
+    const int64_t hidden = m.encoder->config.hidden_size, width = heads.key_size(), stride = stride_of(2 * width);
+    float *both = room(space.wide, count * stride);
+    const KeyValues keys = keys_in(cache);
+    space.activations.resize(count, key_value.parts);
+    threads.each(count, 16, [&](int64_t n) { space.activations.set(n, states + n * hidden); });
+    multiply(key_value, threads, space.activations, both, stride);
+    threads.each(count, 16,
+                 [&](int64_t n) { put(heads, keys, slots[n], both + n * stride, both + n * stride + width); });
+  }
+
+ private:
+  static const Attention *attention_in(const Layer &before) {
+    return before.empty() ? nullptr : dynamic_cast<const Attention *>(before.back().get());
+  }
+
+  // Writes the scores of the probed heads. queries: [rows, stride], of the nodes that go on
+  void show(Pass &p, const float *queries, int64_t stride) const {
+    const std::vector<int64_t> &going = p.going();
+    const KeyValues keys = keys_in(p.cache);
+    const int64_t rows = p.rows(), head_dim = heads.head_dim;
+    for (int64_t first = 0, end = 0; first < rows; first = end) {  // the rows of a segment
+      while (end < rows && p.space.segment_of[going[end]] == p.space.segment_of[going[first]]) end++;
+      const Segment &s = p.segment(going[first]);
+      for (int64_t i = 0; i < s.watched; i++) {
+        if (s.heads[2 * i] != layer) continue;
+        const int64_t head = s.heads[2 * i + 1];
+        p.threads.each(s.shown, 64, [&](int64_t t) {
+          static thread_local Buffer<float> numbers;
+          float *key = room(numbers, keys.width);
+          get_key(keys, head / heads.group(), s.source[t], key);
+          for (int64_t r = first; r < end; r++) {
+            const float *from = queries + r * stride + head * head_dim;
+            F32 products{};
+            for (int64_t f = 0; f < head_dim; f += LANES)
+              products = multiply_add(load_some(from + f, head_dim - f), load<F32>(key + f), products);
+            s.scores[(i * s.rows + p.position(going[r])) * s.shown + t] = sum(products) * float(heads.scale);
+          }
+        });
+      }
+    }
+  }
+};
+
+const Kind<Attention> ATTENTION("attention");
+const Kind<CrossAttention> CROSS_ATTENTION("cross_attention");
+
+}  // namespace
+
+}  // namespace specbeam

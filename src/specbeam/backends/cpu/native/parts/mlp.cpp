@@ -1,0 +1,56 @@
+// The feed-forward network of a layer.
+
+#include "../pass.h"
+
+namespace specbeam {
+
+namespace {
+
+class MLP final : public Part {
+  int64_t intermediate_size = 0;
+  Activation activation = SILU;
+  Flag gated = NO;
+  Product up, down;  // up: in a gated MLP, gate and up stacked
+
+ public:
+  MLP() : Part("mlp") {
+    number("intermediate_size", intermediate_size), number("activation", activation), number("gated", gated);
+    product("gate_up", up), product("up", up), product("down", down);
+  }
+
+  const char *wrong(const Model &, const Layer &) const override {
+    return intermediate_size < 1 || intermediate_size > INT32_MAX / 2 ? "the width of an MLP is wrong" : nullptr;
+  }
+
+  const char *incomplete(const Model &m) const override {
+    const int64_t hidden = m.config.hidden_size, inner = intermediate_size;
+    return is_shaped(up, gated ? 2 * inner : inner, hidden) && is_shaped(down, hidden, inner) ? nullptr : "the MLP";
+  }
+
+  const Product &first() const override { return up; }
+
+  void run(Pass &p) const override {
+    const int64_t inner = intermediate_size, rows = p.rows(), stride = stride_of(gated ? 2 * inner : inner);
+    float *wide = room(p.space.wide, p.nodes * stride);
+    multiply(up, p.threads, p.activations, wide, stride);
+    p.activations.resize(rows, down.parts);
+    p.threads.each(rows, 1, [&](int64_t r) {
+      static thread_local Buffer<float> activated;
+      float *row = room(activated, inner);
+      const float *in = wide + r * stride;
+      for (int64_t i = 0; i < inner; i += LANES) {
+        prefetch(in + i + ACTIVATIONS_AHEAD);
+        const F32 y = activate(activation, load_some(in + i, inner - i));
+        store_some(row + i, gated ? y * load_some(in + inner + i, inner - i) : y, inner - i);
+      }
+      p.activations.set(r, row);
+    });
+    multiply(down, p.threads, p.activations, p.out, p.out_stride);
+  }
+};
+
+const Kind<MLP> MLP_KIND("mlp");
+
+}  // namespace
+
+}  // namespace specbeam

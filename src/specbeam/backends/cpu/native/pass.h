@@ -1,0 +1,136 @@
+// One forward pass as the parts of the layers see it. A node's values are computed in an order that depends on the node
+// alone: on its columns, its heads and its ancestors by depth. The order never depends on other nodes, on slots or on
+// threads.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "attention.h"
+#include "kernels.h"
+#include "parts/part.h"
+#include "product.h"
+#include "simd.h"
+
+namespace specbeam {
+
+// Rows of queries in tiles, for groups of this many query heads; 0 where they are not divided yet.
+struct Tiling {
+  int64_t group = 0;
+  std::vector<Tile> tiles;
+  std::vector<int32_t> tile_of;  // by row
+};
+
+struct Workspace {
+  Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts;
+  std::vector<int32_t> segment_of, row_in;  // by node
+  std::vector<int64_t> going;               // the nodes that go on, ascending
+  Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
+  std::vector<Segment> sources;             // for each segment, what its nodes see in cross-attention
+  std::vector<int64_t> last_positions;      // of its source, by node
+  std::vector<AttentionItem> attention_items;
+  Activations activations;
+};
+
+constexpr int64_t ACTIVATIONS_AHEAD = 1024;  // numbers that are prefetched, over the ends of rows
+
+// The distance of a buffer's rows: an odd number of cache lines. So the lines of neighbouring rows lie in different
+// sets of a cache. A multiple of 64 lines would put all rows into the same few sets.
+inline int64_t stride_of(int64_t columns) { return ((columns + LANES - 1) / LANES | 1) * LANES; }
+
+// Writes the first p.rows() columns of out[x.rows, stride].
+void multiply(const Product &p, Threads &, const Activations &x, float *out, int64_t stride);
+
+inline F32 activate(Activation activation, F32 x) {
+  if (activation == SILU) return x / (1.0f + exp(-x));
+  if (activation == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+  return x * normal_share(x);
+}
+
+struct Pass {
+  const Model &model;
+  const ModelConfig &c;
+  const Cache &cache;
+  Threads &threads;
+  Workspace &space;
+  const Segment *segments;
+  const int64_t *wanted, wanted_count;
+  int64_t nodes = 0;
+  Activations &activations;
+  // Buffers of the layers, by node: the hidden states, and the input of a part, normed. By row of the nodes that go on:
+  // what a part makes of it.
+  float *x = nullptr, *normed = nullptr, *out = nullptr;
+  const int64_t out_stride;
+
+  Pass(const Model &, const Cache &, Threads &, Workspace &, const Segment *, int64_t count, const int64_t *wanted,
+       int64_t wanted_count);
+
+  // The nodes that go on. Their rows in a part's arrays are in this order.
+  const std::vector<int64_t> &going() const { return space.going; }
+  int64_t rows() const { return int64_t(space.going.size()); }
+  const Segment &segment(int64_t node) const { return segments[space.segment_of[node]]; }
+  int64_t position(int64_t node) const { return segment(node).positions[space.row_in[node]]; }
+  int64_t slot(int64_t node) const { return segment(node).slots[space.row_in[node]]; }
+  // The slot of a node's ancestor.
+  int64_t slot_at(int64_t node, int64_t position) const {
+    return *ancestors(segment(node), space.row_in[node], position);
+  }
+
+  // The part has what it keeps of all nodes in their slots. After the last part that keeps something, only the wanted
+  // nodes go on. Returns whether any node goes on.
+  bool kept(const Part &);
+
+  // Shares the attention of a part out among threads: a tile and a key head make an item. Of few items, each is
+  // several, with some of the splits each. of_source: the nodes see their source.
+  AttentionJob plan(bool of_source, const Heads &, const KeyValues &, int64_t window, const float *queries,
+                    int64_t stride, float *result);
+
+  // The cosines and sines of a node's position in a rotation.
+  struct Angles {
+    const float *cos, *sin;
+    int64_t count;
+  };
+  Angles angles(int64_t node, int64_t rope) const {
+    const Rope &own = model.ropes[rope], &last = model.ropes.back();
+    const int64_t at = node * (last.start + int64_t(last.frequencies.size())) + own.start;
+    return {&space.cos[at], &space.sin[at], int64_t(own.frequencies.size())};
+  }
+
+  void norm_row(const Norm &norm, const float *row, float *to, int64_t size) const {
+    float mean = 0;
+    if (c.norm == LAYER && norm.bias) {
+      double total = 0;
+      for (int64_t i = 0; i < size; i++) total += row[i];
+      mean = float(total / size);
+    }
+    F32 squares{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+      const F32 d = load<F32>(row + i) - mean;
+      squares = multiply_add(d, d, squares);
+    }
+    float total = sum(squares);
+    for (; i < size; i++) total += (row[i] - mean) * (row[i] - mean);
+    const float scale = float(1.0 / std::sqrt(total / double(size) + c.norm_eps));
+    for (i = 0; i < size; i++) to[i] = (row[i] - mean) * scale * norm.weight[i] + (norm.bias ? norm.bias[i] : 0.0f);
+  }
+
+  // logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary.
+  void run(int64_t vocab, float *logits);
+  // features: [mel bins, 2 * nodes]; states: [nodes, hidden], between layers what the next one reads
+  void encode(const float *features, int64_t first, int64_t end, float *states);
+
+ private:
+  const Part *last_keeper = nullptr;  // after which only the wanted nodes go on
+
+  void find_sources(int64_t count);
+  void divide(Tiling &, int64_t group, const Segment *seen, bool by_node);
+  void rotations();
+  void layers(int64_t first, int64_t end);
+  void begin_part(const Part &, const Part *before);
+  void add(const Part &);
+  void convolve(const Product &weights, const float *from, int64_t rows, int64_t step, float *to);
+  void begin(const float *features);
+};
+
+}  // namespace specbeam
