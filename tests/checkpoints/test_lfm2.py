@@ -22,7 +22,7 @@ KEYS = {
     **{"attention.head_count": 4, "attention.head_count_kv": [0, 2, 0], "attention.layer_norm_rms_epsilon": 1e-5},
     **{"rope.freq_base": 1e6, "shortconv.l_cache": 3},
 }
-SHAPES = {f"blk.{i}.ffn_norm.weight": (32,) for i in range(3)} | {"token_embd.weight": (259, 32)}
+SHAPES = {"token_embd.weight": (259, 32), "token_embd_norm.weight": (32,), "blk.0.ffn_norm.weight": (32,)}
 
 
 def of_folder(**changes):
