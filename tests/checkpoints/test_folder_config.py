@@ -22,7 +22,6 @@ TENSORS = [str(number) for number in range(60)]
 OLDER_NAMES = {
     *("rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "sliding_window_pattern"),
     *("rope_local_base_freq", "n_embd", "n_layer", "n_head", "n_positions", "layer_types", "no_rope_layers"),
-    *("block_ff_dim", "tie_embedding"),
 }
 READ = sorted({*COMMON, *OLDER_NAMES, *(key for architecture in ARCHITECTURES.values() for key in architecture.keys)})
 """The other keys of a file, such as keys about training, may have any value."""
