@@ -76,7 +76,7 @@ def test_layers_without_attention_are_all_convolutions():
     [
         ({"conv_L_cache": 17}, "conv_L_cache = 17, which is no size"),
         ({"block_multiple_of": 0}, "block_multiple_of = 0, which is no size"),
-        ({"block_ff_dim": "wide"}, "intermediate_size = 'wide', which is no size"),
+        ({"block_ff_dim": "wide"}, "config.json says block_ff_dim = 'wide', not an integer"),
         ({"num_attention_heads": 0}, "num_heads = 0, which is no size"),
     ],
 )
