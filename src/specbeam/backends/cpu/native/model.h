@@ -15,7 +15,7 @@
 namespace specbeam {
 
 constexpr int MAX_PARTS = 8, MAX_THREADS = 1024;
-constexpr int64_t MAX_LAYERS = 1 << 16, MAX_PARTS_PER_LAYER = 16, MAX_ROTATED = 1 << 15;
+constexpr int64_t MAX_LAYERS = 1 << 16, MAX_ROTATED = 1 << 15;
 
 // Matrices stacked along their rows, at most MAX_PARTS. They may have different formats.
 struct Product {
