@@ -194,7 +194,8 @@ class Parts {
     } else if (part.name == "short_convolution") {
       n["kernel_size"] = in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 4 : 16);
     } else {
-      n["num_kv_heads"] = in.ConsumeIntegralInRange(1, 3), n["head_dim"] = in.ConsumeIntegralInRange(1, 40);
+      n["num_kv_heads"] = in.ConsumeIntegralInRange(1, 3);
+      n["head_dim"] = in.PickValueInArray({2, 8, 16, 24, int(in.ConsumeIntegralInRange(1, 40))});
       if (part.name == "cross_attention" && !before.empty() && before.back().name == "attention")
         for (const char *same : {"num_kv_heads", "head_dim"}) n[same] = before.back().numbers.at(same);
       n["num_heads"] = n["num_kv_heads"] * in.ConsumeIntegralInRange(1, 3);
@@ -203,8 +204,11 @@ class Parts {
     if (part.name != "attention") return;
     const bool of_some = !of_encoder && in.ConsumeBool();
     n["window"] = of_some ? in.ConsumeIntegralInRange(1, 9) : 0, n["qk_norm"] = in.ConsumeBool(), n["rope"] = -1;
-    const auto rope = of_encoder ? -1 : in.ConsumeIntegralInRange<int64_t>(-1, int64_t(ropes.size()) - 1);
-    if (rope >= 0 && 2 * ropes[size_t(rope)] <= n["head_dim"]) n["rope"] = double(rope);
+    std::vector<int64_t> fitting;
+    for (size_t rope = 0; rope < ropes.size() && !of_encoder; rope++)
+      if (2 * ropes[rope] <= n["head_dim"]) fitting.push_back(int64_t(rope));
+    if (!fitting.empty() && in.ConsumeIntegralInRange(0, 3) != 3)
+      n["rope"] = double(fitting[in.ConsumeIntegralInRange<size_t>(0, fitting.size() - 1)]);
   }
 };
 
@@ -293,8 +297,8 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
 inline Layers fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c,
                    const ModelConfig *encoder = nullptr) {
   std::vector<int64_t> ropes;
-  for (int64_t n = in.ConsumeIntegralInRange<int64_t>(0, std::min<int64_t>(c.num_layers, 3)); n > 0; n--) {
-    const int64_t count = in.number(1, 12);
+  for (int64_t n = std::min<int64_t>(c.num_layers, in.ConsumeIntegralInRange(0, 3)); n > 0; n--) {
+    const int64_t count = in.number(1, in.ConsumeBool() ? 4 : 12);
     if (count > int64_t(MAX_PARAMETER_BYTES)) continue;
     const float *frequencies = count > 0 ? parameters.floats(count) : nullptr;
     const int32_t rope = specbeam_model_rope(model, frequencies, count, in.rarely() ? -1e30f : 1);
