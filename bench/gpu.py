@@ -30,7 +30,10 @@ import specbeam
 from specbeam import Engine, LanguageModel
 from specbeam.backends.torch.gpu import GpuBackend
 from specbeam.cache.slots import Slots
-from specbeam.checkpoints.config import Config, Layer, Rope
+from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.rope import Rope
 from specbeam.core.tree import Tree
 from specbeam.options.generation_defaults import GenerationDefaults
 
@@ -134,14 +137,15 @@ def rate_of_transformers(model: Any, beams: int, tokens: int = 16) -> float:
 
 def random_model(shape: dict[str, Any]) -> tuple[LanguageModel, int]:
     """A model whose weights are drawn on the device, and the bytes of weights that a pass reads."""
-    layers = (Layer(Rope(10000.0, shape["head_dim"])),) * shape["num_hidden_layers"]
-    sizes = {
-        **{"num_heads": shape["num_attention_heads"], "num_kv_heads": shape["num_key_value_heads"]},
-        **{"context_length": shape["max_position_embeddings"], "tied_head": shape["tie_word_embeddings"]},
-        **{name: shape[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")},
-    }
-    qk_norm, scale = shape["model_type"] == "qwen3", shape["head_dim"] ** -0.5
-    config = Config(shape["model_type"], layers=layers, norm_eps=1e-6, attention_scale=scale, qk_norm=qk_norm, **sizes)
+    heads, head_dim, is_qwen = shape["num_attention_heads"], shape["head_dim"], shape["model_type"] == "qwen3"
+    attention = Attention(
+        **{"num_heads": heads, "num_kv_heads": shape["num_key_value_heads"], "head_dim": head_dim},
+        **{"scale": head_dim**-0.5, "rope": Rope(10000.0, head_dim), "qk_norm": is_qwen},
+    )
+    layer = attention, MLP(intermediate_size=shape["intermediate_size"])
+    sizes = {name: shape[name] for name in ("vocab_size", "hidden_size")}
+    sizes |= {"context_length": shape["max_position_embeddings"], "tied_head": shape["tie_word_embeddings"]}
+    config = Config(shape["model_type"], layers=(layer,) * shape["num_hidden_layers"], norm_eps=1e-6, **sizes)
 
     def draw(model: Any, checkpoint: Any, device: str, dtype: torch.dtype) -> None:
         model.to(dtype).to_empty(device=device)

@@ -9,9 +9,11 @@ from safetensors.numpy import save_file
 
 from specbeam import Tokenizer
 from specbeam.checkpoints.architecture import tensor_names
+from specbeam.checkpoints.checkpoint import FILTERS
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.formats.folder_config import complete, config_from_hugging_face
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.parameters import parameters
+from specbeam.checkpoints.stems import FILTER_FRAMES
 from tests.absent import needs
 
 WEIGHTS = 6
@@ -92,21 +94,20 @@ def random_tensors(given, seed):
     config = config_from_hugging_face(given, range(10_000))
     deviation = given.get("init_std", given.get("initializer_range"))
     draw, tensors = np.random.default_rng([WEIGHTS, seed]), {}
-    for parameter, shape in parameter_shapes(config).items():
-        own = config.encoder if parameter.startswith("encoder.") else config
-        heads, groups = (number * own.head_dim for number in (own.num_heads, own.num_kv_heads))
+    for parameter, (shape, stacked, _) in parameters(config).items():
         names = tensor_names(parameter, architecture.folder_tensors)
-        rows = {1: [shape[0]], 2: [shape[0] // 2] * 2, 3: [heads, groups, groups]}[len(names)]
-        for name, count in zip(names, rows, strict=True):
+        for name, count in zip(names, shape[:1] if len(names) == 1 else stacked, strict=True):
             if name.endswith(architecture.folder_zeros):
                 continue
             if len(shape) == 2:
                 tensor = draw.normal(0, deviation, (count, shape[1]))
                 tensor = tensor.T if architecture.stores_transposed(name) else tensor
-                if architecture.stores_filters(name):
-                    tensor = tensor.reshape(count, 3, -1).swapaxes(1, 2)
-            else:
-                middle = 0 if name.endswith("bias") else 1 - architecture.folder_norm_offset
+                if FILTERS.search(name):  # [out, in, size]
+                    size = shape[1] if parameter.endswith("filter.weight") else FILTER_FRAMES
+                    tensor = tensor.reshape(count, size, -1).swapaxes(1, 2)
+            else:  # norms are about 1 as they are read
+                (added,) = architecture.folder_values(name, np.zeros(1, np.float32))
+                middle = 0 if name.endswith("bias") else 1 - added
                 tensor = draw.normal(middle, 0.2, count)
             tensors[name] = np.ascontiguousarray(tensor, np.float32)
     return tensors

@@ -37,7 +37,7 @@ from specbeam.backends.contract import Backend, TreeBatch
 from specbeam.backends.devices import kind, peak_memory, reset_peak_memory
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
-from specbeam.backends.torch.transformer import TreeSegment
+from specbeam.backends.torch.parts.part import TreeSegment
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import Tree
 from specbeam.errors import SpecbeamError, forget_frames, is_out_of_memory
@@ -68,11 +68,13 @@ class Model:
         backend = lm.backend
         self.device = backend.device
         self.windows: set[int | None] = {None}
+        self.reaches: set[int] = set()
         self.forward: Forward
         if backend.start_token_ids is not None or backend.features_shape is not None:
             raise SpecbeamError("the model has an encoder, which this rung does not know")
         if isinstance(backend, TorchBackend):
-            self.windows |= {layer.window for layer in backend.model.config.layers}
+            self.windows |= backend.model.windows
+            self.reaches = backend.model.reaches
             self.forward = backend.model
         elif compiled:
             raise SpecbeamError(f"the model runs on the {backend.name} backend, and only torch's passes are compiled")
@@ -101,7 +103,8 @@ class Model:
             window: past if window is None else past & (distance < window) for window in self.windows
         }
         store: Any = cache
-        segment = TreeSegment(store, slice(0, len(tokens)), positions, slice(0, length), visible)
+        recent = {reach: positions[:, None] + torch.arange(1 - reach, 1, device=device) for reach in self.reaches}
+        segment = TreeSegment(store, slice(0, len(tokens)), positions, slice(0, length), visible, recent)
         wanted = torch.tensor([last % len(tokens)], device=device)
         return self.forward(torch.tensor(tokens, device=device), positions, [segment], wanted)
 
@@ -114,12 +117,10 @@ class NoCache(KeyValues):
     """Takes the place of a cache and keeps nothing: attention gets the keys and values of the pass itself."""
 
     def __init__(self) -> None:
-        super().__init__(0, 0, 0, dtype=torch.float32, device="cpu")
+        super().__init__((), dtype=torch.float32, device="cpu")
 
-    def store(
-        self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, seen: slice | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return k.transpose(0, 1), v.transpose(0, 1)
+    def store(self, part: int, slots: slice | Tensor, *new: Tensor) -> list[Tensor]:
+        return [rows.transpose(0, 1) for rows in new]
 
 
 def static_cache(backend: Backend, length: int) -> KeyValues | Slots:

@@ -57,10 +57,31 @@ FAMILIES = {
     "gemma2": ("gemma2", {"sliding_window": 5, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "gemma2, another activation": ("gemma2", {"hidden_activation": "silu"}),
     "gemma3": ("gemma3", SOME_SLIDING),
+    "lfm2": ("lfm2", {}),
+    "lfm2, convolutions first and last": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4},
+    ),
+    "lfm2, wide filters": ("lfm2", {"conv_L_cache": 5, "tie_word_embeddings": True}),
+    "lfm2, rounded width": (
+        "lfm2",
+        {
+            **{"intermediate_size": 70, "block_auto_adjust_ff_dim": True},
+            **{"block_ffn_dim_multiplier": 1.25, "block_multiple_of": 16},
+        },
+    ),
     "gemma3, linear rope": ("gemma3", {**SOME_SLIDING, "rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 24}),
 }
-SOME = ["llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"]
+SOME = [
+    *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
+    "lfm2",
+]
 ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3"]
+WITHOUT_KERNELS = ("lfm2",)
+"""Architectures that run on plain PyTorch on GPUs, too."""
+WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
+NATIVE_ALONE = ("lfm2",)
+"""Architectures that the transformers backend refuses, because their caches are no keys and values."""
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -71,6 +92,8 @@ def pair(request, tiny):
     def pair(family):
         architecture, changes = FAMILIES[family]
         if request.param.startswith("transformers"):
+            if architecture in NATIVE_ALONE:
+                pytest.skip(f"the transformers backend refuses {architecture}: tests/backends/test_transformers.py")
             attention = "eager" if request.param.endswith("eager") else "sdpa"
             model = random_model(architecture, attention=attention, **changes)
             return model, specbeam.hf.wrap(model)

@@ -290,7 +290,8 @@ def test_logits_are_the_same_bits_whichever_nodes_want_them(folder, wanted):
 
 
 FORMATS = ("int8", "float32", "int4")
-EVERY_FORMAT = {"gpt_neox", "gemma2", "gemma3", "phi3, longrope"}  # all kinds of norms, activations, caps and rotations
+EVERY_FORMAT = {"gpt_neox", "gemma2", "gemma3", "phi3, longrope", "lfm2"}
+"""They have all kinds of norms, activations, caps, rotations and parts among them."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -164,9 +164,9 @@ def test_a_pass_lies_on_the_device_in_its_dtype(gpu, save, family):
     first = evaluate(slots, [tree.tip])
     left, right = tree.add([2, 2], [4, 5]).tolist()
     second = evaluate(slots, [left, right, *tree.add([right, left], [6, 7]).tolist()])
-    store = twin(backend._store._keys[0])[:, :7].clone()
+    store = twin(backend._store.tensors(0)[0])[:, :7].clone()
     backend.reserve(1000)
-    assert torch.equal(twin(backend._store._keys[0])[:, :7], store)
+    assert torch.equal(twin(backend._store.tensors(0)[0])[:, :7], store)
     nothing = backend.forward([slots.tree_batch(np.array([1, 2]), np.array([], dtype=np.int64))])
     few = backend.forward([slots.tree_batch(np.array([1, 2]), np.array([1]), vocab=17)])
     assert gpu.waits == []
@@ -174,7 +174,7 @@ def test_a_pass_lies_on_the_device_in_its_dtype(gpu, save, family):
     rows = first, second, nothing, few
     assert [logits.shape for logits in rows] == [(1, 259), (4, 259), (0, 259), (1, 17)]
     assert {(logits.dtype, str(logits.device)) for logits in rows} == {(torch.float32, CUDA)}
-    weights = [*backend.model.parameters(), *backend._store._keys, *backend._store._values]
+    weights = [*backend.model.parameters(), *backend._store.tensors(0), *backend._store.tensors(1)]
     assert {(tensor.dtype, str(tensor.device)) for tensor in weights} == {(torch.bfloat16, CUDA)}
     assert {str(frequencies.device) for frequencies in backend.model.frequencies.values()} <= {CUDA}
 
@@ -258,7 +258,7 @@ def test_what_fake_tensors_refuse_fails_here(gpu):
     here.to(CUDA)
     here.to(CUDA, non_blocking=True)
     assert len(gpu.waits) == 3
-    store = KeyValues(1, 1, 2, torch.float16, torch.device(CUDA))
+    store = KeyValues([[(1, 2)]], torch.float16, torch.device(CUDA))
     store.reserve(1)
     with pytest.raises(RuntimeError, match="dtype"):
-        store._keys[0][0] @ torch.zeros(2, 2, device=CUDA)
+        store.tensors(0)[0][0] @ torch.zeros(2, 2, device=CUDA)

@@ -34,13 +34,13 @@ from specbeam.backends.torch.kernels import (
     product,
     summarize,
 )
+from specbeam.backends.torch.parts.mlp import ACTIVATIONS
 from specbeam.backends.torch.sampling import gumbel as plain_gumbel
 from specbeam.backends.torch.sampling import highest as by_sorting
-from specbeam.backends.torch.transformer import ACTIVATIONS
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.tree import Tree
-from tests.backends.test_conformance import FAMILIES, ONE_PER_ARCHITECTURE, evaluate
+from tests.backends.test_conformance import FAMILIES, WITH_KERNELS, evaluate
 from tests.conftest import in_thorough_mode, random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of padding are whatever they are
@@ -201,7 +201,7 @@ DIFFERENT = ("qwen3", "mistral, sliding window", "gpt2", "stablelm, parallel", "
 
 @pytest.mark.parametrize(
     "family",
-    [f if f in DIFFERENT else pytest.param(f, marks=pytest.mark.thorough) for f in ONE_PER_ARCHITECTURE],
+    [f if f in DIFFERENT else pytest.param(f, marks=pytest.mark.thorough) for f in WITH_KERNELS],
 )
 def test_logits_equal_the_logits_of_the_reference(pair, family):
     expected, got = (evaluate(Slots(Tree([5, 6, 7, 8, 9, 10, 11]), lm.backend), np.arange(7)) for lm in pair(family))

@@ -9,6 +9,7 @@ from transformers import (
     GPTJConfig,
     GPTJForCausalLM,
     GPTNeoConfig,
+    Lfm2Config,
     Llama4TextConfig,
     MambaConfig,
     Phi3Config,
@@ -84,6 +85,7 @@ GPT_NEO = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "
         (FalconConfig, SMALL | {"alibi": True}, "does not follow"),
         (GPTNeoConfig, GPT_NEO, "does"),
         (Llama4TextConfig, EXPERTS, "layers of kind chunked_attention"),
+        (Lfm2Config, SMALL | {"full_attn_idxs": []}, "layers of kind conv"),
     ],
 )
 def test_models_a_tree_cannot_be_laid_over_are_refused(make, sizes, says):

@@ -18,7 +18,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.parameters import parameters
 from tests.backends.test_whisper import PROMPT, random_whisper, run, sound, with_values_of
 from tests.conftest import EOS, LFS_POINTER, byte_tokenizer, examples
 
@@ -43,7 +43,7 @@ def variables(model, kind):
     """The tensors of a model of transformers under CTranslate2's names, and in its numbers."""
     state, config = model.state_dict(), model.config
     whisper, found = ARCHITECTURES["whisper"], {}
-    for parameter in parameter_shapes(config_from_hugging_face(config.to_dict(), state)):
+    for parameter in parameters(config_from_hugging_face(config.to_dict(), state)):
         theirs = tensor_names(parameter, whisper.folder_tensors)
         parts = [state.get(name, torch.zeros(config.d_model)).numpy() for name in theirs]
         (name,) = tensor_names(parameter, whisper.ctranslate2_tensors)

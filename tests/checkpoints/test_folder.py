@@ -19,7 +19,7 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.formats.folder_config import rope_from_transformers
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.parameters import parameters
 from specbeam.cli import main
 from tests.conftest import (
     ARCHITECTURES,
@@ -71,7 +71,7 @@ def test_configs_of_transformers_4_and_5_say_the_same(save):
     new = open_checkpoint(folder).config
     rewrite(folder, "config.json", rope_parameters=..., rope_theta=5000.0, rope_scaling=rope)
     assert open_checkpoint(folder).config == new
-    rope = new.layers[0].rope
+    rope = new.layers[0][0].rope
     assert (rope.theta, max(rope.divisors)) == (5000.0, 8.0)
 
 
@@ -232,7 +232,7 @@ HEADS = {
     "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
     "gpt2": ("transformer.wte.weight", "lm_head.weight"),
 }
-TIED_BY_DEFAULT = ("gemma2", "gemma3", "gpt2", "smollm3")
+TIED_BY_DEFAULT = ("gemma2", "gemma3", "gpt2", "lfm2", "smollm3")
 
 
 @pytest.mark.parametrize("stored", ["another head", "the same head", "the head alone"])
@@ -288,17 +288,17 @@ def test_each_stacked_matrix_and_bias_has_its_own_shape(save, architecture):
     """So query and key cannot be exchanged, of which only the sum of the rows is that of the configuration."""
     model = random_whisper() if architecture == "whisper" else random_model(architecture)
     checkpoint = open_checkpoint(save(model, whisper_tokenizer() if architecture == "whisper" else None))
-    shapes, parameters = dict(checkpoint.shapes), parameter_shapes(checkpoint.config)
-    stacked = [sources for name in parameters if len(sources := checkpoint.sources(name)) > 1]
+    shapes, described = dict(checkpoint.shapes), parameters(checkpoint.config)
+    stacked = [sources for name in described if len(sources := checkpoint.sources(name)) > 1]
     assert stacked
     for first, second, *_ in stacked:
         checkpoint.shapes = dict(shapes)
-        checkpoint.check_tensors(parameters)
+        checkpoint.check_tensors(described)
         for source, more in ((first, -1), (second, 1)):
             rows, *columns = shapes[source]
             checkpoint.shapes[source] = (rows + more, *columns)
         with pytest.raises(SpecbeamError, match=rf"{first} has shape"):
-            checkpoint.check_tensors(parameters)
+            checkpoint.check_tensors(described)
 
 
 def test_exchanged_queries_and_keys_are_refused(folder):
@@ -330,7 +330,7 @@ def test_the_context_of_rotary_scaling(folder, scaling, stated, context):
     checkpoint = open_checkpoint(folder)
     assert (checkpoint.config.context_length, checkpoint.facts.context) == (context, context)
     config = LlamaConfig.from_pretrained(folder)
-    rotary, rope = LlamaRotaryEmbedding(config), checkpoint.config.layers[0].rope
+    rotary, rope = LlamaRotaryEmbedding(config), checkpoint.config.layers[0][0].rope
     torch.testing.assert_close(torch.tensor(rope.frequencies()), rotary.inv_freq, rtol=1e-5, atol=0)
     assert rope.scale == pytest.approx(rotary.attention_scaling)
     assert specbeam.load(folder, backend="transformers", device="cpu").backend.context_length == context

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING
 
-from specbeam.checkpoints.architecture import COMMON, SIZES
+from specbeam.checkpoints.architecture import COMMON, SIZES, check_rope, nested
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.formats import folder_config
@@ -22,6 +22,7 @@ TENSORS = [str(number) for number in range(60)]
 OLDER_NAMES = {
     *("rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "sliding_window_pattern"),
     *("rope_local_base_freq", "n_embd", "n_layer", "n_head", "n_positions", "layer_types", "no_rope_layers"),
+    *("block_ff_dim", "tie_embedding"),
 }
 READ = sorted({*COMMON, *OLDER_NAMES, *(key for architecture in ARCHITECTURES.values() for key in architecture.keys)})
 """The other keys of a file, such as keys about training, may have any value."""
@@ -46,8 +47,10 @@ def by_transformers(given):
     if any(key not in given and kind.attribute_map.get(key) not in given for key in SIZES):
         return None  # transformers has defaults for them, and specbeam does not take these
     try:
-        complete = kind.from_dict(deepcopy(given))
-        return folder_config._read(ARCHITECTURES[given["model_type"]], complete, TENSORS)
+        complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
+        for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
+            check_rope(parameters)  # a model of transformers fails later on what this refuses
+        return folder_config._read(architecture, complete, TENSORS)
     except Exception:
         return None
 
@@ -85,8 +88,8 @@ def changed(draw):
                 file[key][part] = deepcopy(draw.choice(VALUES))
         else:
             file[key] = deepcopy(draw.choice(VALUES))
-    if file["model_type"] == "gpt2":
-        file.pop("rope_scaling", None)  # GPT-2 has no rotation, and transformers looks at the key all the same
+    if not ARCHITECTURES[file["model_type"]].has_rope:
+        file.pop("rope_scaling", None)  # transformers looks at the key all the same
     if file["model_type"] == "phi3" and file.get("head_dim", ...) is None:
         del file["head_dim"]  # Phi-3 has no such key, and transformers' check of its rotation multiplies by it
     return file
@@ -145,7 +148,7 @@ def test_layer_types_count_only_where_the_models_look_at_them():
     mistral = SMALL | {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention"]}
     config = folder_config.config_from_hugging_face(mistral, TENSORS)
     assert isinstance(config, Config)
-    assert config.layers[0].window == 4096
+    assert config.layers[0][0].window == 4096
 
 
 @pytest.mark.parametrize("given", [{}, {"attention_bias": False}, {"attention_bias": True}])
@@ -153,6 +156,86 @@ def test_attention_bias_counts_only_for_architectures_that_have_the_key(given):
     config = folder_config.config_from_hugging_face(
         SMALL | {"model_type": "qwen2", "num_key_value_heads": 2} | given, TENSORS
     )
-    assert (config.qkv_bias, config.output_bias) == (True, False)
-    config = folder_config.config_from_hugging_face(SMALL | given, TENSORS)
-    assert config.qkv_bias == config.output_bias == given.get("attention_bias", False)
+    (attention, _), *_ = config.layers
+    assert (attention.qkv_bias, attention.output_bias) == (True, False)
+    (attention, _), *_ = folder_config.config_from_hugging_face(SMALL | given, TENSORS).layers
+    assert attention.qkv_bias == attention.output_bias == given.get("attention_bias", False)
+
+
+LFM2 = {
+    **{"model_type": "lfm2", "vocab_size": 65536, "num_hidden_layers": 16, "num_key_value_heads": 8},
+    **{"norm_eps": 1e-5, "conv_L_cache": 3, "conv_bias": False, "max_position_embeddings": 128_000},
+    **{"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "bos_token_id": 1, "eos_token_id": 7},
+}
+WITH_ATTENTION = [2, 5, 8, 10, 12, 14]
+KINDS = ["full_attention" if i in WITH_ATTENTION else "conv" for i in range(LFM2["num_hidden_layers"])]
+SIZES_350M = LFM2 | {"hidden_size": 1024, "num_attention_heads": 16}
+SIZES_1_2B = LFM2 | {"hidden_size": 2048, "num_attention_heads": 32}
+NEWER = {"layer_types": KINDS, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}
+FULL = {"rope_theta": 1e6, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("published", "same"),
+    [
+        pytest.param(
+            SIZES_350M
+            | {
+                "block_ff_dim": 6656,
+                "full_attn_idxs": WITH_ATTENTION,
+                "rope_theta": 1e6,
+                "block_auto_adjust_ff_dim": True,
+            }
+            | {"block_dim": 1024, "conv_dim": 1024, "num_heads": 16, "block_norm_eps": 1e-5, "use_pos_enc": True},
+            SIZES_350M | NEWER | {"intermediate_size": 4608},
+            id="LFM2-350M",
+        ),
+        pytest.param(
+            SIZES_1_2B | {"block_ff_dim": 12288, "full_attn_idxs": WITH_ATTENTION, "rope_theta": 1e6},
+            SIZES_1_2B | NEWER | {"intermediate_size": 8192},
+            id="LFM2-1.2B",
+        ),
+        pytest.param(
+            SIZES_1_2B
+            | {"intermediate_size": 12288, "tie_embedding": True, "layer_types": KINDS, "full_attn_idxs": None},
+            SIZES_1_2B | NEWER | {"intermediate_size": 8192, "rope_parameters": FULL},
+            id="LFM2.5-1.2B",
+        ),
+        pytest.param(
+            SIZES_1_2B | NEWER | {"intermediate_size": 10752, "rope_parameters": FULL | {"rope_theta": 1e7}},
+            SIZES_1_2B
+            | NEWER
+            | {"block_ff_dim": 10752, "intermediate_size": 5, "rope_theta": 1e7, "tie_embedding": True},
+            id="LFM2.5-2.6B",
+        ),
+        pytest.param(
+            SIZES_350M | {"layer_types": KINDS, "full_attn_idxs": [0]},
+            SIZES_350M | NEWER | {"intermediate_size": 8192},
+            id="layer_types go before full_attn_idxs, and transformers has a width by default",
+        ),
+        pytest.param(
+            SIZES_350M,
+            SIZES_350M | NEWER | {"intermediate_size": 8192, "layer_types": ["full_attention"] * 16},
+            id="attention everywhere by default",
+        ),
+    ],
+)
+def test_older_and_newer_keys_of_lfm2_say_the_same(published, same):
+    assert by_us(published) == by_us(same) == by_transformers(published) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"conv_bias": True}, "conv_bias is not supported for lfm2"),
+        ({"conv_L_cache": 0}, "= 0, which is no size"),
+        ({"conv_L_cache": "3"}, "config.json says conv_L_cache = '3', not an integer"),
+        ({"layer_types": ["sliding_attention", *KINDS[1:]]}, "layers of kind 'sliding_attention' are not supported"),
+        ({"layer_types": KINDS[1:]}, "num_hidden_layers = 16, and layer_types has 15 entries"),
+        ({"full_attn_idxs": "all"}, "config.json says full_attn_idxs = 'all', not a list or null"),
+        ({"block_multiple_of": 0, "block_auto_adjust_ff_dim": True}, "block_multiple_of = 0, which is no size"),
+    ],
+)
+def test_what_lfm2_cannot_have_is_refused(changes, says):
+    with pytest.raises(SpecbeamError, match=says):
+        folder_config.config_from_hugging_face(SIZES_350M | NEWER | changes, TENSORS)

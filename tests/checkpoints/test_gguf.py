@@ -24,7 +24,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import Metadata
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.formats.gguf import KINDS, read_header
-from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers
+from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers, config_from_gguf
 from specbeam.checkpoints.sources import packed
 from specbeam.checkpoints.tokenizers import gguf_tokenizer
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import PRE, tokenizer_from_gguf
@@ -67,13 +67,21 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(hidden)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(4 * hidden if named == "gpt2" else config.intermediate_size)
+    inner = 4 * hidden if named == "gpt2" else config.intermediate_size
+    if named == "lfm2":
+        inner = len(model.state_dict()["model.layers.0.feed_forward.w1.weight"])  # config.json may have another width
+        kv_heads = [kv_heads * (kind != "conv") for kind in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_vocab_size(config.vocab_size)
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
-    if named not in ("gpt2", "gptneox", "stablelm", "phi3"):
+    if named not in ("gpt2", "gptneox", "stablelm", "phi3", "lfm2"):
         writer.add_key_length(head_dim)
-    if hasattr(config, "rms_norm_eps"):
+    if named == "lfm2":
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
@@ -141,7 +149,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
             array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
         if named.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
-        there, form = names.get_name(name, try_suffixes=(".weight", ".bias")), Type.F32 if array.ndim == 1 else kind
+        filters = "conv.conv" in name
+        array = array.squeeze(1) if filters else array
+        exact = filters or array.ndim == 1
+        there, form = names.get_name(name, try_suffixes=(".weight", ".bias")), Type.F32 if exact else kind
         writer.add_tensor(there, quants.quantize(array, form), raw_dtype=form)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
@@ -178,6 +189,9 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("smollm3", {"num_hidden_layers": 5}),
         ("gemma2", GEMMA),
         ("gemma3", GEMMA | {"num_hidden_layers": 7}),
+        ("lfm2", {"tie_word_embeddings": True}),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
+        ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),
     ],
 )
 def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
@@ -209,7 +223,7 @@ def test_a_factor_without_a_type_is_linear_scaling(tmp_path, keys, factor):
     rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": factor}
     model = random_model("llama", rope_parameters=rope)
     path = write_gguf(tmp_path / "m.gguf", model, **({TYPE: None, FACTOR: None} | keys))
-    rope = open_checkpoint(path).config.layers[0].rope
+    rope = open_checkpoint(path).config.layers[0][0].rope
     torch.testing.assert_close(torch.tensor(rope.frequencies()), model.model.rotary_emb.inv_freq)
 
 
@@ -217,10 +231,10 @@ def test_yarn_counts_what_a_converter_took_from_the_folder(tmp_path):
     """llama.cpp's own formula: attn_factor multiplies, and the logarithm has a multiplier."""
     keys = {"llama.rope.scaling.attn_factor": 1.5, "llama.rope.scaling.yarn_log_multiplier": 0.5}
     model = random_model("llama", rope_parameters=YARN)
-    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0].rope
+    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0][0].rope
     assert rope.scale == pytest.approx(1.5 * (0.1 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1))
     keys = {"llama.rope.scaling.yarn_ext_factor": 0.0}
-    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0].rope
+    rope = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys)).config.layers[0][0].rope
     assert (rope.scale, set(rope.divisors)) == (1.0, {4.0})
 
 
@@ -247,8 +261,22 @@ def test_a_key_that_a_file_lacks_has_the_default_of_llama_cpp(tmp_path, architec
     keys = {f"{architecture}.{key}": value for key, value in keys.items()}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys))
     expected = config_from_hugging_face(model.config.to_dict(), {"model.norm.weight": (), **model.state_dict()})
-    for field in ("layers", "attention_softcap", "logits_softcap", "parallel", "num_kv_heads", "intermediate_size"):
-        assert getattr(checkpoint.config, field) == getattr(expected, field)
+    assert checkpoint.config.layers == expected.layers
+    assert checkpoint.config.logits_softcap == expected.logits_softcap
+
+
+def test_numbers_may_differ_between_layers():
+    """Of the keys of these models, a list has one entry for each layer."""
+    shapes = {f"blk.{i}.ffn_norm.weight": (32,) for i in range(3)} | {"token_embd.weight": (259, 32)}
+    keys = {
+        **{"context_length": 64, "embedding_length": 32, "block_count": 3, "attention.layer_norm_rms_epsilon": 1e-5},
+        **{"attention.head_count": [4, 2, 4], "attention.head_count_kv": [1, 2, 4], "feed_forward_length": [48, 8, 64]},
+    }
+    metadata = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in keys.items()}}
+    layers = config_from_gguf(metadata, shapes).layers
+    assert [(a.num_heads, a.num_kv_heads, a.head_dim, mlp.intermediate_size) for a, mlp in layers] == [
+        *((4, 1, 8, 48), (2, 2, 8, 8), (4, 4, 8, 64)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +288,16 @@ def test_a_key_that_a_file_lacks_has_the_default_of_llama_cpp(tmp_path, architec
         ("llama", "attention.value_length", 16, "llama.attention.value_length = 16 is not supported"),
         ("llama", "attention.causal", False, "attention is not causal"),
         ("llama", "expert_count", 8, "with experts"),
-        ("llama", "attention.head_count_kv", [1, 2, 1], "llama.attention.head_count_kv differs between layers"),
+        ("llama", "attention.head_count_kv", [2, 2], "llama.attention.head_count_kv has 2 values, .* has 3 layers"),
+        (
+            "llama",
+            "attention.head_count_kv",
+            [1, 2, 1],
+            "blk.0.attn_k.weight has shape .16, 32., but the",
+        ),
+        ("lfm2", "shortconv.l_cache", None, "has no lfm2.shortconv.l_cache"),
+        ("lfm2", "shortconv.l_cache", 0, "= 0, which is no size"),
+        ("lfm2", "attention.head_count_kv", [2, 0], "lfm2.attention.head_count_kv"),
         ("llama", "general.type", "adapter", "is a LoRA adapter, and no model: merge it"),
         ("llama", "general.type", "imatrix", "is an importance matrix"),
         ("llama", "general.type", "vocab", "a vocabulary without weights"),
@@ -289,7 +326,8 @@ def test_transformers_loader_runs_no_other_model_than_the_file_describes(tmp_pat
     """It drops rotary scaling, for example."""
     for rope in (YARN, LLAMA3_ROPE):
         path = write_gguf(tmp_path / "m.gguf", random_model("llama", rope_parameters=rope))
-        with pytest.raises(SpecbeamError, match="takes another layers than the file says"):
+        says = "takes another value for divisors of the rope of the attention of layer 0 than the file says"
+        with pytest.raises(SpecbeamError, match=says):
             specbeam.load(path, backend="transformers")
         assert specbeam.load(path).backend.name == "cpu"
     usual = {
@@ -566,6 +604,7 @@ def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
         ("llama", {"rope_parameters": YARN}),
         ("gemma2", GEMMA),
         ("gemma3", GEMMA),
+        ("lfm2", {}),
     ]:
         assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
     assert asked == KINDS_OF_MODELS.keys()

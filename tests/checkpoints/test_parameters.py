@@ -9,12 +9,17 @@ from hypothesis import strategies as st
 
 from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints import open_checkpoint
-from specbeam.checkpoints.parameters import parameter_shapes
+from specbeam.checkpoints.parameters import parameters
+from specbeam.checkpoints.stems import TokenStem
 from tests.backends.test_conformance import FAMILIES
 from tests.conftest import random_model
 
 
-def parameters(config):
+def shapes(config):
+    return [(name, parameter.shape) for name, parameter in parameters(config).items()]
+
+
+def shapes_of_torch(config):
     with torch.device("meta"):
         return [(name, tuple(p.shape)) for name, p in Transformer(config).named_parameters()]
 
@@ -23,13 +28,25 @@ def parameters(config):
 def test_of_each_family(save, family):
     architecture, changes = FAMILIES[family]
     config = open_checkpoint(save(random_model(architecture, **changes))).config
-    assert [*parameter_shapes(config).items()] == parameters(config)
+    assert shapes(config) == shapes_of_torch(config)
 
 
-FLAGS = ("gated_mlp", "learned_positions", "mlp_norm", "post_norms", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+def flags(*names):
+    return st.fixed_dictionaries(dict.fromkeys(names, st.booleans()))
 
 
-@given(st.fixed_dictionaries(dict.fromkeys((*FLAGS, "tied_head"), st.booleans())), st.sampled_from(["rms", "layer"]))
-def test_of_any_features(save, flags, norm):
-    config = replace(open_checkpoint(save(random_model("llama"))).config, norm=norm, **flags)
-    assert [*parameter_shapes(config).items()] == parameters(config)
+@given(
+    flags("qkv_bias", "output_bias", "qk_norm", "output_norm"),
+    flags("gated", "bias", "norm", "output_norm"),
+    flags("tied_head"),
+    flags("learned_positions"),
+    st.sampled_from(["rms", "layer"]),
+)
+def test_of_any_features(save, of_attention, of_mlp, of_model, of_stem, norm):
+    config = open_checkpoint(save(random_model("llama"))).config
+    layers = [
+        (replace(attention, **of_attention), replace(mlp, parallel=not of_mlp["norm"], **of_mlp))
+        for attention, mlp in config.layers
+    ]
+    config = replace(config, layers=tuple(layers), norm=norm, stem=TokenStem(**of_stem), **of_model)
+    assert shapes(config) == shapes_of_torch(config)

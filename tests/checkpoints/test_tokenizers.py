@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -98,8 +98,17 @@ def whisper():
     return backend
 
 
+def lfm2():
+    """Llama 3's way to split, with the processors and the decoder of LFM2's files in sequences."""
+    backend = byte_level(*LLAMA3)
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), backend.post_processor])
+    backend.decoder = decoders.Sequence([backend.decoder])
+    return backend
+
+
 BACKENDS = {
     "bytes": byte_level,
+    "lfm2": lfm2,
     "whisper": whisper,
     "llama3": lambda: byte_level(*LLAMA3),
     "qwen": lambda: byte_level(*LLAMA3, composes=True),
@@ -134,6 +143,10 @@ KINDS = [
     ("gemma2", "sentencepiece", "GemmaTokenizerFast"),
     ("gemma3_text", "sentencepiece", None),
     ("gemma2", "bytes", "PreTrainedTokenizerFast"),
+    ("lfm2", "lfm2", "PreTrainedTokenizerFast"),
+    ("lfm2", "lfm2", "TokenizersBackend"),
+    ("lfm2", "llama3", "LlamaTokenizerFast"),
+    ("lfm2", "llama3", None),
     ("gpt2", "bytes", "GPT2TokenizerFast"),
     ("gpt2", "llama3", None),
     ("gpt_neox", "qwen", "GPTNeoXTokenizerFast"),
@@ -263,7 +276,37 @@ def assert_native(source):
     assert (made.stdout, made.stderr) == ("set()\n", "")
 
 
-@pytest.mark.parametrize(("model", "backend", "kind"), [KINDS[3], KINDS[11], KINDS[15]])
+LFM2 = {
+    **{"add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": True, "extra_special_tokens": {}},
+    **{"legacy": False, "model_input_names": ["input_ids", "attention_mask"], "model_max_length": 10**30},
+    **{"sp_model_kwargs": {}, "spaces_between_special_tokens": False, "use_default_system_prompt": False},
+    **{"tokenizer_class": "PreTrainedTokenizerFast", "use_fast": True, "chat_template": TEMPLATE},
+    **{"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"},
+}
+"""The keys of LFM2's tokenizer_config.json."""
+
+
+def test_a_folder_of_lfm2_needs_no_transformers(folders):
+    """Its files list the added tokens twice, and have some that are not special."""
+    folder, _ = folders
+    backend = lfm2()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|tool_list_start|>", "<|reserved_4|>"])
+    backend.add_tokens([AddedToken("python", normalized=False)])
+    added = {str(i): token.__getstate__() for i, token in backend.get_added_tokens_decoder().items()}
+    write(folder, "lfm2", backend.to_str(), LFM2 | {"added_tokens_decoder": added})
+    more = [*texts()[:60], "<|im_start|>user\nHi<|im_end|>\n", "in python, 'python'", " <|tool_list_start|>[]"]
+    assert_equal(open_checkpoint(folder).tokenizer, AutoTokenizer.from_pretrained(folder), more)
+    assert_native(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "kind"),
+    [
+        ("llama", "sentencepiece", "LlamaTokenizer"),
+        ("gpt2", "bytes", "GPT2TokenizerFast"),
+        ("qwen2", "llama3", "Qwen2Tokenizer"),
+    ],
+)
 def test_neither_transformers_nor_torch_is_imported(folders, model, backend, kind):
     folder, files = folders
     write(folder, model, files[backend], OPTIONS[1] | {"tokenizer_class": kind, "chat_template": TEMPLATE})

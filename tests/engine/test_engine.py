@@ -129,11 +129,11 @@ def test_making_room_can_be_tried_again(monkeypatch):
         left["allocations"] -= 1
         return new_zeros(tensor, *size, **how)
 
-    store = KeyValues(2, 3, 4, torch.float32, "cpu")
+    store = KeyValues([[(3, 4)] * 2] * 2, torch.float32, "cpu")
     store.reserve(64)
     stored, one = torch.randn(2, 2, 64, 3, 4), torch.ones(1, 3, 4)  # keys and values by layer
     for layer, both in enumerate(stored):
-        store.store(layer, slice(0, 64), *both, slice(0, 64))
+        store.store(layer, slice(0, 64), *both)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "new_zeros", scarce)
         with pytest.raises(torch.OutOfMemoryError):
@@ -142,7 +142,7 @@ def test_making_room_can_be_tried_again(monkeypatch):
     store.reserve(65)
     assert store.capacity >= 65
     for layer, both in enumerate(stored):
-        got = torch.stack(store.store(layer, slice(64, 65), one, one, slice(0, 65)))
+        got = torch.stack(store.store(layer, slice(64, 65), one, one))
         assert torch.equal(got[:, :, :64], both.transpose(1, 2))
 
 

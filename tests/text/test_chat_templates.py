@@ -70,6 +70,62 @@ def test_what_a_message_thought_and_the_sandbox_are_transformers(renderer):
             renderer(CONTENTS + template + "{{ dict.__class__.x }}", MESSAGES)
 
 
+LFM2 = """\
+{{- bos_token -}}
+{%- set keeps_thoughts = keep_past_thinking | default(false) -%}
+{%- set ns = namespace(system="") -%}
+{%- if messages[0]["role"] == "system" -%}
+    {%- set ns.system = messages[0]["content"] -%}
+    {%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- for tool in tools or [] -%}
+    {%- if loop.first -%}
+        {%- set ns.system = ns.system + ("\\n" if ns.system else "") + "List of tools: " + FIRST -%}
+    {%- endif -%}
+    {%- set ns.system = ns.system + (tool if tool is string else tool | tojson) + (LAST if loop.last else ", ") -%}
+{%- endfor -%}
+{%- if ns.system %}{{ "<|im_start|>system\\n" + ns.system + "<|im_end|>\\n" }}{% endif -%}
+{%- for message in messages -%}
+    {%- set content = message["content"] if message["content"] is string else message["content"] | tojson -%}
+    {%- if message["role"] == "tool" -%}
+        {%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}
+    {%- elif message["role"] == "assistant" and not keeps_thoughts and "</think>" in content -%}
+        {%- set content = content.split("</think>")[-1] | trim -%}
+    {%- endif -%}
+    {{- "<|im_start|>" + message["role"] + "\\n" + content + "<|im_end|>\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif -%}
+"""
+"""The turns of LFM2's and LFM2.5's templates. FIRST and LAST stand around the list of tools."""
+LFM2_LISTS = {"LFM2": ("<|tool_list_start|>[", "]<|tool_list_end|>"), "LFM2.5": ("[", "]")}
+TOOL = {"type": "function", "function": {"name": "f", "description": "It's <b>", "parameters": {"type": "object"}}}
+NO_ARGUMENTS = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL, NO_ARGUMENTS]])
+@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("version", LFM2_LISTS)
+def test_the_turns_of_lfm2_are_those_of_transformers(renderer, version, system, tools):
+    first, last = LFM2_LISTS[version]
+    template = LFM2.replace("FIRST", f'"{first}"').replace("LAST", f'"{last}"')
+    said = [("user", "Hi"), ("assistant", "<think>Hm</think> Yes "), ("tool", "42"), ("user", "Why?")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    messages = ([{"role": "system", "content": system}] if system else []) + messages
+    listed = '{"type": "function", "function": {"name": "f", "description": "It\'s <b>", '
+    listed += '"parameters": {"type": "object"}}}, {"type": "function", "function": {"name": "g"}}'
+    tools_text = f"List of tools: {first}{listed}{last}" if tools else ""
+    told = "\n".join(text for text in (system, tools_text) if text)
+    answers = {False: "Yes", True: "<think>Hm</think> Yes "}
+    for keeps, answer in answers.items():
+        expected = "<s>" + (f"<|im_start|>system\n{told}<|im_end|>\n" if told else "")
+        expected += f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        expected += "<|im_start|>tool\n<|tool_response_start|>42<|tool_response_end|><|im_end|>\n"
+        expected += "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+        how = {"tools": tools, "bos_token": "<s>", "add_generation_prompt": True, "keep_past_thinking": keeps}
+        (theirs,), _ = render_jinja_template([messages], chat_template=template, **how)
+        assert renderer(template, messages, **how) == theirs == expected
+
+
 def test_the_child_imports_neither_transformers_nor_torch():
     code = "import sys, specbeam.text.chat_templates as c; c._rendered({'chat_template': 'a', 'conversations': [[]]})"
     code += "; print({'torch', 'transformers'} & {*sys.modules})"

@@ -159,6 +159,15 @@ class Metadata(dict[str, Any]):
             )
         return otherwise[0]
 
+    def of_layer(self, number: int, key: str, *otherwise: Any) -> Any:
+        """The value of a key for one layer. A file may give it once for all layers."""
+        value = self.need(key, *otherwise)
+        if not isinstance(value, list):
+            return value
+        if len(value) != (layers := self.need("block_count")):
+            raise SpecbeamError(f"{self.name(key)} has {len(value)} values, but the model has {layers} layers")
+        return value[number]
+
     def require(self, key: str, expected: int) -> None:
         """Raises SpecbeamError if a key has another value than this. It may be missing."""
         if (value := self.need(key, expected)) != expected:
@@ -313,12 +322,12 @@ class Architecture:
         """Our values of some rows of a tensor in a folder, or in a file of CTranslate2 that is made of one.
 
         Args:
-            source: the name of the tensor in a folder.
-            values: [rows, ...] as the files have them.
+            source: the name of the tensor, with points.
+            values: [rows, ...] as the files have them. The filters of a convolution are [rows, in, size].
 
-        Returns: [rows] or [rows, columns].
+        Returns: as many. The numbers of each row are in our order.
         """
-        return values.reshape(len(values), -1) if values.ndim > 1 else values
+        return values
 
     def folder_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
         """For each row of a tensor in our order, the row in a folder's tensor; None for the same order.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,21 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I16": "int16"
 """Names of dtypes in PyTorch, by the names in safetensors and GGUF files."""
 TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
+FILTERS = re.compile(r"conv\w*[./]weight$")
+"""Ends of the names of tensors with the filters of a convolution."""
 Piece = tuple[int, Callable[[], object]]
 """How many weights to read, and the function that reads them."""
 
 
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter whose tensor has this one: the filters of a convolution are rows."""
-    return shape if len(shape) < 3 else (shape[0], prod(shape[1:]))
+def matrix_shape(source: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the parameter that a tensor makes: the filters of a convolution, [out, in, size], are rows."""
+    has_filters = len(shape) == 3 and FILTERS.search(source)
+    return (shape[0], shape[1] * shape[2]) if has_filters else shape
+
+
+def as_matrix(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows of filters, [rows, in, size], as rows of a matrix. Other rows stay as they are."""
+    return rows.reshape(len(rows), rows.shape[1] * rows.shape[2]) if rows.ndim == 3 else rows
 
 
 def read_all(pieces: list[Piece], what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sized
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from specbeam.checkpoints.parts.attention import CrossAttention
@@ -46,6 +46,11 @@ class Config:
         for name in ("vocab_size", "hidden_size", "context_length"):
             size(name, getattr(self, name))
         check_numbers(self)
+        for layer in self.layers:
+            if not layer:
+                raise SpecbeamError("the model's configuration has a layer without parts")
+            for before, part in zip((None, *layer), layer, strict=False):
+                part.check(self, before)
 
     @property
     def description(self) -> str:
@@ -85,14 +90,6 @@ class Config:
         """How far back the farthest part reads. None if a part reads all positions."""
         reaches = [memory.reach for memory in self.memories]
         return max((reach for reach in reaches if reach is not None), default=None) if None not in reaches else None
-
-    def with_fields(self, kind: type[Part], **changes: Any) -> Config:
-        """The same with other fields of all parts of a kind."""
-
-        def changed(part: Part) -> Part:
-            return replace(part, **changes) if isinstance(part, kind) else part
-
-        return replace(self, layers=tuple(tuple(map(changed, layer)) for layer in self.layers))
 
 
 def _described(value: Any) -> Any:

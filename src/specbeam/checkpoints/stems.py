@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from specbeam.checkpoints.parts.part import Parameter, Parameters, check_numbers, product, size
-
-if TYPE_CHECKING:
-    from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parts.part import Parameter, Parameters, Sizes, check_numbers, product, size
 
 FILTER_FRAMES = 3
 """The frames that a convolution's filter covers."""
@@ -29,7 +25,7 @@ class TokenStem:
     def __post_init__(self) -> None:
         check_numbers(self)
 
-    def parameters(self, config: Config) -> Parameters:
+    def parameters(self, config: Sizes) -> Parameters:
         """Its parameters, in the order of packed weights."""
         yield "embedding.weight", Parameter((config.vocab_size, config.hidden_size), min_bits=8)
         if self.learned_positions:
@@ -50,7 +46,7 @@ class AudioStem:
     def __post_init__(self) -> None:
         size("num_mel_bins", self.bands)
 
-    def parameters(self, config: Config) -> Parameters:
+    def parameters(self, config: Sizes) -> Parameters:
         """Its parameters. The filters of a convolution are rows, frame by frame."""
         hidden = config.hidden_size
         yield from product("conv1", hidden, FILTER_FRAMES * self.bands, bias=True, min_bits=32)

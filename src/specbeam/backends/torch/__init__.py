@@ -14,12 +14,13 @@ from torch import Tensor
 
 from specbeam.backends.contract import TreeBatch, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
-from specbeam.backends.torch.cache import KeyValues, index, seen_by
+from specbeam.backends.torch.cache import KeyValues, index, last_slots, seen_by
+from specbeam.backends.torch.parts.part import TreeSegment
 from specbeam.backends.torch.sampling import TensorBackend
 from specbeam.backends.torch.tensors import are_finite, digest_of, to_device
-from specbeam.backends.torch.transformer import Transformer, TreeSegment
+from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
-from specbeam.checkpoints.parameters import not_finite, parameter_shapes
+from specbeam.checkpoints.parameters import not_finite, parameters
 from specbeam.errors import SpecbeamError
 
 PIECE_ELEMENTS = 1 << 20
@@ -56,15 +57,13 @@ class TorchBackend(TensorBackend):
         with torch.device("meta"):
             self.model = Transformer(config)
         load_weights(self.model, checkpoint, self.device, self.dtype)
-        self._windows = {layer.window for layer in config.layers}
         self._store = self.new_store()
         self._one_pass = Lock()  # the KV cache may move when it grows
-        self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        self.slot_bytes = sum(memory.numbers for memory in config.memories) * self.dtype.itemsize
 
     def new_store(self) -> KeyValues:
         """An empty KV cache for this model."""
-        config = self.model.config
-        return KeyValues(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device)
+        return KeyValues((part.kept for part in self.model.parts if part.kept), self.dtype, self.device)
 
     def reserve(self, slots: int) -> None:
         with self._one_pass:
@@ -116,13 +115,14 @@ class TorchBackend(TensorBackend):
     def _part(self, segment: TreeBatch, start: int) -> TreeSegment:
         """A segment whose nodes begin at a row of the batch."""
         seen = seen_by(segment)
-        masks = {window: seen.near(segment.positions, window) for window in self._windows}
+        masks = {window: seen.near(segment.positions, window) for window in self.model.windows}
         return TreeSegment(
             self._store,
             rows=slice(start, start + len(segment.tokens)),
             slots=index(segment.slots, self.device),
             seen=index(seen.slots, self.device),
             visible={w: None if mask is None else to_device(mask, self.device) for w, mask in masks.items()},
+            last={reach: to_device(last_slots(segment, reach), self.device) for reach in self.model.reaches},
             source=None if segment.source is None else index(segment.source, self.device),
             probe=None if segment.probe is None else (segment.probe, segment.positions),
         )
@@ -138,7 +138,7 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: str, dtype:
         SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for, or its weights
             are not finite.
     """
-    checkpoint.check_tensors(parameter_shapes(checkpoint.config))
+    checkpoint.check_tensors(parameters(checkpoint.config))
     model.to(dtype).to_empty(device=device)
     model.frequencies = {rope: frequencies.to(device) for rope, frequencies in model.frequencies.items()}
     pieces = [piece for name, p in model.named_parameters() for piece in _pieces(checkpoint, name, p.data)]

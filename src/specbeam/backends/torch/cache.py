@@ -1,7 +1,9 @@
-"""The KV cache of a model that runs in PyTorch, and the part of it that a segment sees."""
+"""The KV cache of a model that runs in PyTorch, and the slots of it that a segment sees."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,48 +19,49 @@ MIN_CAPACITY = 64
 
 
 class KeyValues:
-    """Keys and values for each layer, [kv_heads, capacity, head_dim]. Capacity grows by quarters."""
+    """What the parts of a model keep in slots, such as keys and values. Capacity grows by quarters.
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    Args:
+        kept: for each part that keeps something, the heads and features of its tensors, which are
+            [heads, capacity, features].
+    """
+
+    def __init__(self, kept: Iterable[Iterable[tuple[int, int]]], dtype: torch.dtype, device: str) -> None:
         self.capacity = 0
-        self._keys = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
-        self._values = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
+        self._tensors = [
+            [torch.empty(heads, 0, features, dtype=dtype, device=device) for heads, features in part] for part in kept
+        ]
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this many slots, and keep the stored ones. After a failure it may be tried again."""
         if slots <= self.capacity:
             return
         capacity = max(slots, self.capacity * 5 // 4, MIN_CAPACITY)
-        for tensors in (self._keys, self._values):
-            for layer, old in enumerate(tensors):  # one by one: memory never holds all old and all new tensors
-                kv_heads, held, head_dim = old.shape
+        for tensors in self._tensors:
+            for number, old in enumerate(tensors):  # one by one: memory never holds all old and all new tensors
+                heads, held, features = old.shape
                 if held < capacity:
                     # Zeros: passes of static shapes read empty slots too, and 0 times garbage may be NaN.
-                    new = old.new_zeros(kv_heads, capacity, head_dim)
+                    new = old.new_zeros(heads, capacity, features)
                     new[:, :held] = old
-                    tensors[layer] = new
+                    tensors[number] = new
         self.capacity = capacity
 
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """The keys and the values of a layer. They move when the capacity grows."""
-        return self._keys[number], self._values[number]
+    def tensors(self, part: int) -> list[Tensor]:
+        """The tensors of a part. They move when the capacity grows."""
+        return self._tensors[part]
 
     def stay(self) -> None:
         """Promise compiled passes that no tensor moves from now on: CUDA graphs write to fixed addresses."""
-        for tensor in (*self._keys, *self._values):
+        for tensor in chain.from_iterable(self._tensors):
             torch._dynamo.mark_static_address(tensor)
 
-    def store(
-        self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, seen: slice | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [n, kv_heads, head_dim]; return [kv_heads, c, head_dim] of the slots that are seen.
-
-        Slots in one run are a view, others are gathered.
-        """
-        keys, values = self._keys[layer], self._values[layer]
-        keys[:, slots] = k.transpose(0, 1)
-        values[:, slots] = v.transpose(0, 1)
-        return keys[:, seen], values[:, seen]
+    def store(self, part: int, slots: slice | Tensor, *new: Tensor) -> list[Tensor]:
+        """Store what a part keeps of nodes, [n, heads, features] each. Returns its tensors with all slots."""
+        tensors = self._tensors[part]
+        for tensor, rows in zip(tensors, new, strict=True):
+            tensor[:, slots] = rows.transpose(0, 1)
+        return tensors
 
 
 class Seen(NamedTuple):
@@ -102,6 +105,18 @@ def seen_by(segment: TreeBatch) -> Seen:
         np.concatenate([above, beyond[column[first]]]),
         None if len(positions) == 1 else np.concatenate([in_prefix, in_suffixes], axis=1),
     )
+
+
+def last_slots(segment: TreeBatch, reach: int) -> NDArray[np.int64]:
+    """The slots of the last nodes up to each node of a segment, int64 [n, reach], its own last. -1 before the start."""
+    positions = segment.positions[:, None] + np.arange(1 - reach, 1)
+    end = len(segment.prefix)
+    slots = np.full(positions.shape, -1)
+    in_prefix = (positions >= 0) & (positions < end)
+    slots[in_prefix] = segment.prefix[positions[in_prefix]]
+    row, column = np.nonzero(positions >= end)
+    slots[row, column] = segment.suffixes[row, positions[row, column] - end]
+    return slots
 
 
 def index(slots: NDArray[np.int64], device: torch.device | str) -> slice | Tensor:

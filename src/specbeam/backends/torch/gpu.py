@@ -10,11 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,11 +37,15 @@ from specbeam.backends.torch.kernels import (
     shared_bytes,
     summarize,
 )
+from specbeam.backends.torch.modules import Norm, Weights, cap
+from specbeam.backends.torch.parts.attention import Attention
+from specbeam.backends.torch.parts.mlp import MLP
+from specbeam.backends.torch.parts.part import Rotations
 from specbeam.backends.torch.sampling import Operations, kinds_of
 from specbeam.backends.torch.tensors import Values, to_cpu, to_device
-from specbeam.backends.torch.transformer import Block, GatedMLP, Norm, Weights, cap
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parts import attention, mlp
 from specbeam.core.selection import NextBeams, Selection, SelectionRequest
 
 MAX_CAPTURED_NODES = 64
@@ -80,7 +82,7 @@ class GpuBackend(TorchBackend):
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         super().__init__(checkpoint, device, dtype)
-        self._group = checkpoint.config.num_heads // checkpoint.config.num_kv_heads
+        (self._group,) = _groups(checkpoint.config)
         self._numbers = torch.zeros(MAX_NUMBERS, dtype=torch.int32, device=self.device)
         self._captures = self._numbers.is_cuda
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
@@ -89,13 +91,19 @@ class GpuBackend(TorchBackend):
 
     @staticmethod
     def fits(config: Config, device: str, dtype: str) -> bool:
-        """Whether a device's programs have memory enough for tiles of a model's keys and values.
+        """Whether the kernels fit all parts of a model.
 
-        They lack cross-attention.
+        Each layer is an attention and an MLP. As many heads share a key head in all layers. The other numbers may
+        differ. A device's programs have memory enough for tiles of keys and values.
         """
-        if config.encoder is not None:
+        layers_fit = all(
+            tuple(map(type, layer)) == (attention.Attention, mlp.MLP) and not layer[0].parallel
+            for layer in config.layers
+        )
+        if config.encoder is not None or not layers_fit or len(_groups(config)) > 1:
             return False
-        return attention_bytes(config.head_dim, DTYPES[dtype]) <= shared_bytes(torch.device(device))
+        head_dim = max(part.head_dim for part in config.parts if isinstance(part, attention.Attention))
+        return attention_bytes(head_dim, DTYPES[dtype]) <= shared_bytes(torch.device(device))
 
     def reserve(self, slots: int) -> None:
         with self._one_pass:
@@ -240,39 +248,41 @@ class GpuBackend(TorchBackend):
         return replace(self._greedy, nodes=nodes)
 
     def _run(self, ready: Pass) -> Tensor:
-        model, config = self.model, self.model.config
-        eps = config.norm_eps
+        model, eps = self.model, self.model.config.norm_eps
         (tokens, positions, slots, _), ancestors = ready.sizes.views(ready.numbers)
         at = positions.clamp(min=0)
-        x = F.embedding(tokens, model.embedding.weight)
-        if model.positions is not None:
-            x = x + F.embedding(at, model.positions.weight)
-        if config.embedding_scale != 1.0:  # rounded as the weights are, for the models were trained so
-            x = x * float(torch.tensor(config.embedding_scale, dtype=x.dtype))
+        x = normed = model.begin(tokens, at)
         angles = {rope: at[:, None] * frequencies for rope, frequencies in model.frequencies.items()}
         rotations = {rope: (a.cos() * rope.scale, a.sin() * rope.scale) for rope, a in angles.items()}
         addend: Addend | None = None
-        for number, block in enumerate(cast("Iterable[Block]", model.blocks)):
-            a = block.attention
-            keys, values = self._store.layer(number)
-            rotation = None if a.rope is None else rotations[a.rope]
-            norms = None if a.q_norm is None or a.k_norm is None else (a.q_norm.weight, a.k_norm.weight)
-            x, normed = add_and_norm(x, addend, _of(block.attention_norm), eps)
-            qkv = partial_products(normed, a.qkv.weight)
-            q = rotate_and_store(qkv, a.qkv.bias, keys, values, slots, a.heads, rotation, norms, eps)
-            attended = attend(q, keys, values, ancestors, a.scale, a.softcap, a.window)
-            addend = _added(a.output, attended, block.post_attention_norm)
-            if block.mlp_norm is None:
+        for module, norm, output_norm in model.steps:
+            if norm is None:
                 x, _ = add_and_norm(x, addend, None, eps)
-            elif block.parallel:
-                _, normed = add_and_norm(x, None, _of(block.mlp_norm), eps)
+            elif module.part.parallel:
+                _, normed = add_and_norm(x, None, _of(norm), eps)
                 x, _ = add_and_norm(x, addend, None, eps)
             else:
-                x, normed = add_and_norm(x, addend, _of(block.mlp_norm), eps)
-            into = block.mlp.gate_up if isinstance(block.mlp, GatedMLP) else block.mlp.up
-            inner = product(normed, into.weight, into.bias, config.activation, config.gated_mlp)
-            addend = _added(block.mlp.down, inner, block.post_mlp_norm)
+                x, normed = add_and_norm(x, addend, _of(norm), eps)
+            if isinstance(module, Attention):
+                attended = self._attended(module, normed, slots, ancestors, rotations)
+                addend = _added(module.output, attended, output_norm)
+            elif isinstance(module, MLP):
+                into = module.gate_up if module.part.gated else module.up
+                inner = product(normed, into.weight, into.bias, module.part.activation, module.part.gated)
+                addend = _added(module.down, inner, output_norm)
         return add_and_norm(x, addend, _of(model.norm), eps)[1]
+
+    def _attended(
+        self, module: Attention, normed: Tensor, slots: Tensor, ancestors: Ancestors, rotations: Rotations
+    ) -> Tensor:
+        """What the heads of an attention read, [n, heads * head_dim]."""
+        part = module.part
+        keys, values = self._store.tensors(module.memory)
+        rotation = None if part.rope is None else rotations[part.rope]
+        norms = (module.q_norm.weight, module.k_norm.weight) if part.qk_norm else None
+        qkv, bias, eps = partial_products(normed, module.qkv.weight), module.qkv.bias, self.model.config.norm_eps
+        q = rotate_and_store(qkv, bias, keys, values, slots, part.num_heads, rotation, norms, eps)
+        return attend(q, keys, values, ancestors, part.scale, part.softcap, part.window)
 
     def logits(self, features: Tensor, vocab: int) -> Tensor:
         """Logits of the first tokens, float32 [n, vocab]."""
@@ -423,6 +433,12 @@ def _power_of_two(n: int) -> int:
 
 
 OPERATIONS = Operations(lambda logits: summarize(logits)[0], gumbel, highest)
+
+
+def _groups(config: Config) -> set[int]:
+    """How many heads share a key head, in any layer."""
+    heads = (part for part in config.parts if isinstance(part, attention.Attention))
+    return {part.num_heads // part.num_kv_heads for part in heads}
 
 
 def _of(norm: Norm) -> tuple[Tensor, Tensor | None]:

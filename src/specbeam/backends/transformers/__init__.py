@@ -49,20 +49,17 @@ class LearnedKeyValues(KeyValues):
     """A KV cache that learns the shape of each layer in the first pass. Layers may lie on several devices."""
 
     def __init__(self) -> None:
-        super().__init__(0, 0, 0, torch.float32, "cpu")
+        super().__init__((), torch.float32, "cpu")
 
     @property
     def elements(self) -> int:
         """The elements of keys and values per slot."""
-        return sum(t.shape[0] * t.shape[2] for t in (*self._keys, *self._values))
+        return sum(t.shape[0] * t.shape[2] for tensors in self._tensors for t in tensors)
 
-    def store(
-        self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, seen: slice | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        while len(self._keys) <= layer:
-            self._keys.append(k.new_empty(k.shape[1], self.capacity, k.shape[2]))
-            self._values.append(v.new_empty(v.shape[1], self.capacity, v.shape[2]))
-        return super().store(layer, slots, k, v, seen)
+    def store(self, part: int, slots: slice | Tensor, *new: Tensor) -> list[Tensor]:
+        while len(self._tensors) <= part:
+            self._tensors.append([rows.new_empty(rows.shape[1], self.capacity, rows.shape[2]) for rows in new])
+        return super().store(part, slots, *new)
 
     def at(self, slots: NDArray[np.int64]) -> list[tuple[Tensor, Tensor]]:
         """A copy of keys and values of each layer, [kv_heads, n, head_dim] each; zeros at negative slots."""
@@ -71,7 +68,7 @@ class LearnedKeyValues(KeyValues):
             index = to_device(slots, stored.device)
             return stored[:, index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
 
-        return [(copied(keys), copied(values)) for keys, values in zip(self._keys, self._values, strict=True)]
+        return [(copied(keys), copied(values)) for keys, values in self._tensors]
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +251,7 @@ class CausalBackend(TransformersBackend):
             for layer, (keys, values) in enumerate(segment.source.layers):
                 there, at = slots.to(keys.device), positions.to(keys.device)
                 own, others = keys[:, at].transpose(0, 1), values[:, at].transpose(0, 1)
-                self._store.store(layer, there, own, others, there)
+                self._store.store(layer, there, own, others)
 
     def _run(self, segments: list[TreeBatch], views: list[Seen], keep: Tensor) -> Tensor:
         inputs: dict[str, Any] = {
@@ -292,8 +289,8 @@ class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped
             self._device = key_states.device
             self._slots, self._seen = to_device(self._new, self._device), index(self._all, self._device)
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        keys, values = self._store.store(layer_idx, self._slots, k, v, self._seen)
-        return keys[None], values[None]
+        keys, values = self._store.store(layer_idx, self._slots, k, v)
+        return keys[None, :, self._seen], values[None, :, self._seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots in use before this pass."""

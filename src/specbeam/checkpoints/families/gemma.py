@@ -83,20 +83,22 @@ class Gemma(Architecture):
         return replace(config, stem=_scaled(config), logits_softcap=keys.final_logit_softcapping)
 
     def folder_values(self, source: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        return values + np.float32(1) if source.endswith("norm.weight") else super().folder_values(source, values)
+        return values + np.float32(1) if source.endswith("norm.weight") else values
 
     def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
         usual = attention()
         if metadata.need("block_count") == self.largest_depth:
             usual = replace(usual, scale=(metadata.need("embedding_length") // usual.num_heads) ** -0.5)
-        period = metadata.need("attention.sliding_window_pattern", self.global_layer_period)
-        if isinstance(period, list):  # one entry for each layer, true where it slides
-            if period != [i % self.global_layer_period != self.global_layer_period - 1 for i in range(len(period))]:
-                name = metadata.name("attention.sliding_window_pattern")
-                raise SpecbeamError(f"{name} lists other layers than {self.name} has, which is not supported")
-            period = self.global_layer_period
-        is_global = (number + 1) % size("attention.sliding_window_pattern", period) == 0
-        return replace(usual, window=None) if is_global else self.sliding(usual, metadata), mlp()
+        key, period = "attention.sliding_window_pattern", self.global_layer_period
+        if isinstance(metadata.need(key, period), list):  # one entry for each layer, true where it slides
+            if bool(metadata.of_layer(number, key)) != bool((number + 1) % period):
+                raise SpecbeamError(
+                    f"{metadata.name(key)} lists other layers than {self.name} has, which is not supported"
+                )
+        else:
+            period = size(key, metadata.need(key, period))
+        slides = (number + 1) % period != 0
+        return self.sliding(usual, metadata) if slides else replace(usual, window=None), mlp()
 
     def sliding(self, attention: Attention, metadata: Metadata) -> Attention:
         """The attention of a sliding layer of a GGUF file, by the one that the keys of all architectures describe."""

@@ -5,15 +5,17 @@ GGUF files say which by the number of key heads of each layer, which is 0 there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
 from specbeam.checkpoints.architecture import Architecture, Metadata
-from specbeam.checkpoints.config import Layer
+from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.attention import Attention
 from specbeam.checkpoints.parts.mlp import MLP
-from specbeam.checkpoints.parts.short_convolution import ShortConvolution
+from specbeam.checkpoints.parts.part import size
+from specbeam.checkpoints.parts.short_convolution import MAX_KERNEL_SIZE, ShortConvolution
 from specbeam.errors import Unsupported
 
 
@@ -62,26 +64,31 @@ class LFM2(Architecture):
     }
 
     def derive(self, keys: SimpleNamespace) -> None:
-        """The names of the first files, and the width of the MLP, which most files give before it is rounded."""
+        """The names of the first files."""
         layers = range(keys.num_hidden_layers)
         if keys.layer_types is None:
             full = layers if keys.full_attn_idxs is None else keys.full_attn_idxs
             keys.layer_types = ["full_attention" if i in full else "conv" for i in layers]
         keys.tie_word_embeddings = getattr(keys, "tie_embedding", keys.tie_word_embeddings)
-        width = getattr(keys, "block_ff_dim", keys.intermediate_size)
-        if keys.block_auto_adjust_ff_dim:
-            width = int(keys.block_ffn_dim_multiplier * int(2 * width / 3))
-            width = -(-width // keys.block_multiple_of) * keys.block_multiple_of
-        keys.intermediate_size, keys.hidden_act, keys.rms_norm_eps = width, "silu", keys.norm_eps
+        keys.intermediate_size = getattr(keys, "block_ff_dim", keys.intermediate_size)
 
     def folder_layer(
         self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
     ) -> Layer:
+        width = size("intermediate_size", keys.intermediate_size)
+        if keys.block_auto_adjust_ff_dim:
+            multiple = size("block_multiple_of", keys.block_multiple_of)
+            width = int(keys.block_ffn_dim_multiplier * int(2 * width / 3))
+            width = -(-width // multiple) * multiple
+        plain = mlp(intermediate_size=width, activation="silu", bias=False)
         if keys.layer_types[number] == "full_attention":
-            return attention(), mlp()
+            return attention(), plain
         if keys.conv_bias:
             raise Unsupported("conv_bias is not supported for lfm2")
-        return ShortConvolution(kernel_size=keys.conv_L_cache), mlp()
+        return ShortConvolution(kernel_size=size("conv_L_cache", keys.conv_L_cache, MAX_KERNEL_SIZE)), plain
+
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        return replace(config, norm_eps=keys.norm_eps)
 
     def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
         kernel_size = metadata.need("shortconv.l_cache")

@@ -140,7 +140,8 @@ class Whisper(Architecture):
         head_dim = config.hidden_size // number
         own = {"num_heads": number, "num_kv_heads": number, "head_dim": head_dim, "scale": head_dim**-0.5}
         attention, cross = Attention(**own, **self.attention), CrossAttention(**own, **self.attention)
-        (_, mlp) = config.layers[0]
+        mlp = config.layers[0][1]
+        assert isinstance(mlp, MLP)
         layer = attention, cross, replace(mlp, intermediate_size=keys.decoder_ffn_dim)
         return replace(
             encoder,
@@ -166,9 +167,7 @@ class Whisper(Architecture):
         return keys
 
     def folder_values(self, source: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        if ".conv" in source and values.ndim == 3:  # [out, in, frames] to [out, frames * in]
-            values = values.swapaxes(1, 2)
-        return super().folder_values(source, values)
+        return values.swapaxes(1, 2) if values.ndim == 3 else values  # filters are frame by frame
 
 
 ARCHITECTURES = (Whisper(),)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts, matrix_shape
+from specbeam.checkpoints.checkpoint import Checkpoint, Facts, as_matrix, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import CTRANSLATE2_ARCHITECTURES
 from specbeam.checkpoints.files import MODEL, Extent, check_fetched, check_links, read_json, refusing
@@ -127,11 +127,11 @@ class CTranslate2Checkpoint(Checkpoint):
         return self._file.aliases.get(name, name)
 
     def shape(self, source: str) -> tuple[int, ...]:
-        return matrix_shape(self.shapes[source])
+        return matrix_shape(source, self.shapes[source])
 
     def read_stored(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
         rows = self._file.variables[source].rows(start, stop)
-        return self.architecture.folder_values(source.replace("/", "."), rows)
+        return as_matrix(self.architecture.folder_values(source.replace("/", "."), rows))
 
     def order(self, source: str) -> None:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts, matrix_shape
+from specbeam.checkpoints.checkpoint import Checkpoint, Facts, as_matrix, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import (
@@ -247,7 +247,7 @@ class FolderCheckpoint(Checkpoint):
         return self._tensors[source].file, self._tensors[source].name
 
     def shape(self, source: str) -> tuple[int, ...]:
-        shape = matrix_shape(self.shapes[source])
+        shape = matrix_shape(source, self.shapes[source])
         return shape[::-1] if self.architecture.stores_transposed(source) else shape
 
     def order(self, source: str) -> NDArray[np.int64] | None:
@@ -259,9 +259,10 @@ class FolderCheckpoint(Checkpoint):
         tensor = self._tensors[source]
         transposed = self.architecture.stores_transposed(source)
         piece = tensor.columns(start, stop).T if transposed else tensor.rows(start, stop)
+        piece = as_matrix(self.architecture.folder_values(source, piece))
         if self.adapter is not None and source in self._updates:
             piece = piece + self.adapter.update(self._updates[source], start, stop)
-        return self.architecture.folder_values(source, piece)
+        return piece
 
 
 def _vocabulary(folder: Path) -> Path | None:

@@ -134,7 +134,7 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
             raise Unsupported(f"{flag} is not supported for {architecture.name}")
     if not get("scale_attn_weights", otherwise=True):
         raise Unsupported(f"scale_attn_weights=False is not supported for {architecture.name}")
-    activation = get("hidden_activation", "hidden_act", "activation_function")
+    activation = get("hidden_activation", "hidden_act", "activation_function", otherwise="silu")
     if activation not in ACTIVATIONS:
         raise Unsupported(f"activation {activation!r} is not supported: supported are {', '.join(ACTIVATIONS)}")
     biases: dict[str, bool] = {}

@@ -6,8 +6,8 @@ A key that a file lacks has llama.cpp's default here, and is refused where llama
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from math import isclose
 from typing import Any
@@ -19,7 +19,7 @@ from specbeam.checkpoints.files import refusing
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
 from specbeam.checkpoints.parts.mlp import MLP
-from specbeam.checkpoints.parts.part import size
+from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.rope import Rope, yarn_divisors, yarn_scale
 from specbeam.errors import SpecbeamError
 
@@ -53,6 +53,7 @@ KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
         ),
         ("uint32",),
     ),
+    "shortconv.l_cache": ("uint32",),
     **dict.fromkeys(
         ("feed_forward_length", "attention.head_count", "attention.head_count_kv"), ("uint32", "[uint32]", "[int32]")
     ),
@@ -146,11 +147,9 @@ def _read(
         raise SpecbeamError(f"{metadata.architecture} models whose attention is not causal are not supported")
 
     hidden, depth = get("embedding_length"), layer_count(get("block_count"), tensors)
-    all_heads = _by_layer(metadata, depth, "attention.head_count")
-    all_kv_heads = _by_layer(metadata, depth, "attention.head_count_kv", all_heads)
-    widths = _by_layer(metadata, depth, "feed_forward_length")
-    heads = size("num_heads", max(all_heads, default=0))
-    head_dim = size("head_dim", get("attention.key_length", hidden // heads), MAX_HEAD_DIM)
+    if (head_dim := get("attention.key_length", None)) is None:
+        head_dim = hidden // size("num_heads", metadata.of_layer(0, "attention.head_count"))
+    size("head_dim", head_dim, MAX_HEAD_DIM)
     rotated = size("rope.dimension_count", get("rope.dimension_count", head_dim), MAX_HEAD_DIM)
     for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
         metadata.require(key, head_dim)
@@ -164,23 +163,26 @@ def _read(
         trained = get("rope.scaling.original_context_length", None)
         context = context if trained is None else int(_factor(metadata) * trained)
 
+    in_layers = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
+
     def layer(i: int) -> Layer:
+        heads = metadata.of_layer(i, "attention.head_count")
         attention_fields: dict[str, Any] = {
-            "num_heads": all_heads[i],
-            "num_kv_heads": all_kv_heads[i],
+            "num_heads": heads,
+            "num_kv_heads": metadata.of_layer(i, "attention.head_count_kv", heads),
             "head_dim": head_dim,
             "scale": head_dim**-0.5,
             "rope": rope,
             "window": window,
             **architecture.attention,
-            "qkv_bias": any(f"blk.{i}.attn_{x}.bias" in tensors for x in ("q", "qkv")),
-            "output_bias": f"blk.{i}.attn_output.bias" in tensors,
+            "qkv_bias": not in_layers.isdisjoint(("attn_q.bias", "attn_qkv.bias")),
+            "output_bias": "attn_output.bias" in in_layers,
         }
         mlp_fields: dict[str, Any] = {
-            "intermediate_size": widths[i],
-            "norm": f"blk.{i}.ffn_norm.weight" in tensors,
+            "intermediate_size": metadata.of_layer(i, "feed_forward_length"),
             **architecture.mlp,
-            "bias": f"blk.{i}.ffn_down.bias" in tensors,
+            "norm": "ffn_norm.weight" in in_layers,
+            "bias": "ffn_down.bias" in in_layers,
         }
         return architecture.gguf_layer(i, partial(Attention, **attention_fields), partial(MLP, **mlp_fields), metadata)
 
@@ -196,16 +198,6 @@ def _read(
         **architecture.features,
     )
     return architecture.refine_gguf_config(config, metadata)
-
-
-def _by_layer(metadata: Metadata, depth: int, key: str, *otherwise: list[int]) -> list[int]:
-    """A number of each layer. A file may give it once for all."""
-    value = metadata.need(key, *otherwise)
-    if not isinstance(value, list):
-        return [value] * depth
-    if len(value) != depth:
-        raise SpecbeamError(f"{metadata.name(key)} has {len(value)} numbers, but the model {depth} layers")
-    return value
 
 
 def _factor(metadata: Metadata) -> float:
@@ -259,13 +251,11 @@ def check_transformers(
     name = str(metadata.get("general.architecture"))
     if name in GGUF_ARCHITECTURES:
         ours, theirs = make_config(), config_from_hugging_face(config.to_dict(), tensors)
-        for field in fields(Config):
-            a, b = getattr(ours, field.name), getattr(theirs, field.name)
-            if field.name != "architecture" and not _equal(a, b):
-                raise SpecbeamError(
-                    f"transformers' loader of GGUF files takes another {field.name} than the file says: use the cpu or "
-                    "the torch backend"
-                )
+        if difference := next(_differences(ours, replace(theirs, architecture=ours.architecture)), None):
+            raise SpecbeamError(
+                f"transformers' loader of GGUF files takes another value for {difference} than the file says: use "
+                "the cpu or the torch backend"
+            )
         return
     lost = sorted([*(tensor for tensor in DIVISORS if tensor in tensors), *_lost_keys(Metadata(name, metadata))])
     if lost:
@@ -275,14 +265,25 @@ def check_transformers(
         )
 
 
-def _equal(ours: Any, theirs: Any) -> bool:
+def _differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:
+    """What differs between two configurations, such as "num_kv_heads of the attention of layer 3".
+
+    Args:
+        name: of what is compared.
+    """
     if isinstance(ours, float) and isinstance(theirs, float):
-        return isclose(ours, theirs, rel_tol=1e-6)
-    if isinstance(ours, tuple) and isinstance(theirs, tuple):
-        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
-    if hasattr(ours, "__dataclass_fields__") and type(ours) is type(theirs):
-        return all(_equal(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(ours))
-    return bool(ours == theirs)
+        if not isclose(ours, theirs, rel_tol=1e-6):
+            yield name
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            part = f"{a.title} of {name}" if isinstance(a, Part) else name
+            yield from _differences(a, b, f"layer {i}" if isinstance(a, tuple) else part)
+    elif is_dataclass(ours) and type(ours) is type(theirs):
+        for field in fields(ours):
+            own = f"{field.name} of the {name}" if name else field.name
+            yield from _differences(getattr(ours, field.name), getattr(theirs, field.name), own)
+    elif ours != theirs:
+        yield name
 
 
 def _lost_keys(metadata: Metadata) -> list[str]:

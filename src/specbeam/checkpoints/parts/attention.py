@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specbeam.checkpoints.parts.part import Memory, Parameters, Part, norm, product, size
+from specbeam.checkpoints.parts.part import Memory, Parameters, Part, Sizes, norm, product, size
 from specbeam.checkpoints.rope import Rope
 from specbeam.errors import SpecbeamError
-
-if TYPE_CHECKING:
-    from specbeam.checkpoints.config import Config
 
 MAX_HEAD_DIM = 2**16
 """The largest size that is believed. Rotary frequencies are lists of head_dim / 2 numbers."""
@@ -80,10 +77,10 @@ class Attention(Heads):
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise SpecbeamError("the model's configuration rotates more features of a head than it has")
 
-    def memory(self, config: Config) -> Memory:
+    def memory(self, config: Sizes) -> Memory:
         return Memory(2 * self.key_size, self.window)
 
-    def weights(self, config: Config) -> Parameters:
+    def weights(self, config: Sizes) -> Parameters:
         yield from product("qkv", (self.query_size, self.key_size, self.key_size), config.hidden_size, self.qkv_bias)
         yield from product("output", config.hidden_size, self.query_size, self.output_bias)
         if self.qk_norm:
@@ -101,7 +98,18 @@ class CrossAttention(Heads):
 
     name: ClassVar = "cross_attention"
 
-    def weights(self, config: Config) -> Parameters:
+    def check(self, config: Sizes, before: Part | None) -> None:
+        super().check(config, before)
+        if config.encoder is None:
+            raise SpecbeamError("the model's configuration has cross-attention, but no encoder")
+        alike = isinstance(before, Attention) and (before.num_kv_heads, before.head_dim)
+        if alike != (self.num_kv_heads, self.head_dim):
+            raise SpecbeamError(
+                "the model's configuration has cross-attention that does not follow an attention with as many "
+                "key-value heads of the same size"
+            )
+
+    def weights(self, config: Sizes) -> Parameters:
         assert config.encoder is not None
         yield from product("query", self.query_size, config.hidden_size, self.qkv_bias)
         yield from product("key_value", (self.key_size, self.key_size), config.encoder.hidden_size, self.qkv_bias)

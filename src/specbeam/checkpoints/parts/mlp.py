@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specbeam.checkpoints.parts.part import Parameters, Part, product, size
-
-if TYPE_CHECKING:
-    from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parts.part import Parameters, Part, Sizes, product, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class MLP(Part):
         super().__post_init__()
         size("intermediate_size", self.intermediate_size)
 
-    def weights(self, config: Config) -> Parameters:
+    def weights(self, config: Sizes) -> Parameters:
         inner = self.intermediate_size
         if self.gated:
             yield from product("gate_up", (inner, inner), config.hidden_size, self.bias)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from specbeam.errors import SpecbeamError
 from specbeam.system.numbers import is_integer
-
-if TYPE_CHECKING:
-    from specbeam.checkpoints.config import Config
 
 MAX_SIZE = 2**31 - 1
 """The largest size that is believed."""
@@ -33,6 +30,21 @@ class Parameter(NamedTuple):
 
 Parameters = Iterator[tuple[str, Parameter]]
 """Parameters with their names, in the order in which packed weights have them."""
+
+
+class Sizes(Protocol):
+    """What a part asks of its model: some fields of :class:`Config`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def norm(self) -> str: ...
+    @property
+    def encoder(self) -> Sizes | None: ...
 
 
 class Memory(NamedTuple):
@@ -65,18 +77,35 @@ class Part:
 
     def __post_init__(self) -> None:
         if not (self.norm or self.parallel):
-            raise SpecbeamError(f"the model's configuration has a part {self.name} without a norm of its input")
+            raise SpecbeamError(
+                f"the model's configuration has a layer whose {self.title} has no norm: only one that is parallel to "
+                "the part before it can do without"
+            )
         check_numbers(self)
 
-    def memory(self, config: Config) -> Memory:
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return self.name.replace("_", " ")
+
+    def check(self, config: Sizes, before: Part | None) -> None:
+        """Raises SpecbeamError if it cannot stand where it does in a layer.
+
+        Args:
+            before: the part before it in its layer; None for the first.
+        """
+        if self.parallel and before is None:
+            raise SpecbeamError(f"the model's configuration has a layer that begins with a parallel {self.title}")
+
+    def memory(self, config: Sizes) -> Memory:
         """What it keeps of each token. Most parts keep nothing."""
         return Memory()
 
-    def weights(self, config: Config) -> Parameters:
+    def weights(self, config: Sizes) -> Parameters:
         """Its own parameters, without its name."""
         raise NotImplementedError
 
-    def parameters(self, config: Config) -> Parameters:
+    def parameters(self, config: Sizes) -> Parameters:
         """All of its parameters in a layer."""
         if self.norm:
             yield from norm(f"{self.name}_norm", config.hidden_size, config)
@@ -99,7 +128,7 @@ def product(name: str, rows: int | tuple[int, ...], columns: int, bias: bool = F
         yield f"{name}.bias", Parameter((total,), stacked)
 
 
-def norm(name: str, size: int, config: Config) -> Parameters:
+def norm(name: str, size: int, config: Sizes) -> Parameters:
     """The weight of a norm, and the bias of a LayerNorm."""
     yield f"{name}.weight", Parameter((size,))
     if config.norm == "layer":

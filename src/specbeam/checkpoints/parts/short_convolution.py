@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specbeam.checkpoints.parts.part import Memory, Parameter, Parameters, Part, product, size
-
-if TYPE_CHECKING:
-    from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parts.part import Memory, Parameter, Parameters, Part, Sizes, product, size
 
 MAX_KERNEL_SIZE = 16
 """The most positions that a filter may cover. It is a few in all models."""
@@ -32,10 +29,10 @@ class ShortConvolution(Part):
         super().__post_init__()
         size("kernel_size", self.kernel_size, MAX_KERNEL_SIZE)
 
-    def memory(self, config: Config) -> Memory:
+    def memory(self, config: Sizes) -> Memory:
         return Memory(config.hidden_size, self.kernel_size)
 
-    def weights(self, config: Config) -> Parameters:
+    def weights(self, config: Sizes) -> Parameters:
         hidden = config.hidden_size
         yield from product("input", 3 * hidden, hidden)
         yield "filter.weight", Parameter((hidden, self.kernel_size), min_bits=32)

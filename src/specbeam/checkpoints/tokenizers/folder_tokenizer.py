@@ -39,6 +39,7 @@ OF_MODEL = {
     "gemma3_text": "GemmaTokenizer",
     "gpt2": "GPT2Tokenizer",
     "gpt_neox": "GPTNeoXTokenizer",
+    "lfm2": None,
     "llama": None,
     "mistral": PLAIN,
     "phi3": PLAIN,

@@ -1,0 +1,79 @@
+"""What every part of a layer is in PyTorch, and what it gets of a batch beside the hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from specbeam.backends.torch.cache import KeyValues
+from specbeam.backends.torch.modules import add_modules
+from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parts.part import Part
+from specbeam.checkpoints.rope import Rope
+from specbeam.core.selection import AttentionProbe
+
+Rotations = dict[Rope, tuple[Tensor, Tensor]]
+"""Cosines and sines of a batch's positions, for each rotary embedding."""
+
+
+@dataclass(eq=False)
+class TreeSegment:
+    """One segment as the parts need it, on the device.
+
+    Attributes:
+        store: where the parts keep their tensors.
+        rows: where the segment's nodes lie in the batch.
+        slots: of the nodes: a slice where they lie in a row, else an index.
+        seen: the slots that any of the nodes sees, likewise.
+        visible: by the window of an attention, which of these slots each node sees, bool [n, c]; None where nodes see
+            all.
+        last: by the reach of a convolution, the slots of the last nodes up to each node, int64 [n, reach]. The node is
+            the last of its row. Before the start of the sequence they are negative.
+        source: the slots of the encoder's output, all of which the nodes see; None without an encoder.
+        probe: heads of cross-attention to be captured, and the positions of the nodes, int64 [n]; None for none.
+    """
+
+    store: KeyValues
+    rows: slice
+    slots: slice | Tensor
+    seen: slice | Tensor
+    visible: dict[int | None, Tensor | None]
+    last: dict[int, Tensor] = field(default_factory=dict)
+    source: slice | Tensor | None = None
+    probe: tuple[AttentionProbe, NDArray[np.int64]] | None = None
+
+
+@dataclass(eq=False)
+class Batch:
+    """The nodes of a pass, as the parts need them. An encoder has no segments: all of its positions see each other."""
+
+    rotations: Rotations = field(default_factory=dict)
+    segments: list[TreeSegment] = field(default_factory=list)
+
+
+class PartModule(nn.Module):
+    """A part of a layer, with the weights that its description says.
+
+    Attributes:
+        part: the description, with all numbers.
+        kept: heads and features of each tensor that it keeps in the KV cache. A slot has heads * features numbers.
+        layer: the number of its layer.
+        memory: the number of its tensors in the KV cache. A part that keeps nothing has that of the part before it.
+    """
+
+    part: Part
+    kept: tuple[tuple[int, int], ...] = ()
+    layer: int
+    memory: int
+
+    def __init__(self, part: Part, config: Config) -> None:
+        super().__init__()
+        self.part = part
+        add_modules(self, part.weights(config), config)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """What the part adds to the hidden states, of their normed values x. Both are [n, hidden_size]."""
+        raise NotImplementedError

@@ -1,0 +1,99 @@
+"""Layers of parts: what they keep, what their parameters are, and which of them no model can have."""
+
+from dataclasses import replace
+
+import pytest
+
+from specbeam import SpecbeamError
+from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parameters import parameters, parts_by_parameter
+from specbeam.checkpoints.parts.attention import Attention, CrossAttention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.short_convolution import ShortConvolution
+from specbeam.checkpoints.rope import Rope
+from specbeam.checkpoints.stems import AudioStem, TokenStem
+
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scale": 0.5}
+ATTENTION, CROSS, CONVOLUTION = Attention(**HEADS), CrossAttention(**HEADS), ShortConvolution(kernel_size=3)
+WIDE = MLP(intermediate_size=48)
+
+
+def config(*layers, **others):
+    sizes = {"architecture": "llama", "vocab_size": 100, "hidden_size": 32, "context_length": 64, "norm_eps": 1e-5}
+    return Config(layers=layers, **sizes | others)
+
+
+ENCODER = config((ATTENTION, WIDE), stem=AudioStem(bands=8))
+
+
+def test_parts_have_their_own_numbers():
+    other = Attention(num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0, window=8)
+    mixed = config((ATTENTION, WIDE), (other, MLP(intermediate_size=16)), (CONVOLUTION, WIDE))
+    described = parameters(mixed)
+    assert described["blocks.0.attention.qkv.weight"] == ((64, 32), (32, 16, 16), 4)
+    assert described["blocks.1.attention.qkv.weight"] == ((64, 32), (32, 16, 16), 4)
+    assert described["blocks.1.mlp.gate_up.weight"] == ((32, 32), (16, 16), 4)
+    assert described["blocks.2.short_convolution.filter.weight"] == ((32, 3), (), 32)
+    assert described["embedding.weight"].min_bits == described["head.weight"].min_bits == 8
+    assert [(m.numbers, m.reach) for m in mixed.memories] == [(32, None), (32, 8), (32, 3)]
+    assert parts_by_parameter(mixed)["blocks.1.mlp.down.weight"].intermediate_size == 16
+
+
+def test_the_window_is_the_farthest_reach_of_all_parts():
+    sliding = replace(ATTENTION, window=8)
+    assert config((sliding, WIDE), (CONVOLUTION, WIDE)).window == 8
+    assert config((sliding, WIDE), (ATTENTION, WIDE)).window is None
+    assert config((sliding, CROSS, WIDE), encoder=ENCODER).window == 8  # the encoder's output is no memory of tokens
+
+
+def test_a_parameter_comes_once_and_in_the_order_of_the_parts():
+    normed = replace(ATTENTION, output_norm=True, qk_norm=True, qkv_bias=True)
+    parallel = replace(WIDE, norm=False, parallel=True, gated=False, bias=True)
+    described = parameters(config((normed, parallel), norm="layer", tied_head=True, stem=TokenStem()))
+    ends = [name.removeprefix("blocks.0.") for name in described if name.startswith("blocks")]
+    both = [f"{module}.{kind}" for module in ("q_norm", "k_norm") for kind in ("weight", "bias")]
+    assert ends == [
+        *("attention_norm.weight", "attention_norm.bias", "attention.qkv.weight", "attention.qkv.bias"),
+        *("attention.output.weight", *(f"attention.{name}" for name in both)),
+        *("post_attention_norm.weight", "post_attention_norm.bias"),
+        *("mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias"),
+    ]
+
+
+def test_a_description_is_equal_for_equal_models_alone():
+    one, same = config((ATTENTION, WIDE)), config((Attention(**HEADS, window=None), MLP(intermediate_size=48)))
+    assert one.description == same.description
+    others = [
+        config((replace(ATTENTION, window=8), WIDE)),
+        config((ATTENTION, replace(WIDE, bias=True))),
+        config((CONVOLUTION, WIDE)),
+        config((replace(ATTENTION, rope=Rope(1e4, 8)), WIDE)),
+        config((ATTENTION, WIDE), stem=TokenStem(scale=2.0)),
+        config((ATTENTION, WIDE), encoder=ENCODER),
+    ]
+    assert len({one.description, *(other.description for other in others)}) == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: config(()), "a layer without parts"),
+        (lambda: config((replace(WIDE, parallel=True),)), "a layer that begins with a parallel mlp"),
+        (lambda: replace(WIDE, norm=False), "a layer whose mlp has no norm"),
+        (lambda: config((ATTENTION, CROSS, WIDE)), "cross-attention, but no encoder"),
+        (lambda: config((WIDE, CROSS), encoder=ENCODER), "does not follow an attention"),
+        (lambda: config((ATTENTION, replace(CROSS, num_kv_heads=4)), encoder=ENCODER), "does not follow an attention"),
+        (lambda: replace(ATTENTION, num_heads=0), "num_heads = 0, which is no size"),
+        (lambda: replace(ATTENTION, num_kv_heads=3), "4 heads and 3 key-value heads"),
+        (lambda: replace(ATTENTION, head_dim=2**17), "head_dim = 131072, which is no size"),
+        (lambda: replace(ATTENTION, window=0), "sliding_window = 0, which is no size"),
+        (lambda: replace(ATTENTION, scale=0.0), "the number 0.0 for its norms"),
+        (lambda: replace(ATTENTION, rope=Rope(1e4, 16)), "rotates more features of a head than it has"),
+        (lambda: replace(WIDE, intermediate_size=-1), "intermediate_size = -1, which is no size"),
+        (lambda: ShortConvolution(kernel_size=17), "kernel_size = 17, which is no size"),
+        (lambda: AudioStem(bands=0), "num_mel_bins = 0, which is no size"),
+    ],
+)
+def test_what_no_model_can_have_is_refused(make, says):
+    with pytest.raises(SpecbeamError, match=says):
+        make()
