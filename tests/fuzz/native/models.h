@@ -122,7 +122,7 @@ class Parts {
   const std::vector<int64_t> ropes;
   Layers all;
 
-  // The parts of a layer: those of a usual one, or any in any order.
+  // The names of parts for a layer: of a usual layer, or any in any order.
   std::vector<const char *> names() {
     std::vector<const char *> names;
     if (in.ConsumeIntegralInRange(0, 3)) {
