@@ -606,6 +606,13 @@ def test_a_part_without_kernels_is_refused():
         bytes_of_slot(library(), config, False)
 
 
+def test_a_layer_with_two_parts_of_one_kind_is_refused():
+    """Their parameters would have the same names."""
+    mlp = MLP(intermediate_size=8)
+    with pytest.raises(SpecbeamError, match="a layer with two parts of one kind"):
+        Config("tiny", 8, 8, ((mlp, mlp),), 8, 1e-5)
+
+
 HIDDEN, VOCAB = 40, 50
 ROPES = Rope(100.0, 8), Rope(1000.0, 12, scale=1.25)
 LAYERS = {  # each layer has other heads, and not each has an attention and an MLP

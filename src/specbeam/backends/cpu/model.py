@@ -1,4 +1,4 @@
-"""A native model by its configuration: the numbers of the model, and those of each part as one array."""
+"""A native model by its configuration: its own numbers, and the numbers of each part as one array."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Part {
 
   // The first error in its numbers, or null. before: the parts before it in its layer
   virtual const char *wrong(const Model &, const Layer &before) const = 0;
-  // Adds a section for what it keeps of each token to a cache. Returns false if that is too much.
+  // Adds a section to a cache, where it keeps its numbers of each token. Returns false if that is too much.
   virtual bool add_memory(const Model &, Cache &, const Layer &) { return true; }
   // The first of its parameters that is missing or has a wrong shape, or null.
   virtual const char *incomplete(const Model &) const = 0;

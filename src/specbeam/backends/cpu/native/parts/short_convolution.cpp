@@ -1,5 +1,5 @@
 // The gated short convolution of LFM2 (Liquid AI 2025). Each node keeps the numbers that are convolved in its slot. So
-// it reads those of its ancestors as attention reads keys, on any path of a tree.
+// it reads the numbers of its ancestors as attention reads keys, on any path of a tree.
 
 #include "../pass.h"
 
