@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
 Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
@@ -112,7 +113,7 @@ def write_lfm2(file: Path, shape: Shape, name: str, seed: int) -> None:
     writer.close()
 
 
-def blocks(draw: np.random.Generator, rows: int, columns: int, kind: GGMLQuantizationType) -> np.ndarray:
+def blocks(draw: np.random.Generator, rows: int, columns: int, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
     """A random quantized matrix, uint8 [rows, bytes]: a half-precision scale and its numbers, block for block."""
     number_bytes = {Q4_0: BLOCK // 2, Q8_0: BLOCK}[kind]
     largest = {Q4_0: 8, Q8_0: 128}[kind]

@@ -22,7 +22,6 @@ TENSORS = [str(number) for number in range(60)]
 OLDER_NAMES = {
     *("rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "sliding_window_pattern"),
     *("rope_local_base_freq", "n_embd", "n_layer", "n_head", "n_positions", "layer_types", "no_rope_layers"),
-    *("block_ff_dim", "tie_embedding"),
 }
 READ = sorted({*COMMON, *OLDER_NAMES, *(key for architecture in ARCHITECTURES.values() for key in architecture.keys)})
 """The other keys of a file, such as keys about training, may have any value."""
@@ -49,7 +48,7 @@ def by_transformers(given):
     try:
         complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
         for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
-            check_rope(parameters)  # a model of transformers fails later on what this refuses
+            check_rope(parameters)  # models of transformers fail later where this refuses
         return folder_config._read(architecture, complete, TENSORS)
     except Exception:
         return None

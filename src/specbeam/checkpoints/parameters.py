@@ -27,7 +27,7 @@ def parameters(config: Config) -> dict[str, Parameter]:
 
 
 def _parameters(config: Config) -> Parameters:
-    """Those of a decoder without its head, or of an encoder."""
+    """The parameters of a decoder without its head, or of an encoder."""
     yield from config.stem.parameters(config)
     for _, name, parameter in _of_layers(config):
         yield name, parameter

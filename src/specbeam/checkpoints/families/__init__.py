@@ -1,8 +1,8 @@
 """The architectures that specbeam runs, one file per family. A new file in this folder is found by itself.
 
-A file holds subclasses of :class:`Architecture`, and lists their instances in ``ARCHITECTURES``. A kind of layer that
-no other architecture has needs more: a field of :class:`Config`, and code in backends/torch/transformer.py and
-backends/cpu/native/pass.cpp.
+A file holds subclasses of :class:`Architecture`, and lists their instances in ``ARCHITECTURES``. A part of a layer that
+no other architecture has needs more: its description in checkpoints/parts/, and its code in backends/torch/parts/ and
+backends/cpu/native/parts/.
 """
 
 from __future__ import annotations

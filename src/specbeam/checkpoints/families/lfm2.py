@@ -27,6 +27,7 @@ class LFM2(Architecture):
     rope_theta = 1_000_000.0
     keys: ClassVar = {
         "block_auto_adjust_ff_dim": (bool, True),
+        "block_ff_dim": (int, None),
         "block_ffn_dim_multiplier": (float | int, 1.0),
         "block_multiple_of": (int, 256),
         "conv_L_cache": (int, 3),
@@ -37,6 +38,7 @@ class LFM2(Architecture):
         "max_position_embeddings": (int, 128_000),
         "norm_eps": (float, 1e-5),
         "num_key_value_heads": (int, 8),
+        "tie_embedding": (bool, None),
         "tie_word_embeddings": (bool, True),
     }
     attention: ClassVar = {"qk_norm": True}
@@ -69,8 +71,10 @@ class LFM2(Architecture):
         if keys.layer_types is None:
             full = layers if keys.full_attn_idxs is None else keys.full_attn_idxs
             keys.layer_types = ["full_attention" if i in full else "conv" for i in layers]
-        keys.tie_word_embeddings = getattr(keys, "tie_embedding", keys.tie_word_embeddings)
-        keys.intermediate_size = getattr(keys, "block_ff_dim", keys.intermediate_size)
+        if keys.tie_embedding is not None:
+            keys.tie_word_embeddings = keys.tie_embedding
+        if keys.block_ff_dim is not None:
+            keys.intermediate_size = keys.block_ff_dim
 
     def folder_layer(
         self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace

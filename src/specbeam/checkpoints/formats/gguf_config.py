@@ -269,7 +269,7 @@ def _differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:
     """What differs between two configurations, such as "num_kv_heads of the attention of layer 3".
 
     Args:
-        name: of what is compared.
+        name: the name of both values; empty for the whole configurations.
     """
     if isinstance(ours, float) and isinstance(theirs, float):
         if not isclose(ours, theirs, rel_tol=1e-6):

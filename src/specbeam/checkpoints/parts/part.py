@@ -51,8 +51,8 @@ class Memory(NamedTuple):
     """What a part keeps of each token for later ones.
 
     Attributes:
-        numbers: how many, such as those of a key and a value.
-        reach: a node reads those of this many last positions, its own included; None for all positions.
+        numbers: how many numbers, such as keys and values.
+        reach: a node reads the numbers of this many last positions, its own included; None for all positions.
     """
 
     numbers: int = 0
