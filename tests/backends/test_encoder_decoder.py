@@ -124,7 +124,7 @@ def encoder_shapes(lm):
 
 def submitted(lm, prompts, options, **limits):
     """An engine with a request for each prompt, and the requests."""
-    engine = Engine(lm, **limits)
+    engine = Engine(lm, max_requests=16, **limits)
     return engine, [engine.submit(prompt, options) for prompt in prompts]
 
 
@@ -156,7 +156,7 @@ def test_prompts_that_arrive_together_are_read_together():
         assert len(shapes) == 3
     assert [request.result().token_ids for request in requests] == alone
     with encoder_shapes(lm) as shapes:
-        engine, (first,) = submitted(lm, [[5, 6]], {"max_new_tokens": 20})
+        engine, (first,) = submitted(lm, [[5, 6]], {"max_new_tokens": 20, "eos_token_id": []})
         engine.step()
         requests = [engine.submit(prompt, {"max_new_tokens": 6}) for prompt in OF_LENGTHS]
         for read in ([(5, 11)], [(2, 2)], [(2, 63)], []):
