@@ -76,7 +76,7 @@ class Stack(nn.Module):
 
     @property
     def steps(self) -> Iterator[Step]:
-        """Those of all blocks, in their order."""
+        """The steps of all blocks, in their order."""
         return (step for block in self.blocks for step in cast("Block", block).steps)
 
     @property
