@@ -80,7 +80,7 @@ wheels: .venv/installed .venv/wheel
 
 # Python compiles a module when it first imports it. To compile all modules of all packages here takes a minute more.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet -c constraints.txt
-NATIVE := cmake/CMakeLists.txt $(wildcard src/specbeam/backends/cpu/native/*)
+NATIVE := cmake/CMakeLists.txt $(wildcard src/specbeam/backends/cpu/native/* src/specbeam/backends/cpu/native/parts/*)
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

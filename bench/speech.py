@@ -66,14 +66,15 @@ path, threads = sys.argv[1], int(sys.argv[2])
 lm = load(Path(path), os.environ["BENCH_ISA"], "int8", threads)
 print("ready", flush=True)
 backend = lm.backend
-slots = np.arange(backend.source_slots(None), dtype=np.int64)
+silence = np.zeros(backend.features_shape, np.float32)
+slots = np.arange(backend.positions(silence), dtype=np.int64)
 backend.reserve(len(slots))
 for line in sys.stdin:
     asked = json.loads(line)
     clock = time.process_time if asked.get("processor") else time.perf_counter
     start = clock()
     if asked.get("task") == "encode":
-        backend.place(backend.states(np.zeros(backend.features_shape, np.float32)), slots)
+        backend.place(backend.encode([silence], range(backend.encoder_layers), None), [slots])
         texts, tokens = [], 1
     else:
         how = {"temperature": (0.0,), "condition_on_previous_text": False, "vad_filter": False}

@@ -70,7 +70,7 @@ class Model:
         self.windows: set[int | None] = {None}
         self.reaches: set[int] = set()
         self.forward: Forward
-        if backend.start_token_ids is not None or backend.features_shape is not None:
+        if backend.encoder_reads is not None:
             raise SpecbeamError("the model has an encoder, which this rung does not know")
         if isinstance(backend, TorchBackend):
             self.windows |= backend.model.windows

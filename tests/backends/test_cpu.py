@@ -7,11 +7,13 @@ import ctypes
 import hashlib
 import importlib
 import os
+import pkgutil
 import platform
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -29,10 +31,18 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.backends.contract import TreeBatch
-from specbeam.backends.cpu import CpuBackend, weights
-from specbeam.backends.cpu.library import choose_isa, find, library
+from specbeam.backends.cpu import CpuBackend, _pack_segments, weights
+from specbeam.backends.cpu.library import address, choose_isa, find, library
+from specbeam.backends.cpu.model import bytes_of_slot, new_model
 from specbeam.cache.slots import Slots
-from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints import open_checkpoint, parts
+from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parameters import parameters
+from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import Part
+from specbeam.checkpoints.parts.short_convolution import ShortConvolution
+from specbeam.checkpoints.rope import Rope
 from specbeam.core.tree import Tree
 from specbeam.models.model import LanguageModel
 from tests.backends.test_conformance import FAMILIES
@@ -471,11 +481,14 @@ def test_a_prefix_may_lack_slots_that_no_layer_sees(save, quantize):
         full.forward([TreeBatch(at[8:], at[8:], at[8:], np.where(at < 1, -1, at), np.empty((1, 0), np.int64), at[:1])])
 
 
-def new_model(size, **changes):
-    """A native model with all sizes the same, and why it was refused."""
+# Models that no family makes
+
+
+def new_config(size, **changes):
+    """A native model with all sizes the same, without parts, and why it was refused."""
     structure, made = library().structures["ModelConfig"], ctypes.c_void_p()
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    fields = dict.fromkeys(structure.types, 0) | dict.fromkeys((*names, "context_length"), size) | changes
+    names = ("vocab_size", "hidden_size", "num_layers", "context_length")
+    fields = dict.fromkeys(structure.types, 0) | dict.fromkeys(names, size) | changes
     return made, library().specbeam_model_new(structure.pack([fields]), None, 1, ctypes.byref(made))
 
 
@@ -483,21 +496,342 @@ def new_model(size, **changes):
     ("changes", "says"),
     [
         ({"vocab_size": 0}, "a size is not between"),
-        ({"num_heads": 3, "num_kv_heads": 2}, "not a multiple"),
         ({"num_layers": 2**31 - 1}, "too many layers"),
-        ({"num_heads": 2**20, "head_dim": 2**20}, "too wide"),
-        ({"gated_mlp": 2}, "not one of those of Flag"),
-        ({"activation": 3}, "not one of those of Activation"),
+        ({"integer_cache": 2}, "not one of those of Flag"),
+        ({"norm": -1}, "not one of those of NormKind"),
         ({"bands": -1}, "the frames of audio"),
         ({"bands": 2**62}, "the frames of audio"),
         ({"norm_eps": float("nan")}, "not finite"),
-        ({"attention_softcap": -1.0}, "negative"),
+        ({"logits_softcap": -1.0}, "negative"),
     ],
 )
 def test_kernels_refuse_a_configuration(changes, says):
-    made, refusal = new_model(8, **changes)
+    made, refusal = new_config(8, **changes)
     assert made.value is None
     assert says in refusal.decode()
+
+
+PARTS = {
+    "attention": {"norm": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scale": 1, "rope": -1},
+    "cross_attention": {"norm": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scale": 1},
+    "mlp": {"norm": 1, "intermediate_size": 8},
+    "short_convolution": {"norm": 1, "kernel_size": 3},
+}
+
+
+def add_part(model, layer, name, count=None, **changes):
+    """Why a native model refuses a part, or None."""
+    values = PARTS.get(name, {}) | changes
+    numbers = np.array([values.get(field, 0) for field in library().fields_of(name) or ()], np.float64)
+    count = len(numbers) if count is None else count
+    refusal = library().specbeam_model_part(model, 0, layer, name.encode(), numbers.ctypes.data, count)
+    return refusal and refusal.decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("experts", {}, "there is no such part"),
+        ("mlp", {"layer": 8}, "there is no such layer"),
+        ("mlp", {"layer": -1}, "there is no such layer"),
+        ("mlp", {"count": 5}, "a number is wrong"),
+        ("mlp", {"count": -1}, "a number is wrong"),
+        ("mlp", {"gated": 2}, "a number is wrong"),
+        ("mlp", {"activation": 3}, "a number is wrong"),
+        ("mlp", {"intermediate_size": 8.5}, "a number is wrong"),
+        ("mlp", {"intermediate_size": 2**31}, "a number is wrong"),
+        ("mlp", {"intermediate_size": 2**31 - 1}, "the width of an MLP is wrong"),
+        ("mlp", {"norm": 0}, "reads the input of another"),
+        ("mlp", {"parallel": 1}, "reads the input of another"),
+        ("attention", {"scale": float("nan")}, "a number is wrong"),
+        ("attention", {"scale": float("inf")}, "a number is wrong"),
+        ("attention", {"softcap": -1.0}, "a number is wrong"),
+        ("attention", {"num_kv_heads": 3}, "not a multiple"),
+        ("attention", {"num_heads": 0}, "below 1"),
+        ("attention", {"num_heads": 2**20, "head_dim": 2**20}, "too wide"),
+        ("attention", {"window": -1}, "a window is negative"),
+        ("attention", {"rope": 0}, "a rotation is missing"),
+        ("cross_attention", {}, "there is no encoder"),
+        ("short_convolution", {"kernel_size": 0}, "the filter of a convolution"),
+        ("short_convolution", {"kernel_size": 17}, "the filter of a convolution"),
+    ],
+)
+def test_kernels_refuse_a_part(name, changes, says):
+    model, _ = new_config(8)
+    assert says in add_part(model, **{"layer": 0, "name": name} | changes)
+    library().specbeam_model_delete(model)
+
+
+def test_kernels_refuse_parts_that_do_not_fit_together():
+    model, _ = new_config(8)
+    for name in ("attention", "mlp"):
+        assert add_part(model, 0, name) is None
+        assert "two parts of one kind" in add_part(model, 0, name)
+    assert add_part(model, 1, "attention") is add_part(model, 1, "mlp", parallel=1) is None
+    assert "what two parts before it read" in add_part(model, 1, "short_convolution", parallel=1)
+    assert add_part(model, 1, "short_convolution", parallel=1, norm=0) is None
+    assert library().specbeam_cache_reserve(model, 1) is None
+    assert add_part(model, 2, "mlp") is None  # it keeps nothing
+    assert "memory was reserved before" in add_part(model, 2, "attention")
+    library().specbeam_model_delete(model)
+
+
+def kinds_of_parts():
+    """The classes of parts that layers may have."""
+    for module in pkgutil.iter_modules(parts.__path__, f"{parts.__name__}."):
+        importlib.import_module(module.name)
+    waiting = [Part]
+    for kind in waiting:
+        waiting += kind.__subclasses__()
+    return [kind for kind in waiting if "name" in vars(kind)]
+
+
+@pytest.mark.parametrize("kind", kinds_of_parts())
+def test_kernels_have_the_numbers_of_each_part(kind):
+    """Biases are not among them: the kernels see that they are there."""
+    own = {field.name for field in fields(kind) if not field.name.endswith("bias")}
+    assert set(library().fields_of(kind.name)) == own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(Part):
+    """A part that no backend has."""
+
+    name = "experts"
+
+
+def test_a_part_without_kernels_is_refused():
+    config = Config("tiny", 8, 8, ((Experts(),),), 8, 1e-5)
+    with pytest.raises(SpecbeamError, match="the native CPU kernels have no experts: reinstall specbeam, or use"):
+        bytes_of_slot(library(), config, False)
+
+
+def test_a_layer_with_two_parts_of_one_kind_is_refused():
+    """Their parameters would have the same names."""
+    mlp = MLP(intermediate_size=8)
+    with pytest.raises(SpecbeamError, match="a layer with two parts of one kind"):
+        Config("tiny", 8, 8, ((mlp, mlp),), 8, 1e-5)
+
+
+HIDDEN, VOCAB = 40, 50
+ROPES = Rope(100.0, 8), Rope(1000.0, 12, scale=1.25)
+LAYERS = {  # each layer has other heads, and not each has an attention and an MLP
+    "window": (
+        Attention(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=ROPES[0], window=5, output_norm=True),
+        MLP(intermediate_size=24, gated=True),
+    ),
+    "attention alone": (
+        Attention(num_heads=3, num_kv_heads=1, head_dim=24, scale=0.3, rope=ROPES[1], softcap=2.0, qk_norm=True),
+    ),
+    "mlp alone": (MLP(intermediate_size=70, gated=False, activation="gelu_tanh", output_norm=True, bias=True),),
+    "convolution": (
+        ShortConvolution(kernel_size=3),
+        MLP(intermediate_size=24, parallel=True, norm=False, activation="silu"),
+    ),
+    "all parallel": (
+        Attention(num_heads=2, num_kv_heads=2, head_dim=10, scale=0.4, qkv_bias=True, output_bias=True),
+        ShortConvolution(kernel_size=4, parallel=True),
+        MLP(intermediate_size=24, parallel=True, norm=False),
+    ),
+    "no window": (Attention(num_heads=4, num_kv_heads=4, head_dim=8, scale=0.35), MLP(intermediate_size=24)),
+}
+ORDERS = {
+    "each of its own": [*LAYERS],
+    "a convolution last": ["no window", "window", "convolution"],
+    "convolutions alone": ["convolution", "mlp alone", "convolution"],
+    "windows alone": ["window", "convolution", "mlp alone", "window"],
+    "an MLP first and last": ["mlp alone", "window", "mlp alone"],
+}
+
+
+class NativeModel:
+    """A native model of a configuration, with random float32 parameters."""
+
+    def __init__(self, config, isa="", threads=1):
+        rng = np.random.default_rng(1)
+        self.config, self.native = config, library(choose_isa(isa))
+        self.model = new_model(self.native, config, threads, False)
+        self.parameters = {
+            name: (rng.standard_normal(one.shape) / one.shape[-1] ** 0.5).astype(np.float32) + (len(one.shape) == 1)
+            for name, one in parameters(config).items()
+        }
+        self.kept = []
+        for name, values in self.parameters.items():
+            layer, own = -1, name
+            if name.startswith("blocks."):
+                _, number, own = name.split(".", 2)
+                layer = int(number)
+            if values.ndim == 1:
+                status = self.native.specbeam_model_vector(
+                    self.model, layer, own.encode(), values.ctypes.data, len(values)
+                )
+            else:
+                self.kept.append(packed := quantize(F32, values))
+                status = self.native.specbeam_model_matrix(
+                    self.model, layer, own.encode(), F32, *values.shape, packed.ctypes.data, packed.size
+                )
+            assert status == 0, name
+        assert self.native.specbeam_model_incomplete(self.model) is None
+
+    def forward(self, *batches, vocab=VOCAB):
+        """Logits of the wanted nodes of each batch."""
+        starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
+        wanted = np.concatenate([batch.wanted + start for batch, start in zip(batches, starts, strict=False)])
+        logits = np.zeros((len(wanted), vocab), np.float32)
+        packed, kept = _pack_segments(self.native, batches)
+        refusal = self.native.specbeam_forward(
+            self.model, packed, len(batches), address(wanted), len(wanted), vocab, address(logits)
+        )
+        assert refusal is None, refusal
+        del kept
+        return logits
+
+    def close(self):
+        self.native.specbeam_model_delete(self.model)
+
+
+class Reference:
+    """The same model in NumPy, for one sequence as a whole."""
+
+    def __init__(self, config, parameters):
+        self.config, self.own = config, {name: values.astype(np.float64) for name, values in parameters.items()}
+
+    def logits(self, tokens):
+        x = self.own["embedding.weight"][tokens]
+        for number, layer in enumerate(self.config.layers):
+            source = normed = None
+            for part in layer:
+                name = f"blocks.{number}.{part.name}"
+                source = source if part.parallel else x
+                if part.norm:
+                    normed = self.norm(f"{name}_norm", source)
+                made = getattr(self, part.name)(name, part, normed)
+                if part.output_norm:
+                    made = self.norm(f"blocks.{number}.post_{part.name}_norm", made)
+                x = x + made
+        return self.product("head", self.norm("norm", x))
+
+    def norm(self, name, x):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.norm_eps) * self.own[f"{name}.weight"]
+
+    def product(self, name, x):
+        return x @ self.own[f"{name}.weight"].T + self.own.get(f"{name}.bias", 0)
+
+    def attention(self, name, part, x):
+        n = len(x)
+        sizes = part.query_size, part.query_size + part.key_size
+        queries, keys, values = np.split(self.product(f"{name}.qkv", x), sizes, axis=1)
+        queries, keys, values = (one.reshape(n, -1, part.head_dim) for one in (queries, keys, values))
+        if part.qk_norm:
+            queries, keys = self.norm(f"{name}.q_norm", queries), self.norm(f"{name}.k_norm", keys)
+        if part.rope is not None:
+            queries, keys = rotated(queries, part.rope), rotated(keys, part.rope)
+        keys, values = (one.repeat(part.num_heads // part.num_kv_heads, axis=1) for one in (keys, values))
+        scores = np.einsum("qhd,khd->hqk", queries, keys) * part.scale
+        if part.softcap:
+            scores = part.softcap * np.tanh(scores / part.softcap)
+        back = np.arange(n)[:, None] - np.arange(n)
+        scores[:, (back < 0) | (back >= (part.window or n))] = -np.inf
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        return self.product(f"{name}.output", np.einsum("hqk,khd->qhd", shares, values).reshape(n, -1))
+
+    def mlp(self, name, part, x):
+        up = self.product(f"{name}.{'gate_up' if part.gated else 'up'}", x)
+        gate, up = np.split(up, 2, axis=1) if part.gated else (up, 1)
+        if part.activation == "silu":
+            active = gate / (1 + np.exp(-gate))
+        else:
+            active = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+        return self.product(f"{name}.down", active * up)
+
+    def short_convolution(self, name, part, x):
+        before, after, x = np.split(self.product(f"{name}.input", x), 3, axis=1)
+        padded = np.pad(before * x, ((part.kernel_size - 1, 0), (0, 0)))
+        taps = self.own[f"{name}.filter.weight"].T
+        convolved = sum(taps[k] * padded[k : k + len(x)] for k in range(part.kernel_size))
+        return self.product(f"{name}.output", after * convolved)
+
+
+def rotated(heads, rope):
+    """Heads [n, heads, head_dim], halves of the first features paired."""
+    angles = np.arange(len(heads))[:, None] * np.array(rope.frequencies())
+    cos, sin = (f(angles)[:, None] * rope.scale for f in (np.cos, np.sin))
+    left, right, rest = np.split(heads, (rope.dim // 2, rope.dim), axis=-1)
+    return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], axis=-1)
+
+
+def config_of(order):
+    return Config("tiny", VOCAB, HIDDEN, tuple(LAYERS[name] for name in order), 512, 1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layers_of_different_parts_run_as_numpy_does(order):
+    """In passes over pieces, whose prefix ends anywhere, and at two branches of a tree."""
+    length, config = 300, config_of(ORDERS[order])
+    tokens, at = np.random.default_rng(2).integers(0, VOCAB, length), np.arange(length)
+    for isa in ISAS:
+        one, bits = NativeModel(config, isa, threads=2), []
+        assert one.native.specbeam_cache_reserve(one.model, 2 * length) is None
+        expected = Reference(config, one.parameters).logits(tokens)
+        for slots, step, shared in ((at, length, length), (2 * at, 7, 3), (at[::-1].copy(), 131, 0), (at, 1, length)):
+            found = []
+            for first in range(0, length, step):
+                nodes, last = at[first : first + step], min(first + step, length)
+                prefix = slots[: max(first - shared, 0)]
+                suffixes = np.tile(slots[len(prefix) : last], (len(nodes), 1))
+                batch = TreeBatch(tokens[nodes], nodes, slots[nodes], prefix, suffixes, nodes - first)
+                found.append(one.forward(batch))
+            bits.append(np.concatenate(found))
+            np.testing.assert_array_equal(bits[-1], bits[0])
+        assert np.abs(bits[0] - expected).max() < 2e-4 * np.abs(expected).max()
+        # Two branches below position 100, and nobody wants the logits of a third node.
+        branch = tokens[101:103], np.array([101, 101]), np.array([500, 501]), at[:101], np.array([[500], [501]])
+        np.testing.assert_array_equal(one.forward(TreeBatch(*branch, np.array([], int))), np.zeros((0, VOCAB)))
+        below = np.array([[500, 510], [501, 511]])
+        nodes = TreeBatch(tokens[103:105], np.array([102, 102]), below[:, 1], at[:101], below, np.array([1]))
+        own = Reference(config, one.parameters).logits(np.array([*tokens[:101], tokens[102], tokens[104]]))[-1]
+        assert np.abs(one.forward(nodes) - own).max() < 2e-4 * np.abs(expected).max()
+        one.close()
+
+
+@pytest.mark.parametrize("order", ["windows alone", "convolutions alone"])
+def test_slots_that_no_part_reads_may_be_missing(order):
+    """The farthest part counts, whether it is an attention or a convolution."""
+    config, length = config_of(ORDERS[order]), 40
+    at = np.arange(length)
+    one = NativeModel(config)
+    assert one.native.specbeam_cache_reserve(one.model, length) is None
+    expected = one.forward(of_one_sequence(at, at, [-1]))
+    unseen = length - config.window
+    for missing, is_right in ((unseen, True), (unseen + 1, False)):
+        prefix = np.where(at < missing, -1, at)
+        batch = TreeBatch(at[-1:], at[-1:], at[-1:], prefix, np.empty((1, 0), np.int64), at[:1])
+        if is_right:
+            np.testing.assert_array_equal(one.forward(batch), expected)
+        else:
+            with pytest.raises(AssertionError, match="a node sees a slot that is empty"):
+                one.forward(batch)
+    one.close()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_slot_has_the_bytes_of_all_parts(order):
+    """Heads are padded to 16 features. Integers: 2 bytes for a key's, 1 for a value's, and two scales."""
+    config = config_of(ORDERS[order])
+
+    def of_part(part, integers):
+        if not isinstance(part, Attention):
+            return 4 * 48 if isinstance(part, ShortConvolution) else 0
+        width = -(-part.head_dim // 16) * 16
+        return part.num_kv_heads * (3 * width + 8 if integers else 8 * width)
+
+    for integers in (True, False):
+        expected = sum(of_part(part, integers) for part in config.parts)
+        assert bytes_of_slot(library(), config, integers) == expected
+
+
+# Parameters
 
 
 def test_kernels_survive_numbers_that_are_not_finite():
@@ -512,8 +846,10 @@ def test_kernels_survive_numbers_that_are_not_finite():
 
 
 def test_kernels_refuse_parameters_that_are_not_in_the_model():
-    native, (model, refusal) = library(), new_model(2)
+    native, (model, refusal) = library(), new_config(2)
     assert refusal is None
+    for layer in (0, 1):
+        assert add_part(model, layer, "attention", qk_norm=1) is add_part(model, layer, "mlp") is None
     size = native.specbeam_matrix_bytes(F32, 2, 2)
     matrix, vector = np.zeros(size, np.uint8), np.zeros(2, np.float32)
 
@@ -525,11 +861,19 @@ def test_kernels_refuse_parameters_that_are_not_in_the_model():
 
     assert add_matrix(1, b"mlp.down.weight") == add_matrix(-1, b"head.weight") == 0
     assert add_vector(0, b"mlp.down.bias") == add_vector(1, b"mlp_norm.weight") == add_vector(-1, b"norm.bias") == 0
+    assert add_vector(0, b"attention.q_norm.weight") == add_vector(1, b"post_mlp_norm.weight") == 0
     for layer, name in ((2, b"mlp.down.weight"), (-2, b"head.weight"), (-1, b"mlp.down.weight"), (0, b"head.weight")):
         assert add_matrix(layer, name) == -1
     for name in (b"mlp.down.bias", b"mlp.down", b"mlp.experts.weight", b"mlp_norm.weight", b".weight", b"", None):
         assert add_matrix(0, name) == -1
-    for name in (b"mlp.down.weight", b"mlp_norm", b"attention.bias", b"norm.weight", None):
+    for name in (
+        b"mlp.down.weight",
+        b"mlp_norm",
+        b"attention.bias",
+        b"norm.weight",
+        b"cross_attention_norm.weight",
+        None,
+    ):
         assert add_vector(0, name) == -1
     assert add_vector(1, b"mlp_norm.bias", 1) == -1  # as long as the weight, or neither could be trusted
     native.specbeam_model_delete(model)
@@ -617,7 +961,7 @@ def test_a_library_has_no_instructions_of_wider_sets(isa, others):
 def build_native(name, *settings):
     """The folder of the library built with these settings. It is kept until the sources or the settings change."""
     source = Path(weights.__file__).parent / "native"
-    files = sorted(path for path in source.iterdir() if path.suffix in (".cpp", ".def", ".h", ".map", ".txt"))
+    files = sorted(path for path in source.rglob("*") if path.suffix in (".cpp", ".def", ".h", ".map", ".txt"))
     sources = repr([settings, *((path.name, path.read_bytes()) for path in files)])
     key = hashlib.sha256(sources.encode()).hexdigest()[:16]
     builds = platformdirs.user_cache_path("specbeam-test-builds")

@@ -1,5 +1,6 @@
 """Models with an encoder, against transformers' own generation."""
 
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -21,9 +22,10 @@ from transformers import (
 )
 
 import specbeam
-from specbeam import SpecbeamError, hf
+from specbeam import Engine, SpecbeamError, hf
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import Tree
+from specbeam.engine.shared_source import SharedSource, together
 from tests.conftest import EOS, beams_of_transformers, examples, random_model
 
 PAD, START = 258, 256
@@ -104,15 +106,37 @@ def test_drafts_and_batches_change_nothing(kind):
             assert all(r.stats.steps_per_target_pass > 1.5 for r in results)
 
 
+def encoded(backend, prompts):
+    """What the encoder gives for some prompts in one pass."""
+    return backend.place(backend.encode([*map(np.array, prompts)], range(1), None))
+
+
+@contextmanager
+def encoder_shapes(lm):
+    """A list that gets the prompts and tokens of each call of the encoder of transformers."""
+    shapes = []
+    hook = lm.backend.model.get_encoder().register_forward_hook(lambda _, of, out: shapes.append((*out[0].shape[:2],)))
+    try:
+        yield shapes
+    finally:
+        hook.remove()
+
+
+def submitted(lm, prompts, options, **limits):
+    """An engine with a request for each prompt, and the requests."""
+    engine = Engine(lm, **limits)
+    return engine, [engine.submit(prompt, options) for prompt in prompts]
+
+
+OF_LENGTHS = [[2 + (n * k) % 250 for k in range(1, n)] for n in (9, 3, 12, 60, 10, 2, 12, 64, 11)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_encoder_reads_prompts_together(kind):
-    """Each gets what transformers' encoder gives for it alone, and calls have little padding."""
+def test_padding_changes_nothing(kind):
+    """Each prompt gets what transformers' encoder gives for it alone."""
     model, lm = pair(kind)
-    prompts = [[2 + (n * k) % 250 for k in range(1, n)] for n in (9, 3, 12, 60, 10, 2, 12, 64, 11)]
-    shapes, together = encoded(lm, prompts)
-    assert shapes == [(2, 2), (2, 63), (5, 11)]
-    for prompt, source in zip(prompts, together, strict=True):
-        (alone,) = lm.backend.encode([prompt])
+    for prompt, source in zip(OF_LENGTHS, encoded(lm.backend, OF_LENGTHS), strict=True):
+        (alone,) = encoded(lm.backend, [prompt])
         with torch.no_grad():
             expected = model.get_encoder()(torch.tensor([prompt])).last_hidden_state
         torch.testing.assert_close(source.states, expected, atol=1e-4, rtol=1e-5)
@@ -120,21 +144,82 @@ def test_the_encoder_reads_prompts_together(kind):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
 
-def encoded(lm, prompts):
-    """The shapes of the encoder's calls, without features, and what it gives."""
-    calls = []
-    hook = lm.backend.model.get_encoder().register_forward_hook(lambda _, given, out: calls.append(out[0].shape[:2]))
-    try:
-        sources = lm.backend.encode(prompts)
-    finally:
-        hook.remove()
-    return sorted(map(tuple, calls)), sources
+def test_prompts_that_arrive_together_are_read_together():
+    """Calls of the encoder have little padding, and some thousand tokens at most. While others write, each waits."""
+    _, lm = pair("t5")
+    alone = [specbeam.generate(lm, prompt, max_new_tokens=6).token_ids for prompt in OF_LENGTHS]
+    with encoder_shapes(lm) as shapes:
+        engine, requests = submitted(lm, OF_LENGTHS, {"max_new_tokens": 6})
+        engine.step()
+        assert sorted(shapes) == [(2, 2), (2, 63), (5, 11)]
+        engine.run()
+        assert len(shapes) == 3
+    assert [request.result().token_ids for request in requests] == alone
+    with encoder_shapes(lm) as shapes:
+        engine, (first,) = submitted(lm, [[5, 6]], {"max_new_tokens": 20})
+        engine.step()
+        requests = [engine.submit(prompt, {"max_new_tokens": 6}) for prompt in OF_LENGTHS]
+        for read in ([(5, 11)], [(2, 2)], [(2, 63)], []):
+            del shapes[:]
+            engine.step()
+            assert shapes == read
+        assert not first.done
+        engine.run()
+    assert [request.result().token_ids for request in requests] == alone
 
 
 def test_the_encoder_reads_at_most_some_thousand_tokens_at_once():
-    shapes, sources = encoded(pair("t5")[1], [[5] * 1000] * 20 + [[5]])
-    assert shapes == [(1, 1), (4, 1000), (8, 1000), (8, 1000)]
-    assert [source.states.shape[1] for source in sources] == [1000] * 20 + [1]
+    backend = pair("t5")[1].backend
+    groups = together(backend, [SharedSource(np.full(n, 5)) for n in [1000] * 20 + [1]])
+    assert [[len(one.source) for one in group] for group in groups] == [[1000] * 8, [1000] * 8, [1000] * 4, [1]]
+    assert [*map(len, together(backend, [SharedSource(np.full(9000, 5)) for _ in range(2)]))] == [1, 1]
+
+
+def test_an_encoder_that_can_be_divided_is_divided_while_others_write(monkeypatch):
+    """As an encoder of audio is. Prompts that arrive later are read for themselves."""
+    lm = hf.wrap(make("t5"))
+    backend, whole, calls = lm.backend, lm.backend.encode, []
+    alone = [specbeam.generate(lm, prompt, max_new_tokens=30).token_ids for prompt in PROMPTS]
+
+    def encode(sources, layers, begun):
+        calls.append(([len(source) for source in sources], layers))
+        assert (begun is None) == (layers.start == 0)
+        assert begun in (None, [(len(source), layers.start) for source in sources])
+        if layers.stop == 3:
+            return whole(sources, range(1), None)
+        return [(len(source), layers.stop) for source in sources]
+
+    monkeypatch.setattr(backend, "encoder_layers", 3)
+    monkeypatch.setattr(backend, "encode", encode)
+    engine, (first,) = submitted(lm, PROMPTS[:1], {"max_new_tokens": 30}, max_pass_seconds=0)
+    engine.step()
+    assert calls == [([5], range(3))]  # nobody waits
+    near = [PROMPTS[2], PROMPTS[2][3:]]
+    requests = [engine.submit(prompt, {"max_new_tokens": 30}) for prompt in near]
+    engine.step()
+    requests.append(engine.submit(PROMPTS[2][1:], {"max_new_tokens": 30}))
+    for _ in range(5):
+        engine.step()
+    both, last = [31, 28], [30]
+    parts = [range(layer, layer + 1) for layer in range(3)]
+    assert calls[1:] == [(both, part) for part in parts] + [(last, part) for part in parts]
+    assert not first.done
+    engine.run()
+    assert len(calls) == 7
+    assert [first.result().token_ids, requests[0].result().token_ids] == [alone[0], alone[2]]
+
+
+def test_a_prompt_is_read_once_for_a_model_and_a_draft_with_its_encoder():
+    lm, other = hf.wrap(make("bart")), make("bart", seed=1)
+    other.model.encoder.load_state_dict(lm.backend.model.model.encoder.state_dict())
+    options = {"max_new_tokens": 12, "num_draft_tokens": 2, "draft_width": 1}
+    plain = specbeam.generate(lm, PROMPTS[0], max_new_tokens=12)
+    for draft, passes in ((lm, 1), (hf.wrap(other), 1), (hf.wrap(make("bart", seed=1)), 2)):
+        with encoder_shapes(lm) as shapes, encoder_shapes(draft) as of_draft:
+            found = specbeam.generate(lm, PROMPTS[0], draft=draft, **options)
+        assert len(shapes) + (0 if draft is lm else len(of_draft)) == passes
+        assert found.token_ids == plain.token_ids
+        assert found.stats.drafted > 0
 
 
 @settings(max_examples=examples(0.5))
@@ -146,7 +231,7 @@ def test_a_tree_at_once_is_each_sequence_alone(kind, data):
     prompt = PROMPTS[data.draw(st.integers(0, 2))]
     tree = Tree([START])
     slots = Slots(tree, lm.backend)
-    (source,) = lm.backend.encode([prompt])
+    (source,) = encoded(lm.backend, [prompt])
     nodes = [tree.tip]
     token = st.integers(2, 255)  # 1 is M2M100's padding
     for _ in range(data.draw(st.integers(1, 3))):

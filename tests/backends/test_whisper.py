@@ -21,7 +21,7 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.parameters import parameters
 from specbeam.core.selection import AttentionProbe
 from specbeam.core.tree import NO_NODES, Tree
-from specbeam.engine.features import AudioFeatures
+from specbeam.engine.shared_source import SharedSource
 from specbeam.options.generation_defaults import GenerationDefaults
 from tests.backends.test_cpu import ALIKE
 from tests.conftest import (
@@ -56,6 +56,21 @@ def random_whisper(seed=0, **changes):
 
 def sound(seed=0, positions=POSITIONS, bands=BANDS):
     return np.random.default_rng(seed).normal(size=(bands, 2 * positions)).astype(np.float32)
+
+
+def states_of(backend, features):
+    """The encoder's output for one source."""
+    (states,) = backend.encode([features], range(backend.encoder_layers), None)
+    return states
+
+
+def encoder_calls(monkeypatch, backend):
+    """A list that gets the number of sources and the layers of each call of an encoder."""
+    calls, encode = [], backend.encode
+    monkeypatch.setattr(
+        backend, "encode", lambda some, layers, begun: calls.append((len(some), layers)) or encode(some, layers, begun)
+    )
+    return calls
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +127,17 @@ def test_states_and_logits_equal_those_of_transformers(pair, shape, backend):
     with torch.no_grad():
         states = model.model.encoder(torch.tensor(features)[None]).last_hidden_state[0].numpy()
         expected = model(torch.tensor(features)[None], decoder_input_ids=torch.tensor([tokens])).logits[0].numpy()
-    np.testing.assert_allclose(lm.backend.states(features), states, atol=1e-4)
+    np.testing.assert_allclose(states_of(lm.backend, features), states, atol=1e-4)
     np.testing.assert_allclose(logits(lm.backend, Tree(tokens), np.arange(21), features), expected, atol=2e-4)
 
 
 def placed(backend, features):
     """The source of a segment, and the slots that hold it."""
-    positions = backend.source_slots(features)
+    positions = backend.positions(features)
     slots = Slots(Tree([0] * positions), backend)
     own = slots.tree_batch(slots.prepare(slots.tree.prefix), NO_NODES).slots
-    return backend.place(backend.states(features), own), slots
+    (source,) = backend.place([states_of(backend, features)], [own])
+    return source, slots
 
 
 def logits(backend, tree, nodes, features):
@@ -198,32 +214,31 @@ def test_threads_and_instruction_sets_change_no_bit(save, quantize):
     tree, found = Tree([START, 1, 2, 3]), []
     for isa, threads in [("", 3), *((isa, 1) for isa in ALIKE)]:
         backend = CpuBackend(checkpoint, quantize, threads, isa)
-        found.append((backend.states(features), logits(backend, tree, np.arange(4), features)))
+        found.append((states_of(backend, features), logits(backend, tree, np.arange(4), features)))
     for states, of_nodes in found[1:]:
         np.testing.assert_array_equal(states, found[0][0])
         np.testing.assert_array_equal(of_nodes, found[0][1])
     backend = CpuBackend(checkpoint, quantize, isa="portable")
     with torch.no_grad():
         expected = model.model.encoder(torch.tensor(features)[None]).last_hidden_state[0].numpy()
-    likeness = np.corrcoef(backend.states(features).ravel(), expected.ravel())[0, 1]
+    likeness = np.corrcoef(states_of(backend, features).ravel(), expected.ravel())[0, 1]
     assert likeness > {"float32": 1 - 1e-6, "int8": 0.99, "int4": 0.7}[quantize]
 
 
 def test_sound_is_read_for_one_request_at_a_time_while_another_writes(pair, monkeypatch):
     _, lm = pair()
-    read, states = [], lm.backend.states
-    monkeypatch.setattr(lm.backend, "states", lambda source: read.append(1) or states(source))
+    read = encoder_calls(monkeypatch, lm.backend)
     engine = Engine(lm)
     requests = [engine.submit(PROMPT, {"max_new_tokens": 12}, features=sound())]
     engine.step()
     requests += [engine.submit(PROMPT, {"max_new_tokens": 12}, features=sound()) for _ in range(3)]
     for number in range(3):
-        assert read == [1] * (number + 1)
+        assert len(read) == number + 1
         engine.step()
     engine.run()
     assert len({tuple(request.result().token_ids) for request in requests}) == 1
     run(lm, [sound()] * 3, {"max_new_tokens": 2})
-    assert read == [1] * 7
+    assert read == [(1, range(2))] * 7
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -232,12 +247,13 @@ def test_an_encoders_pass_in_parts_gives_the_same_states(pair, backend):
     for parts in ([1, 1, 1, 1], [3, 1], [2, 2]):
         states, layer = None, 0
         for count in parts:
-            states, layer = lm.states_after(sound(), range(layer, layer + count), states), layer + count
-        np.testing.assert_array_equal(states, lm.states(sound()))
+            states, layer = lm.encode([sound(), sound(1)], range(layer, layer + count), states), layer + count
+        for found, features in zip(states, (sound(), sound(1)), strict=True):
+            np.testing.assert_array_equal(found, states_of(lm, features))
     if backend == "cpu":
         for layers in (range(0), range(2, 5), range(-1, 2)):
             with pytest.raises(RuntimeError, match="there are no such layers"):
-                lm.states_after(sound(), layers, states)
+                lm.encode([sound()], layers, states)
 
 
 @pytest.mark.parametrize("quantize", ["float32", "int8"])
@@ -245,23 +261,20 @@ def test_an_encoders_pass_is_divided_while_others_write(pair, quantize, monkeypa
     """With no time at all, one layer runs between two passes of the others, and no text changes."""
     _, lm = pair(quantize=quantize, encoder_layers=4)
     expected = [run(lm, [sound(i)], {"max_new_tokens": 20})[0][0][0] for i in range(3)]
-    layers, after = [], lm.backend.states_after
-    monkeypatch.setattr(
-        lm.backend, "states_after", lambda source, some, begun: layers.append(some) or after(source, some, begun)
-    )
+    calls = encoder_calls(monkeypatch, lm.backend)
     engine = Engine(lm, max_pass_seconds=0)
     requests = [engine.submit(PROMPT, {"max_new_tokens": 20}, features=sound(0))]
     engine.step()
-    assert layers == [range(4)]  # nobody waits
+    assert calls == [(1, range(4))]  # nobody waits
     requests += [engine.submit(PROMPT, {"max_new_tokens": 20}, features=sound(i)) for i in (1, 2)]
     for layer in range(8):
         engine.step()
-        assert layers[1:] == [range(i % 4, i % 4 + 1) for i in range(layer + 1)]
+        assert calls[1:] == [(1, range(i % 4, i % 4 + 1)) for i in range(layer + 1)]
         assert not requests[0].done
     engine.run()
     assert [request.result().token_ids for request in requests] == expected
     assert (engine.cache_tokens, engine.kept_tokens) == (0, 0)
-    layers.clear()
+    calls.clear()
     engine = Engine(lm, max_pass_seconds=0)
     requests = [engine.submit(PROMPT, {"max_new_tokens": 20}, features=sound(0))]
     engine.step()
@@ -271,7 +284,7 @@ def test_an_encoders_pass_is_divided_while_others_write(pair, quantize, monkeypa
     requests[0].cancel()
     engine.run()
     assert requests[1].result().token_ids == expected[1]
-    assert sum(len(some) for some in layers) == 8  # it goes on where it was
+    assert sum(len(layers) for _, layers in calls) == 8  # it goes on where it was
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
@@ -279,16 +292,15 @@ def test_requests_about_one_sound_share_the_encoder(pair, save, backend, monkeyp
     model, lm = pair(backend="torch" if backend == "torch" else "cpu")
     if backend == "transformers":
         lm = specbeam.load(save(model, byte_tokenizer()), backend=backend, device="cpu")
-    read, states = [], lm.backend.states
-    monkeypatch.setattr(lm.backend, "states", lambda source: read.append(1) or states(source))
-    shared, expected = AudioFeatures(sound()), run(lm, [sound()], {"max_new_tokens": 9})
+    read = encoder_calls(monkeypatch, lm.backend)
+    shared, expected = SharedSource(sound()), run(lm, [sound()], {"max_new_tokens": 9})
     assert len(read) == 1
     for options in ({"max_new_tokens": 9}, {"max_new_tokens": 9}, {"max_new_tokens": 9, "num_beams": 3}):
         found = run(lm, [shared], options)
         assert found == expected or "num_beams" in options
     assert len(read) == 2
     with pytest.raises(SpecbeamError, match="have the shape"):
-        Engine(lm).submit(PROMPT, features=AudioFeatures(sound(positions=7)))
+        Engine(lm).submit(PROMPT, features=SharedSource(sound(positions=7)))
 
 
 def test_a_source_takes_slots_of_the_cache_and_gives_them_back(pair):
@@ -474,7 +486,7 @@ def test_what_cannot_be_is_one_line(pair, tiny, save):
     with pytest.raises(SpecbeamError, match="context of 64"):
         engine.submit([START] * 64, features=sound())
     with pytest.raises(RuntimeError, match="another shape than the encoder reads"):
-        lm.backend.states(sound(positions=7))
+        states_of(lm.backend, sound(positions=7))
     folder = save(random_whisper(), byte_tokenizer())
     rewrite(folder, "config.json", decoder_attention_heads=5)
     with pytest.raises(SpecbeamError, match="no multiple of its 5 heads"):
@@ -494,7 +506,7 @@ def test_kernels_refuse_sources_that_are_not_there(pair):
             backend.forward([slots.tree_batch(pending, np.arange(2), source=wrong)])
     for wrong in (source * 0, source + 10**6):
         with pytest.raises(RuntimeError, match=r"same slot|not in the cache"):
-            backend.place(backend.states(sound()), wrong)
+            backend.place([states_of(backend, sound())], [wrong])
     kept.close()
 
 
@@ -543,7 +555,7 @@ def test_whisper_base_writes_what_transformers_writes():
     features = WhisperFeatureExtractor()(samples(av, sounds), sampling_rate=16_000).input_features[0]
     with torch.no_grad():
         states = model.model.encoder(torch.tensor(features)[None]).last_hidden_state[0].numpy()
-    distance = np.abs(lm.backend.states(features) - states)  # states are up to 24; both are 5e-4 off in float32
+    distance = np.abs(states_of(lm.backend, features) - states)  # states are up to 24; both are 5e-4 off in float32
     assert np.quantile(distance, 0.999) < 1e-4
     assert distance.max() < 2e-3
     names = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")

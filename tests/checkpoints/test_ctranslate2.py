@@ -19,7 +19,7 @@ from specbeam.checkpoints.architecture import tensor_names
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.parameters import parameters
-from tests.backends.test_whisper import PROMPT, random_whisper, run, sound, with_values_of
+from tests.backends.test_whisper import PROMPT, random_whisper, run, sound, states_of, with_values_of
 from tests.conftest import EOS, LFS_POINTER, byte_tokenizer, examples
 
 TYPES = {"float32": 0, "int8": 1, "int16": 2, "float16": 4, "bfloat16": 5}
@@ -110,7 +110,7 @@ def test_a_folder_is_the_hugging_face_folder_with_its_values(tmp_path, save, kin
         error = (tensor - before[name]).abs().max() / before[name].abs().max()
         assert error <= (0 if kind == "float32" else 0.01)
     lm, same = specbeam.load(folder, dtype="float32"), specbeam.load(save(twin, byte_tokenizer()), dtype="float32")
-    np.testing.assert_array_equal(lm.backend.states(sound()), same.backend.states(sound()))
+    np.testing.assert_array_equal(states_of(lm.backend, sound()), states_of(same.backend, sound()))
     assert (lm.eos_token_ids, lm.tokenizer) == ({EOS}, None)
     assert lm.generation_defaults == {"suppress_tokens": [7]}
     same = replace(same, generation_defaults=lm.generation_defaults)

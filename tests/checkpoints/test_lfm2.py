@@ -22,7 +22,7 @@ KEYS = {
     **{"attention.head_count": 4, "attention.head_count_kv": [0, 2, 0], "attention.layer_norm_rms_epsilon": 1e-5},
     **{"rope.freq_base": 1e6, "shortconv.l_cache": 3},
 }
-SHAPES = {f"blk.{i}.ffn_norm.weight": (32,) for i in range(3)} | {"token_embd.weight": (259, 32)}
+SHAPES = {"token_embd.weight": (259, 32), "token_embd_norm.weight": (32,), "blk.0.ffn_norm.weight": (32,)}
 
 
 def of_folder(**changes):
@@ -76,7 +76,7 @@ def test_layers_without_attention_are_all_convolutions():
     [
         ({"conv_L_cache": 17}, "conv_L_cache = 17, which is no size"),
         ({"block_multiple_of": 0}, "block_multiple_of = 0, which is no size"),
-        ({"block_ff_dim": "wide"}, "intermediate_size = 'wide', which is no size"),
+        ({"block_ff_dim": "wide"}, "config.json says block_ff_dim = 'wide', not an integer"),
         ({"num_attention_heads": 0}, "num_heads = 0, which is no size"),
     ],
 )

@@ -1,5 +1,6 @@
 """Drafts change no text and no score of a transcript, and a distilled draft needs no encoder pass of its own."""
 
+import math
 from functools import cache
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 import specbeam
 from specbeam import Engine, SpecbeamError, hf, transcribe, transcribe_stream
 from specbeam.drafting import lookup
-from specbeam.engine.features import AudioFeatures, have_equal_encoders
+from specbeam.engine.shared_source import SharedSource, encode, have_equal_encoders
 from specbeam.speech import speech_engine
 from specbeam.speech.clips import Clip
 from specbeam.speech.log_mel import LogMel
@@ -77,10 +78,8 @@ def encoder_passes(monkeypatch, *models):
     """A list that gets the model of each encoder pass."""
     passes = []
     for lm in models:
-        states = lm.backend.states
-        monkeypatch.setattr(
-            lm.backend, "states", lambda sound, lm=lm, states=states: passes.append(lm) or states(sound)
-        )
+        encode = lm.backend.encode
+        monkeypatch.setattr(lm.backend, "encode", lambda *of, lm=lm, encode=encode: passes.append(lm) or encode(*of))
     return passes
 
 
@@ -144,7 +143,7 @@ def test_a_distilled_draft_reads_the_states_of_the_targets_encoder(loaded, backe
     passes = encoder_passes(monkeypatch, lm, small, other)
     features = np.random.default_rng(1).normal(size=(BANDS, 2 * POSITIONS)).astype(np.float32)
     for draft, expected in ((small, 1), (other, 2), (lm, 1)):
-        for given in (features, AudioFeatures(features)):
+        for given in (features, SharedSource(features)):
             passes.clear()
             engine = Engine(lm)
             request = engine.submit([START, 65], FIXED, features=given, draft=draft)
@@ -183,12 +182,12 @@ def test_encoders_are_equal_if_their_shapes_and_all_their_weights_are(loaded, sa
 
 
 def test_a_draft_with_an_encoder_of_its_own_must_pay_for_reading_the_sound(loaded):
-    lm, sound = loaded("target"), AudioFeatures(np.zeros((BANDS, 2 * POSITIONS), np.float32))
+    lm, sound = loaded("target"), SharedSource(np.zeros((BANDS, 2 * POSITIONS), np.float32))
     smaller = loaded("smaller").backend
     assert sound.unread_positions(lm.backend, lm.backend) == 0
     assert sound.unread_positions(loaded("distilled").backend, lm.backend) == 0
     assert sound.unread_positions(smaller, lm.backend) == POSITIONS
-    sound.states(smaller)
+    encode(smaller, [sound], math.inf)
     assert sound.unread_positions(smaller, lm.backend) == 0
 
 

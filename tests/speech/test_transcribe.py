@@ -45,8 +45,8 @@ def test_a_text_is_the_same_alone_among_others_and_streamed(whisper, options):
 
 @needs_torch
 def test_the_language_is_the_likeliest_and_takes_no_second_pass_of_the_encoder(whisper, monkeypatch):
-    read, states = [], whisper.backend.states
-    monkeypatch.setattr(whisper.backend, "states", lambda features: read.append(features) or states(features))
+    read, encode = [], whisper.backend.encode
+    monkeypatch.setattr(whisper.backend, "encode", lambda some, *of: read.extend(some) or encode(some, *of))
     transcript = transcribe(whisper, noise(2.5, 4), **PLAIN, without_timestamps=True)
     assert len(read) == 3
     model = random_whisper()
@@ -60,8 +60,8 @@ def test_the_language_is_the_likeliest_and_takes_no_second_pass_of_the_encoder(w
 
 
 def test_fallback_takes_no_second_pass_of_the_encoder(whisper, monkeypatch):
-    read, states = [], whisper.backend.states
-    monkeypatch.setattr(whisper.backend, "states", lambda features: read.append(1) or states(features))
+    read, encode = [], whisper.backend.encode
+    monkeypatch.setattr(whisper.backend, "encode", lambda some, *of: read.extend(some) or encode(some, *of))
     transcript = transcribe(
         whisper, noise(0.9), "en", vad_filter=False, log_prob_threshold=0.0, no_speech_threshold=None, best_of=2
     )
@@ -153,8 +153,8 @@ def test_alternatives_and_log_probs_change_no_text(whisper, options):
 def test_log_probs_and_alternatives_are_those_of_transformers(whisper, monkeypatch):
     from tests.backends.test_whisper import of_transformers
 
-    read, states = [], whisper.backend.states
-    monkeypatch.setattr(whisper.backend, "states", lambda features: read.append(features) or states(features))
+    read, encode = [], whisper.backend.encode
+    monkeypatch.setattr(whisper.backend, "encode", lambda some, *of: read.extend(some) or encode(some, *of))
     how = {"without_timestamps": True, "suppress_tokens": [], "suppress_blank": False, "max_new_tokens": 6}
     how |= {"num_beams": 4, "num_return_sequences": 4, "top_logprobs": 2, "no_speech_threshold": None}
     found = transcribe(whisper, noise(0.9), "en", **PLAIN, **how)

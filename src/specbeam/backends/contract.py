@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends import devices
 from specbeam.core.selection import AttentionProbe, Logits, NextBeams, Selection, SelectionRequest
+
+Source = NDArray[np.int64] | NDArray[np.float32]
+"""What an encoder reads: token ids, int64 [n], or features of audio, float32 [mel bins, frames]."""
 
 
 @dataclass(slots=True)
@@ -30,8 +33,8 @@ class TreeBatch:
             own position mean nothing. m is 0 if all nodes are on the prefix.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
-        source: the result of :meth:`TextEncoder.encode` or :meth:`AudioEncoder.place` for the tree, or what was
-            given to the engine instead. None for models without an encoder otherwise. Every node sees all of it.
+        source: the result of :meth:`Encoder.place` for the tree, or what was given to the engine instead. None for
+            models without an encoder otherwise. Every node sees all of it.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
         probe: heads of cross-attention whose scores the pass returns (``Backend.cross_heads``). None for none.
     """
@@ -75,6 +78,8 @@ class Backend(Protocol):
     """Bytes of keys and values per slot."""
     has_threads: bool = False
     """Whether its passes run on its own threads, not on PyTorch's."""
+    encoder_reads: Literal["tokens", "audio"] | None = None
+    """What its encoder reads (:class:`Encoder`): the prompt's tokens, or features of audio. None without an encoder."""
     start_token_ids: list[int] | None = None
     """The first tokens of every sequence of a model whose encoder reads the prompt. None for others, which begin with
     the prompt."""
@@ -157,58 +162,49 @@ class AheadBackend(Backend, Protocol):
         """
 
 
-class TextEncoder(Backend, Protocol):
-    """A backend whose model has an encoder of text."""
+class Encoder(Backend, Protocol):
+    """A backend whose model has an encoder. Its work has two steps, so that several trees share the first."""
 
-    def source_slots(self, source: Any) -> int:
-        """The slots of the KV cache that hold a source. 0 if the backend keeps sources elsewhere."""
-
-    def encode(self, sources: Sequence[Any], slots: Sequence[NDArray[np.int64]]) -> list[Any]:
-        """Run the encoder over sources, before the first pass of their trees.
-
-        Args:
-            sources: prompts' token ids.
-            slots: where each of them goes, int64 [``source_slots``].
-
-        Returns:
-            The ``source`` of each tree's segments.
-        """
-
-
-class AudioEncoder(Backend, Protocol):
-    """A backend whose model has an encoder of audio. It works in two steps, so that several trees share the first."""
-
-    states_shape: tuple[int, int]
-    """The positions of the encoder's output and their features."""
     encoder_layers: int
     """Into how many parts a pass of the encoder can be divided."""
+    encoder_size: int
+    """The features of each position of its output."""
+    encoder_batch: int
+    """The maximum number of positions that a pass over several sources should have, padding included. A source that is
+    longer is read alone. 1 if each source is."""
+    sources_in_slots: bool
+    """Whether slots of the KV cache hold its output, one for each position. Elsewhere it takes about as much memory."""
 
     @property
     def encoder_digest(self) -> str:
         """A digest of the encoder: its configuration, all bytes of its weights as the backend has them, and their
         dtypes. Backends of one class on one device whose digests are equal give equal states."""
 
-    def source_slots(self, source: NDArray[np.float32]) -> int:
-        """The slots of the KV cache that hold audio. 0 if the backend keeps it elsewhere."""
+    def positions(self, source: Source) -> int:
+        """The positions of the encoder's output for a source."""
 
-    def states(self, source: NDArray[np.float32]) -> Any:
-        """The encoder's output for features of audio, float32 ``features_shape``."""
+    def encode(self, sources: Sequence[Source], layers: range, begun: Sequence[Any] | None) -> list[Any]:
+        """Run some layers of the encoder over sources. Other passes may come before the next layers.
 
-    def states_after(self, source: NDArray[np.float32], layers: range, begun: Any) -> Any:
-        """A part of the encoder's pass, so that others need not wait for all of it. No bit depends on the parts.
+        No bit depends on the parts. Where a node's logits depend on no other tree of a pass, states depend on no other
+        source.
 
         Args:
-            source: as for :meth:`states`.
+            sources: token ids of any lengths, or features of audio of ``features_shape``.
             layers: to run, of ``encoder_layers``.
-            begun: what the layers before gave. None at first.
+            begun: what the layers before gave for each source. None before the first layer.
 
         Returns:
-            What the next layers take as ``begun``; after the last one the same as :meth:`states`.
+            For each source, what the next layers take as ``begun``; after the last layer the encoder's output.
         """
 
-    def place(self, states: Any, slots: NDArray[np.int64]) -> Any:
-        """Keys and values of an encoder's output, in slots, int64 [``source_slots``].
+    def place(self, states: Sequence[Any], slots: Sequence[NDArray[np.int64]]) -> list[Any]:
+        """Keys and values of the encoder's output for sources.
+
+        Args:
+            states: the output for each of them.
+            slots: where the keys and values of each go, int64 [``positions``]. Empty without ``sources_in_slots``.
 
         Returns:
-            The ``source`` of a tree's segments.
+            The ``source`` of each tree's segments.
         """

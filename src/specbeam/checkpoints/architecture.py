@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,13 +136,15 @@ class Metadata(dict[str, Any]):
     Attributes:
         architecture: ``general.architecture``, with which these keys begin in the file. Here they are without it.
         read: the keys that were asked for.
+        in_layers: the names of the tensors in the file's layers, without ``blk.N.``.
     """
 
-    def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, architecture: str, metadata: Mapping[str, Any], tensors: Iterable[str] = ()) -> None:
         prefix = f"{architecture}."
         super().__init__((k.removeprefix(prefix), value) for k, value in metadata.items() if k.startswith(prefix))
         self.architecture = architecture
         self.read: set[str] = set()
+        self.in_layers = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
 
     def name(self, key: str) -> str:
         """A key as the file has it."""
@@ -172,6 +174,13 @@ class Metadata(dict[str, Any]):
         """Raises SpecbeamError if a key has another value than this. It may be missing."""
         if (value := self.need(key, expected)) != expected:
             raise SpecbeamError(f"{self.name(key)} = {value} is not supported: it must be {expected} here")
+
+
+class Usual(NamedTuple):
+    """Functions that make parts by the rules that all architectures share. Keywords are other values of fields."""
+
+    attention: partial[Attention]
+    mlp: partial[MLP]
 
 
 class Architecture:
@@ -266,20 +275,18 @@ class Architecture:
         """The rotary settings of a config.json as transformers 5 has them. They may be nested by kinds of layers."""
         return rope_parameters(keys, self.rope_theta)
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         """The parts of a layer of a folder.
 
         Args:
-            attention, mlp: make these parts by the rules that all architectures share, with other fields as keywords.
+            usual: what other architectures have there.
             keys: of config.json, with defaults.
         """
-        return attention(), mlp()
+        return usual.attention(), usual.mlp()
 
-    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
         """The parts of a layer of a GGUF file. Arguments as for :meth:`folder_layer`, and the keys of the file."""
-        return attention(), mlp()
+        return usual.attention(), usual.mlp()
 
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         """Add to a configuration the options of config.json beside its layers that only this architecture has.

@@ -46,6 +46,8 @@ class Config:
         for name in ("vocab_size", "hidden_size", "context_length"):
             size(name, getattr(self, name))
         check_numbers(self)
+        if any(len({part.name for part in layer}) < len(layer) for layer in self.layers):
+            raise SpecbeamError("the model's configuration has a layer with two parts of one kind")
         for layer in self.layers:
             if not layer:
                 raise SpecbeamError("the model's configuration has a layer without parts")

@@ -147,7 +147,7 @@ class Chat:
         """
         from specbeam.engine import Engine
 
-        if lm.backend.start_token_ids is not None:
+        if lm.backend.encoder_reads == "tokens":
             raise SpecbeamError(
                 f"{lm.source} has an encoder: it reads one text and no conversation. Use specbeam generate"
             )

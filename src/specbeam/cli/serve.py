@@ -272,7 +272,7 @@ def _serve(
             about = [
                 f"{model.name} {model.sampling}; a request may say otherwise"
                 for model in models
-                if model.lm.backend.features_shape is None  # transcription has defaults of its own
+                if model.lm.backend.encoder_reads != "audio"  # transcription has defaults of its own
             ]
             about += [f"{model.name}: {model.lm.precision}" for model in models]
             app = make_app(models, limits, access, logs_prompts=args.log_prompts)

@@ -18,7 +18,7 @@ from specbeam.drafting.policy import Cost
 from specbeam.drafting.policy.controller import Controller, Sizes
 from specbeam.drafting.resolve import resolve_draft
 from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.engine.features import described
+from specbeam.engine.shared_source import described
 from specbeam.errors import SpecbeamError, not_allowed, wrong_value
 from specbeam.logits.selector import Selector, warpers_of
 from specbeam.models.model import LanguageModel
@@ -103,7 +103,7 @@ def make_drafter(
 
     Args:
         draft: has passed :func:`check_draft`.
-        unread: tokens and positions of audio that a draft model has to read before its first draft token.
+        unread: tokens, and positions of a source, that a draft model has to read before its first draft token.
         draft_cost: of the draft model's passes for this request; None for lookups.
         max_rows: the maximum number of draft tokens whose logits fit into memory.
 
@@ -191,13 +191,12 @@ def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
             f"the draft {draft.source} begins its sequences with the token ids {other}, but the model with {begins} "
             "(None: with the prompt): give a draft of the same kind"
         )
-    has_encoder = begins is not None or lm.backend.features_shape is not None
-    if has_encoder and not draft.shares_tokenizer(lm):
+    if lm.backend.encoder_reads is not None and not draft.shares_tokenizer(lm):
         raise SpecbeamError(
             f"the draft {draft.source} has another tokenizer than {lm.source}, and for models with an encoder "
             "they cannot be bridged: give a draft with the same tokenizer"
         )
-    if lm.backend.features_shape is not None and (size := lm.backend.vocab_size) != (own := draft.backend.vocab_size):
+    if lm.backend.encoder_reads == "audio" and (size := lm.backend.vocab_size) != (own := draft.backend.vocab_size):
         raise SpecbeamError(
             f"the draft {draft.source} has {own:,} tokens, but {lm.source} {size:,}: their special tokens "
             "differ, so give a draft of the same version"

@@ -20,11 +20,11 @@ from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.custom_strategy import load_strategy
 from specbeam.engine.drafts import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
-from specbeam.engine.features import check_features
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
+from specbeam.engine.shared_source import check_features
 from specbeam.errors import SpecbeamError, not_allowed
 from specbeam.models.model import LanguageModel
 from specbeam.models.prompts import Prompt, encode, max_prompt_length

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from specbeam.backends.contract import Backend, TextEncoder
+from specbeam.backends.contract import Backend, Encoder
 from specbeam.cache.budget import Budget
 from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.prefixes import NO_SLOTS, Ints
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import NO_NODES, Nodes, Tree
 from specbeam.decoding.setup import Setup
-from specbeam.engine.features import AudioFeatures
+from specbeam.engine.shared_source import SharedSource
 
 
 class ModelState:
@@ -19,11 +19,10 @@ class ModelState:
 
     Args:
         budget: of the engine.
-        prompt_ids: the prompt's token ids. A model with an encoder of text reads them before the first pass.
         draft_tokens: the maximum number per round. Where slots are short, the request does without them.
         max_rows: the maximum number of nodes whose logits are needed at once.
+        shared_source: what the encoder reads before the first pass. None without an encoder.
         source: in place of the encoder's output.
-        audio: that an encoder reads before the first pass.
 
     Attributes:
         slots: of its tree.
@@ -32,7 +31,7 @@ class ModelState:
         completed: passes that gave the strategy its selection. Other passes prefill parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
-        source: the encoder's output for the prompt, or what was given. None until the encoder has read it.
+        source: the encoder's output, placed, or what was given. None until the encoder has read the source.
         source_bytes: bytes that this output takes beside the slots. A token of it takes as much as a slot, roughly.
     """
 
@@ -40,13 +39,12 @@ class ModelState:
         self,
         budget: Budget,
         setup: Setup,
-        prompt_ids: list[int],
         backend: Backend,
         tree: Tree,
         draft_tokens: int,
         max_rows: int,
+        shared_source: SharedSource | None,
         source: Any = None,
-        audio: AudioFeatures | None = None,
     ) -> None:
         self.backend = backend
         self.tree = tree
@@ -54,25 +52,25 @@ class ModelState:
         self.passes = self.completed = self.nodes = 0
         self.seconds = 0.0
         self.source = self._given_source = source
-        self._encoder_reads: Any = audio if backend.start_token_ids is None else prompt_ids
-        cache, positions = budget.cache_of(backend), 0
-        if source is None and self._encoder_reads is not None:
-            read = self._encoder_reads if audio is None else audio.features
-            positions = cast(TextEncoder, backend).source_slots(read)
+        self._shared_source = shared_source
+        cache, positions, slots = budget.cache_of(backend), 0, 0
+        if shared_source is not None:
+            encoder = cast(Encoder, backend)
+            positions = encoder.positions(shared_source.source)
+            slots = positions if encoder.sources_in_slots and source is None else 0
         # A sequence of as many positions, of which only the slots are used.
-        self._source_slots = Slots(Tree([0] * positions), backend, cache) if positions else None
-        in_encoder = 0 if positions or backend.start_token_ids is None else len(prompt_ids)
-        self.source_bytes = in_encoder * backend.slot_bytes
+        self._source_slots = Slots(Tree([0] * slots), backend, cache) if slots else None
+        self.source_bytes = (positions - slots) * backend.slot_bytes
         # After another source, equal tokens have other keys and values.
-        shares = setup.options.share_prefix and self._encoder_reads is None and source is None
+        shares = setup.options.share_prefix and shared_source is None and source is None
         self.slots = Slots(tree, backend, cache, shares)
         sequences, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
         self._max_nodes = sequences + draft_tokens  # of a round
         # Sequences may share only the prompt. If they do not fit together, they are evaluated one after the other.
-        shared = max(len(prompt_ids), tree.prompt_length) + (new_tokens if sequences == 1 else 0)
+        shared = max(setup.tree.prompt_length, tree.prompt_length) + (new_tokens if sequences == 1 else 0)
         own = 0 if sequences == 1 else new_tokens
         lasting = min(shared, self._lasting(shared) + budget.max_batch_tokens)
-        self.min_bytes = (lasting + own + positions) * backend.slot_bytes
+        self.min_bytes = (lasting + own + slots) * backend.slot_bytes
         self._used_before = self._completed_before = 0  # it was closed
 
     def close(self) -> None:
@@ -95,14 +93,9 @@ class ModelState:
         self.close()
 
     @property
-    def unread_source(self) -> Any:
-        """What the encoder has to read before the next pass: token ids or audio. None for nothing."""
-        return self._encoder_reads if self.source is None else None
-
-    @property
-    def has_unread_audio(self) -> bool:
-        """Whether the encoder has to read audio before the next pass."""
-        return self.source is None and isinstance(self._encoder_reads, AudioFeatures)
+    def unread_source(self) -> SharedSource | None:
+        """What the encoder has to read before the next pass. None for nothing."""
+        return self._shared_source if self.source is None else None
 
     def place_source(self) -> Ints:
         """Give the encoder's output slots, int64 [n]. It gets none where the backend keeps it elsewhere."""

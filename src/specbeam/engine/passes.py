@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from specbeam.backends.contract import AheadBackend, AudioEncoder, TextEncoder
+from specbeam.backends.contract import AheadBackend, Encoder
 from specbeam.core.selection import Logits, Selection
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
+from specbeam.engine.shared_source import SharedSource, encode, together
 from specbeam.errors import forget_frames, is_out_of_memory
 
 NO_LOGITS = np.empty((0, 0), np.float32)
@@ -80,36 +81,35 @@ def _read_sources(batch: Batch, scheduler: Scheduler) -> Batch:
     """Let the encoder read the sources that requests lack. Its time depends on these, so no pass's cost counts it.
 
     Returns:
-        The batch without requests whose audio takes a further pass of the encoder.
+        The batch without requests whose sources take a further pass of the encoder.
     """
-    unread = [request.model for request, _ in batch if request.model.unread_source is not None]
-    if not unread:
+    readers: dict[SharedSource, list[ModelState]] = {}
+    for request, _ in batch:
+        if (source := request.model.unread_source) is not None:
+            readers.setdefault(source, []).append(request.model)
+    if not readers:
         return batch
-    if unread[0].has_unread_audio:
-        for model in unread:
-            _encode_audio(model, scheduler)
-        return [(request, nodes) for request, nodes in batch if request.model.unread_source is None]
-    start = time.perf_counter()
-    slots = [model.place_source() for model in unread]
-    with scheduler.passing():
-        sources = cast(TextEncoder, unread[0].backend).encode([model.unread_source for model in unread], slots)
-    for model, source in zip(unread, sources, strict=True):
-        model.source = source
-        model.seconds += (time.perf_counter() - start) / len(unread)
-    return batch
+    encoder = cast(Encoder, batch[0][0].model.backend)
+    for group in together(encoder, readers):
+        _encode(encoder, {source: readers[source] for source in group}, scheduler)
+    return [(request, nodes) for request, nodes in batch if request.model.unread_source is None]
 
 
-def _encode_audio(model: ModelState, scheduler: Scheduler) -> None:
-    """Let the encoder read audio, or some of it where others wait. Alone: a pass over all of it uses all threads."""
+def _encode(encoder: Encoder, readers: dict[SharedSource, list[ModelState]], scheduler: Scheduler) -> None:
+    """Let the encoder read sources together, or some of its layers where others wait, and place what it gives."""
     start = time.perf_counter()
-    backend, audio = cast(AudioEncoder, model.backend), model.unread_source
     with scheduler.passing():
-        states = audio.states(backend, scheduler.max_encoder_seconds())
-    if states is not None:
-        slots = model.place_source()
+        encode(encoder, [*readers], scheduler.max_encoder_seconds())
+    models = [model for some in readers.values() for model in some]
+    if next(iter(readers)).is_read(encoder):  # then all are
+        states = [source.read(encoder)[1] for source, some in readers.items() for _ in some]
+        slots = [model.place_source() for model in models]
         with scheduler.passing():
-            model.source = backend.place(states, slots)
-    model.seconds += time.perf_counter() - start
+            placed = encoder.place(states, slots)
+        for model, source in zip(models, placed, strict=True):
+            model.source = source
+    for model in models:
+        model.seconds += (time.perf_counter() - start) / len(models)
 
 
 def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Logits, list[slice], list[list[Selection]], int]:

@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import TreeBatch
+from specbeam.backends.contract import Encoder, TreeBatch
 from specbeam.cache.budget import Budget
 from specbeam.core.selection import MASKED, Logits, Selection, SelectionRequest, one_after_another
 from specbeam.core.strategy import DeadEnd, Evaluate, Hypothesis, Strategy
@@ -24,11 +24,11 @@ from specbeam.engine.clients import Clients
 from specbeam.engine.costs import Costs
 from specbeam.engine.custom_strategy import CustomStrategy
 from specbeam.engine.drafts import Draft, make_drafter
-from specbeam.engine.features import AudioFeatures
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
+from specbeam.engine.shared_source import SharedSource
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes, forget_frames, is_out_of_memory
 from specbeam.models.model import LanguageModel
 from specbeam.options.options import Options
@@ -67,7 +67,7 @@ class RequestState:
         priority: int = 0,
         timeout: float | None = None,
         source: Any = None,
-        features: AudioFeatures | None = None,
+        features: SharedSource | None = None,
         writes: bool = True,
         clients: Clients[RequestState],
         budget: Budget,
@@ -87,29 +87,29 @@ class RequestState:
         self._output = Output(lm, setup, self.request, inputs)
         num_texts = setup.options.num_texts
         self._draft_cost = SharedCost(costs(draft.backend).expected) if isinstance(draft, LanguageModel) else None
+        shared = SharedSource(np.array(prompt_ids, np.int64)) if lm.backend.encoder_reads == "tokens" else features
         self._drafter = None
         draft_tokens = 0
         if draft is not None:
             max_rows = max(0, budget.max_rows - num_texts)  # for draft tokens
             unread = 0
             if isinstance(draft, LanguageModel):
-                unread = len(prompt_ids)
-                if features is not None:
-                    unread += features.unread_positions(draft.backend, lm.backend)
+                unread = setup.tree.prompt_length
+                if shared is not None:
+                    reader = lm.backend if source is None else None
+                    unread += shared.unread_positions(cast(Encoder, draft.backend), reader)
             self._drafter = make_drafter(setup, lm, draft, unread, self._draft_cost, max_rows)
             draft_tokens = self._drafter.controller.max_draft_tokens
         if setup.options.constraint is not None:
             draft_tokens = max(draft_tokens, MAX_FORCED_TOKENS)
         rows = num_texts + draft_tokens
-        self._target = ModelState(
-            budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source, features
-        )
+        self._target = ModelState(budget, setup, lm.backend, setup.tree, draft_tokens, rows, shared, source)
         self._states = [self._target]
         self._draft = None
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             drafted, rows = self._drafter.controller.max_drafted, self._drafter.controller.max_drafted_at_once
             tree = self._drafter.tree
-            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, tree, drafted, rows, audio=features)
+            self._draft = ModelState(budget, setup, draft.backend, tree, drafted, rows, shared)
             self._states.append(self._draft)
         self._trees = [*{state.tree for state in self._states}]
         self.model = self._target

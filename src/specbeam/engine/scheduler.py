@@ -11,12 +11,13 @@ from itertools import count, islice
 from operator import attrgetter
 from typing import cast
 
-from specbeam.backends.contract import AheadBackend, Backend
+from specbeam.backends.contract import AheadBackend, Backend, Encoder
 from specbeam.cache.budget import Budget
 from specbeam.core.tree import Nodes
 from specbeam.engine.clients import Clients
 from specbeam.engine.costs import TILE_NODES, Costs
 from specbeam.engine.request_state import RequestState
+from specbeam.engine.shared_source import together
 from specbeam.errors import QueueFull
 from specbeam.system.fork_guard import fork_guard
 from specbeam.system.interrupts import HeldInterrupts, ReleasedInterrupts
@@ -46,7 +47,8 @@ class Scheduler:
 
     Every live request advances: it gets nodes in each pass of the model that it waits for. Only if more requests wait
     for a model than ``max_batch_tokens``, they take turns: one node in ``ceil(waiting / max_batch_tokens)`` passes.
-    While some requests write, the encoder reads audio for one other request per iteration, or some of its layers do.
+    While some requests write, the encoder reads the sources of one group per iteration, or some of its layers do: a
+    long source, or short ones that it reads :func:`together`.
 
     Args:
         max_requests, max_batch_tokens, max_waiting, max_pass_seconds: as for :class:`specbeam.Engine`.
@@ -214,14 +216,10 @@ class Scheduler:
         """
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         live = [request for request in self._live if not request.done]
-        writing = any(not request.model.has_unread_audio for request in live)
-        encoding = 0
+        waiting = self._wait_to_read(live)
         for index, request in enumerate(live):
             waits = request.model.slots.is_fresh and request.await_prefix(live[:index])
-            if request.model.has_unread_audio:  # an encoder of audio takes long, and the others wait
-                waits |= writing and encoding > 0
-                encoding += 1
-            if not (request.done or waits):
+            if not (request.done or waits or request in waiting):
                 by_model[not request.step.drafting, id(request.model.backend)].append(request)
         is_alone = sum(map(len, by_model.values())) == 1
         batches: list[Batch] = []
@@ -230,14 +228,24 @@ class Scheduler:
                 batches.append(self._divide(requests, is_alone))
         return self._make_room(batches)
 
+    def _wait_to_read(self, live: list[RequestState]) -> set[RequestState]:
+        """The requests whose sources are not read next: an encoder may take long, and the requests that write wait."""
+        unread = {request: source for request in live if (source := request.model.unread_source) is not None}
+        if not unread or len(unread) == len(live):
+            return set()
+        backend = next(iter(unread)).model.backend
+        of_backend = [source for request, source in unread.items() if request.model.backend is backend]
+        (group,) = (group for group in together(cast(Encoder, backend), of_backend) if of_backend[0] in group)
+        return {one for one, source in unread.items() if one.model.backend is not backend or source not in group}
+
     def _waits_for(self, drafts: list[Batch]) -> bool:
         """Whether the target waits for these passes of draft models.
 
-        It does not wait for a draft model that prefills a long prompt or reads audio, nor for requests that began to
+        It does not wait for a draft model that prefills a long prompt or reads a source, nor for requests that began to
         draft later than the wait. So it waits for at most as many iterations as the longest draft has tokens, whatever
         requests come and go.
         """
-        parts = ((request, nodes) for batch in drafts for request, nodes in batch if not request.model.has_unread_audio)
+        parts = (part for batch in drafts for part in batch if part[0].model.unread_source is None)
         drafting = {request for request, nodes in parts if len(nodes) == len(request.pending)}
         if self._awaited:
             drafting &= self._awaited
@@ -276,8 +284,8 @@ class Scheduler:
         return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
 
     def max_encoder_seconds(self) -> float:
-        """About how long a part of an encoder's pass over audio may take: as long as it wants while all wait for it."""
-        waiting = sum(request.model.has_unread_audio for request in self._live)
+        """About how long a part of an encoder's pass may take: as long as it wants while all wait for it."""
+        waiting = sum(request.model.unread_source is not None for request in self._live)
         return math.inf if self.max_pass_seconds is None or waiting == len(self._live) else self.max_pass_seconds
 
     def passing(self) -> Passing:

@@ -184,7 +184,7 @@ class TranscriptionCall:
     def __init__(
         self, fields: TranscriptionRequest, task: str, model: ServedModel, limits: Limits, threads: Transcribers
     ) -> None:
-        if model.lm.backend.features_shape is None:
+        if model.lm.backend.encoder_reads != "audio":
             raise Refusal(f"{model.name} reads no audio: name a Whisper model", "model")
         self._fields, self._task, self._model, self._limits, self._threads = fields, task, model, limits, threads
         self._settings = fields.settings(task, limits)

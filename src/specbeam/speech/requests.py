@@ -21,7 +21,7 @@ from specbeam.drafting.drafter import Drafter
 from specbeam.drafting.lookup import Continued
 from specbeam.engine import Engine, Request, Setup
 from specbeam.engine.drafts import Draft, is_lookup
-from specbeam.engine.features import AudioFeatures
+from specbeam.engine.shared_source import SharedSource
 from specbeam.results import Result, TopLogProbs
 from specbeam.results import Sequence as Hypotheses
 from specbeam.speech.transcript import Alternative, Segment
@@ -73,7 +73,7 @@ class WindowRequest:
         transcribed: the tokens of the file so far, which lookups search beside the prompt.
     """
 
-    features: AudioFeatures
+    features: SharedSource
     prompt: list[int]
     options: dict[str, Any]
     strategy: MakeStrategy | None = None

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbeam.engine.features import AudioFeatures
+from specbeam.engine.shared_source import SharedSource
 from specbeam.errors import SpecbeamError, wrong_value
 from specbeam.results import Result
 from specbeam.speech.alignment import AlignmentHeads, alignment_heads
@@ -160,7 +160,7 @@ def _check_language(vocabulary: Vocabulary, settings: Settings) -> None:
 
 
 def detect_language(
-    transcriber: Transcriber, first: AudioFeatures
+    transcriber: Transcriber, first: SharedSource
 ) -> Generator[WindowRequest, Result, tuple[str, float]]:
     """The likeliest language of a window, and its probability among all languages."""
     languages = transcriber.vocabulary.languages
@@ -189,7 +189,7 @@ class Windows:
     mel: LogMel
     clips: list[Clip]
     language: str | None
-    first: AudioFeatures | None = None
+    first: SharedSource | None = None
     transcribed: list[int] = field(default_factory=list)
     previous_text: list[int] = field(default_factory=list)
 
@@ -260,7 +260,7 @@ class Windows:
         return Window(clip.seconds(start), end, text.alternatives[: self.transcriber.settings.num_return_sequences])
 
     def _text(
-        self, features: AudioFeatures, clip: Clip, start: int
+        self, features: SharedSource, clip: Clip, start: int
     ) -> Generator[WindowRequest, Result, tuple[Text, tuple[str, ...]]]:
         """The text of a window, and why others were rejected: the first that is good enough, or the last one."""
         transcriber, vocabulary = self.transcriber, self.transcriber.vocabulary
@@ -305,9 +305,9 @@ class Windows:
         del self.previous_text[: -self.transcriber.max_prompt]
 
 
-def window(transcriber: Transcriber, mel: LogMel, clip: Clip, start: int, frames: int) -> AudioFeatures:
+def window(transcriber: Transcriber, mel: LogMel, clip: Clip, start: int, frames: int) -> SharedSource:
     """The features of some frames of a clip."""
-    return AudioFeatures(mel.window(clip.part(start, start + frames), transcriber.frames))
+    return SharedSource(mel.window(clip.part(start, start + frames), transcriber.frames))
 
 
 def seed_of(seed: int, clip: Clip, start: int, attempt: int) -> int:

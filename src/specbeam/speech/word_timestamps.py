@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specbeam.engine.features import AudioFeatures
+from specbeam.engine.shared_source import SharedSource
 from specbeam.speech.alignment import AlignmentHeads, AlignText
 from specbeam.speech.clips import Clip
 from specbeam.speech.log_mel import FRAMES_PER_SECOND
@@ -137,7 +137,7 @@ class WordFinder:
     last_frame: int = 0
 
     def find(
-        self, features: AudioFeatures, segments: list[TimedSegment], clip: Clip, start: int, frames: int
+        self, features: SharedSource, segments: list[TimedSegment], clip: Clip, start: int, frames: int
     ) -> Generator[WindowRequest, Any, WindowWords]:
         """Find the words of a window's segments, and fit the times of both to each other.
 
@@ -198,7 +198,7 @@ class WordFinder:
         )
 
     def _timings(
-        self, features: AudioFeatures, segments: list[list[int]], frames: int
+        self, features: SharedSource, segments: list[list[int]], frames: int
     ) -> Generator[WindowRequest, Any, list[list[Timing]]]:
         """The words of each segment of a text, with times from the start of its window."""
         text = [token for segment in segments for token in segment]

@@ -455,8 +455,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const int32_t threads = in.ConsumeIntegralInRange(0, 4) ? 1 : 2;
   if (!use(in.isa()) || specbeam_model_new(&c, nullptr, threads, &model)) return 0;
   Parameters parameters{{}, in.ConsumeIntegral<uint64_t>()};
-  fill(in, parameters, model, c);
-  if (!specbeam_model_incomplete(model)) {
+  const Layers layers = fill(in, parameters, model, c);
+  if (!specbeam_model_incomplete(model) && layers.reach() >= 0) {
     std::vector<Tree> trees(in.ConsumeIntegralInRange<size_t>(1, 3));
     Slots taken(size_t(c.context_length > 64 ? MOST_SLOTS : in.ConsumeIntegralInRange(8, 192)));
     check(!specbeam_cache_reserve(model, int64_t(taken.size())));

@@ -130,9 +130,8 @@ void give_room(Choice &c, Arrays &a) {
 void *model_of(int threads, const char *isa) {
   check(use(isa));
   ModelConfig config{};
-  config.vocab_size = config.hidden_size = config.intermediate_size = config.num_layers = config.num_heads =
-      config.num_kv_heads = config.head_dim = 1;
-  config.context_length = 1, config.attention_scale = config.embedding_scale = 1;
+  config.vocab_size = config.hidden_size = config.num_layers = config.context_length = 1;
+  config.embedding_scale = 1;
   void *model = nullptr;
   check(!specbeam_model_new(&config, nullptr, threads, &model));
   return model;

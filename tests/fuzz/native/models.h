@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 
 #include "boundary.h"
 
@@ -30,23 +32,13 @@ struct Parameters {
 
 inline ModelConfig config_of(Input &in) {
   ModelConfig c{};
-  c.num_kv_heads = in.ConsumeIntegralInRange(1, 3);
-  c.num_heads = c.num_kv_heads * in.ConsumeIntegralInRange(1, 3);
   const int wide = in.ConsumeIntegralInRange(0, 7) ? 40 : MOST_OUTPUTS;
-  for (auto [size, most] : {std::pair{&c.vocab_size, wide},
-                            {&c.hidden_size, 70},
-                            {&c.intermediate_size, wide},
-                            {&c.num_layers, 3},
-                            {&c.head_dim, 40}})
+  for (auto [size, most] : {std::pair{&c.vocab_size, wide}, {&c.hidden_size, 70}, {&c.num_layers, 3}})
     *size = in.number(1, most);
   c.context_length = in.number(8, in.ConsumeIntegralInRange(0, 7) ? 64 : LONGEST_SEQUENCE);
-  if (in.rarely()) c.num_heads = in.wild();
-  if (in.rarely()) c.num_kv_heads = in.wild();
-  for (Flag *flag : {&c.gated_mlp, &c.parallel, &c.integer_cache}) *flag = Flag(in.number(NO, YES));
-  c.norm = NormKind(in.number(RMS, LAYER)), c.activation = Activation(in.number(SILU, GELU_TANH));
-  c.norm_eps = 1e-5, c.attention_scale = 0.25, c.embedding_scale = 1;
-  for (double *softcap : {&c.attention_softcap, &c.logits_softcap}) *softcap = in.ConsumeBool() ? 30 : 0;
-  for (double *number : {&c.norm_eps, &c.attention_scale, &c.embedding_scale, &c.attention_softcap, &c.logits_softcap})
+  c.integer_cache = Flag(in.number(NO, YES)), c.norm = NormKind(in.number(RMS, LAYER));
+  c.norm_eps = 1e-5, c.embedding_scale = 1, c.logits_softcap = in.ConsumeBool() ? 30 : 0;
+  for (double *number : {&c.norm_eps, &c.embedding_scale, &c.logits_softcap})
     if (in.rarely()) *number = in.ConsumeFloatingPoint<double>() / in.ConsumeIntegral<int8_t>();
   return c;
 }
@@ -54,10 +46,171 @@ inline ModelConfig config_of(Input &in) {
 // Of an audio encoder beside a model. Its context is short, because a pass is over all of it.
 inline ModelConfig encoder_of(Input &in) {
   ModelConfig c = config_of(in);
-  c.bands = in.number(1, 20), c.context_length = in.number(1, in.ConsumeIntegralInRange(0, 7) ? 20 : 300),
-  c.parallel = NO;
+  c.bands = in.number(1, 20), c.context_length = in.number(1, in.ConsumeIntegralInRange(0, 7) ? 20 : 300);
   return c;
 }
+
+// A part that the library has accepted.
+struct PartOf {
+  std::string name;
+  std::map<std::string, double> numbers;
+  int64_t number(const char *field) const { return int64_t(numbers.at(field)); }
+};
+
+// The parts of a model or of an encoder by layers. Of models with more than some layers, the rest stays empty.
+struct Layers {
+  std::vector<std::vector<PartOf>> layers;
+
+  // The last positions that the farthest part reads, 0 for all; -1 if no part keeps anything.
+  int64_t reach() const {
+    int64_t farthest = -1;
+    for (const auto &layer : layers)
+      for (const PartOf &part : layer) {
+        const int64_t own = part.name == "attention"           ? part.number("window")
+                            : part.name == "short_convolution" ? part.number("kernel_size")
+                                                               : -1;
+        if (own >= 0) farthest = own == 0 || farthest == 0 ? 0 : std::max(farthest, own);
+      }
+    return farthest;
+  }
+
+  // The layer and the number of heads of each cross-attention.
+  std::vector<std::pair<int64_t, int64_t>> cross_heads() const {
+    std::vector<std::pair<int64_t, int64_t>> all;
+    for (size_t l = 0; l < layers.size(); l++)
+      for (const PartOf &part : layers[l])
+        if (part.name == "cross_attention") all.push_back({int64_t(l), part.number("num_heads")});
+    return all;
+  }
+};
+
+// The names of a part's numbers, in their order.
+inline std::vector<std::string> fields_of(const char *part) {
+  const char *fields = specbeam_part_fields(part);
+  std::vector<std::string> names;
+  std::string text = fields ? fields : "";
+  for (size_t end; (end = text.find(';')) != std::string::npos; text.erase(0, end + 1))
+    names.push_back(text.substr(text.rfind(' ', end) + 1, end - text.rfind(' ', end) - 1));
+  return names;
+}
+
+// A model without parameters yet, as the library has accepted it.
+class Parts {
+ public:
+  // ropes: the frequencies of each rotation
+  Parts(Input &input, void *to, const ModelConfig &config, bool is_encoder, bool beside_encoder,
+        std::vector<int64_t> frequencies)
+      : in(input),
+        model(to),
+        c(config),
+        of_encoder(is_encoder),
+        has_encoder(beside_encoder),
+        ropes(std::move(frequencies)) {}
+
+  Layers add() {
+    all.layers.resize(size_t(std::min<int64_t>(c.num_layers, 4)));
+    for (size_t l = 0; l < all.layers.size(); l++)
+      for (const char *name : names()) add_part(int64_t(l), name);
+    return all;
+  }
+
+ private:
+  Input &in;
+  void *model;
+  const ModelConfig &c;
+  const bool of_encoder, has_encoder;
+  const std::vector<int64_t> ropes;
+  Layers all;
+
+  // The names of parts for a layer: of a usual layer, or any in any order.
+  std::vector<const char *> names() {
+    std::vector<const char *> names;
+    if (in.ConsumeIntegralInRange(0, 3)) {
+      names.push_back(of_encoder || in.ConsumeIntegralInRange(0, 2) ? "attention" : "short_convolution");
+      if (has_encoder && names[0] == std::string("attention")) names.push_back("cross_attention");
+      names.push_back("mlp");
+    } else {
+      for (int64_t n = in.ConsumeIntegralInRange(1, 5); n > 0; n--)
+        names.push_back(in.PickValueInArray({"attention", "mlp", "short_convolution", "cross_attention"}));
+    }
+    if (in.rarely()) names.push_back(in.PickValueInArray({"experts", "", "attention_norm"}));
+    if (in.rarely()) names.push_back(nullptr);
+    return names;
+  }
+
+  // Tries to add a part. One without a mistake must be accepted.
+  void add_part(int64_t layer, const char *name) {
+    const auto fields = fields_of(name);
+    CHECK(fields.empty() == !(name && (!std::strcmp(name, "attention") || !std::strcmp(name, "cross_attention") ||
+                                       !std::strcmp(name, "mlp") || !std::strcmp(name, "short_convolution"))));
+    std::vector<PartOf> &before = all.layers[size_t(layer)];
+    bool right = !fields.empty();
+    for (const PartOf &part : before) right = right && part.name != name;
+    PartOf part{name ? name : "", {}};
+    if (right) choose(part, before);
+    if (part.name == "short_convolution") right = right && !of_encoder && c.hidden_size <= INT32_MAX / 3;
+    if (part.name == "cross_attention")
+      right = right && has_encoder && !before.empty() && before.back().name == "attention" &&
+              part.number("num_kv_heads") == before.back().number("num_kv_heads") &&
+              part.number("head_dim") == before.back().number("head_dim");
+    auto count = int64_t(fields.size());
+    if (in.rarely() && !in.ConsumeIntegralInRange(0, 3))
+      count = in.ConsumeBool() ? in.ConsumeIntegralInRange<int64_t>(INT64_MIN, -1) : in.number(0, 3) & 63,
+      right = false;
+    const auto numbers = exactly<double>(size_t(std::max<int64_t>(count, 0)));
+    for (int64_t i = 0; i < count && i < int64_t(fields.size()); i++) numbers[i] = part.numbers[fields[size_t(i)]];
+    if (count > 0 && in.rarely() && !in.ConsumeIntegralInRange(0, 3))
+      numbers[in.ConsumeIntegralInRange<int64_t>(0, count - 1)] = wrong_number(), right = false;
+    const bool nothing = in.rarely() && in.rarely(), astray = in.rarely() && in.rarely();
+    const int64_t to = astray ? in.wild() : layer;
+    const char *wrong = specbeam_model_part(model, of_encoder, to, name, nothing ? nullptr : numbers.get(), count);
+    check(!wrong || *wrong);
+    if (right && !nothing && !astray && wrong) std::fprintf(stderr, "a %s was refused: %s\n", name, wrong);
+    CHECK(!wrong || !right || nothing || astray);
+    if (wrong) return;
+    CHECK(!nothing && count == int64_t(fields.size()));
+    for (size_t i = 0; i < fields.size(); i++) part.numbers[fields[i]] = numbers[i];
+    if (to >= 0 && to < int64_t(all.layers.size())) all.layers[size_t(to)].push_back(part);
+  }
+
+  double wrong_number() {
+    constexpr double EDGES[] = {NAN, INFINITY, -INFINITY, 1e300, -1, -0.0, 0.5, 2147483647, 2147483648, 1e18};
+    return in.ConsumeBool()   ? in.PickValueInArray(EDGES)
+           : in.ConsumeBool() ? double(in.wild())
+                              : in.ConsumeFloatingPoint<double>();
+  }
+
+  // Chooses numbers that go together.
+  void choose(PartOf &part, const std::vector<PartOf> &before) {
+    auto &n = part.numbers;
+    const bool twice = !before.empty() && before.back().number("parallel");
+    n["parallel"] = !before.empty() && !in.ConsumeIntegralInRange(0, 3);
+    n["norm"] = !n["parallel"] || (!twice && in.ConsumeBool());
+    n["output_norm"] = !in.ConsumeIntegralInRange(0, 3);
+    if (part.name == "mlp") {
+      n["intermediate_size"] =
+          double(in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 40 : MOST_OUTPUTS));
+      n["activation"] = in.ConsumeIntegralInRange(0, 2), n["gated"] = in.ConsumeBool();
+    } else if (part.name == "short_convolution") {
+      n["kernel_size"] = in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 4 : 16);
+    } else {
+      n["num_kv_heads"] = in.ConsumeIntegralInRange(1, 3);
+      n["head_dim"] = in.PickValueInArray({2, 8, 16, 24, int(in.ConsumeIntegralInRange(1, 40))});
+      if (part.name == "cross_attention" && !before.empty() && before.back().name == "attention")
+        for (const char *same : {"num_kv_heads", "head_dim"}) n[same] = before.back().numbers.at(same);
+      n["num_heads"] = n["num_kv_heads"] * in.ConsumeIntegralInRange(1, 3);
+      n["scale"] = 0.25, n["softcap"] = in.ConsumeBool() ? 30 : 0;
+    }
+    if (part.name != "attention") return;
+    const bool of_some = !of_encoder && in.ConsumeBool();
+    n["window"] = of_some ? in.ConsumeIntegralInRange(1, 9) : 0, n["qk_norm"] = in.ConsumeBool(), n["rope"] = -1;
+    std::vector<int64_t> fitting;
+    for (size_t rope = 0; rope < ropes.size() && !of_encoder; rope++)
+      if (2 * ropes[rope] <= n["head_dim"]) fitting.push_back(int64_t(rope));
+    if (!fitting.empty() && in.ConsumeIntegralInRange(0, 3) != 3)
+      n["rope"] = double(fitting[in.ConsumeIntegralInRange<size_t>(0, fitting.size() - 1)]);
+  }
+};
 
 inline void add_product(Input &in, Parameters &parameters, void *model, int64_t layer, const std::string &name,
                         int64_t rows, int64_t columns) {
@@ -99,67 +252,76 @@ inline void add_norm(Input &in, Parameters &parameters, void *model, int64_t lay
   }
 }
 
-// What layers have in models and in encoders.
-inline void fill_layer(Input &in, Parameters &parameters, void *model, const ModelConfig &c, int64_t layer,
-                       const std::string &of = "") {
-  const auto own = [&] { return in.rarely() ? in.wild() : layer; };
-  const int64_t width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim;
-  add_product(in, parameters, model, own(), of + "attention.qkv", width, c.hidden_size);
-  add_product(in, parameters, model, own(), of + "attention.output", c.hidden_size, c.num_heads * c.head_dim);
-  add_product(in, parameters, model, own(), of + (c.gated_mlp ? "mlp.gate_up" : "mlp.up"),
-              c.intermediate_size * (c.gated_mlp ? 2 : 1), c.hidden_size);
-  add_product(in, parameters, model, own(), of + (in.rarely() ? "mlp" : "mlp.down"), c.hidden_size,
-              c.intermediate_size);
-  for (const char *name : {"attention_norm", "mlp_norm"})
-    add_norm(in, parameters, model, own(), of + name, c.hidden_size);
-  for (const char *name : {"post_attention_norm", "post_mlp_norm"})
-    if (in.ConsumeBool()) add_norm(in, parameters, model, own(), of + name, c.hidden_size);
-  for (const char *name : {"attention.q_norm", "attention.k_norm"})
-    if (in.ConsumeBool()) add_norm(in, parameters, model, own(), of + name, c.head_dim);
+// The parameters of the parts.
+inline void fill_layers(Input &in, Parameters &parameters, void *model, const ModelConfig &c, const Layers &of,
+                        const std::string &prefix = "", int64_t encoder_size = 0) {
+  const int64_t hidden = c.hidden_size;
+  for (size_t number = 0; number < of.layers.size(); number++)
+    for (const PartOf &part : of.layers[number]) {
+      const auto layer = [&] { return in.rarely() && in.rarely() ? in.wild() : int64_t(number); };
+      const std::string own = prefix + part.name;
+      const auto product = [&](const char *name, int64_t rows, int64_t columns) {
+        add_product(in, parameters, model, layer(), own + "." + name, rows, columns);
+      };
+      const bool more = in.rarely() && in.rarely();  // norms that the part does not have
+      if (more || part.number("norm")) add_norm(in, parameters, model, layer(), own + "_norm", hidden);
+      if (more || part.number("output_norm"))
+        add_norm(in, parameters, model, layer(), prefix + "post_" + part.name + "_norm", hidden);
+      if (part.name == "mlp") {
+        const int64_t inner = part.number("intermediate_size");
+        if (part.number("gated")) product("gate_up", 2 * inner, hidden);
+        else product("up", inner, hidden);
+        product(in.rarely() && in.rarely() ? "" : "down", hidden, inner);
+      } else if (part.name == "short_convolution") {
+        const int64_t kernel = part.number("kernel_size");
+        product("input", 3 * hidden, hidden), product("output", hidden, hidden);
+        if (in.rarely()) product("filter", hidden, kernel);
+        const int64_t bytes = specbeam_matrix_bytes(F32_ROWS, hidden, kernel);
+        if (bytes > 0 && bytes <= int64_t(MAX_PARAMETER_BYTES))
+          specbeam_model_matrix(model, layer(), (own + ".filter.weight").c_str(), F32_ROWS, hidden, kernel,
+                                (uint8_t *)parameters.floats(bytes / 4), bytes);
+      } else {
+        const int64_t width = part.number("num_heads") * part.number("head_dim"),
+                      keys = part.number("num_kv_heads") * part.number("head_dim");
+        if (part.name == "attention") product("qkv", width + 2 * keys, hidden);
+        else product("query", width, hidden), product("key_value", 2 * keys, encoder_size);
+        product("output", hidden, width);
+        if (part.name == "attention" && (more || part.number("qk_norm")))
+          for (const char *name : {".q_norm", ".k_norm"})
+            add_norm(in, parameters, model, layer(), own + name, part.number("head_dim"));
+      }
+    }
 }
 
-inline void fill_encoder(Input &in, Parameters &parameters, void *model, const ModelConfig &c,
-                         const ModelConfig &encoder) {
-  add_product(in, parameters, model, -1, "encoder.conv1", encoder.hidden_size, 3 * encoder.bands);
-  add_product(in, parameters, model, -1, "encoder.conv2", encoder.hidden_size, 3 * encoder.hidden_size);
-  add_product(in, parameters, model, -1, "encoder.positions", encoder.context_length, encoder.hidden_size);
-  add_norm(in, parameters, model, -1, "encoder.norm", encoder.hidden_size);
-  for (int64_t l = 0; l < std::min<int64_t>(encoder.num_layers, 4); l++)
-    fill_layer(in, parameters, model, encoder, l, "encoder.");
-  for (int64_t l = 0; l < std::min<int64_t>(c.num_layers, 4); l++) {
-    const int64_t width = c.num_heads * c.head_dim;
-    add_norm(in, parameters, model, l, "cross_attention_norm", c.hidden_size);
-    add_product(in, parameters, model, l, "cross_attention.query", width, c.hidden_size);
-    add_product(in, parameters, model, l, "cross_attention.key_value", 2 * c.num_kv_heads * c.head_dim,
-                encoder.hidden_size);
-    add_product(in, parameters, model, l, "cross_attention.output", c.hidden_size, width);
+// Adds parts with their parameters, and the other parameters. Returns the parts.
+inline Layers fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c,
+                   const ModelConfig *encoder = nullptr) {
+  std::vector<int64_t> ropes;
+  for (int64_t n = std::min<int64_t>(c.num_layers, in.ConsumeIntegralInRange(0, 3)); n > 0; n--) {
+    const int64_t count = in.number(1, in.ConsumeBool() ? 4 : 12);
+    if (count > int64_t(MAX_PARAMETER_BYTES)) continue;
+    const float *frequencies = count > 0 ? parameters.floats(count) : nullptr;
+    const int32_t rope = specbeam_model_rope(model, frequencies, count, in.rarely() ? -1e30f : 1);
+    CHECK((rope >= 0) == (count > 0 && count <= MAX_ROTATED));
+    if (rope >= 0) ropes.push_back(count);
   }
-}
-
-// Returns the widest window of the model's layers, or 0 if a layer has no window.
-inline int64_t fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) {
-  const int64_t some_layers = std::min<int64_t>(c.num_layers, 4);  // of models with more, the rest stays empty
-  const auto layer_of = [&](int64_t layer) { return in.rarely() ? in.wild() : layer; };
+  Layers layers = Parts(in, model, c, false, encoder, ropes).add();
   add_product(in, parameters, model, -1, "embedding", c.vocab_size, c.hidden_size);
   if (in.ConsumeBool()) add_product(in, parameters, model, -1, "positions", c.context_length, c.hidden_size);
   add_product(in, parameters, model, -1, "head", c.vocab_size, c.hidden_size);
   add_norm(in, parameters, model, -1, in.rarely() ? "norms" : "norm", c.hidden_size);
-  int64_t ropes = 0;
-  std::vector<int64_t> windows(size_t(c.num_layers));
-  for (int64_t l = 0; l < some_layers; l++) {
-    fill_layer(in, parameters, model, c, l);
-    if (c.head_dim > 1 && in.ConsumeBool()) {
-      const int64_t count = in.number(1, c.head_dim / 2);
-      if (count <= int64_t(MAX_PARAMETER_BYTES)) {
-        const float *frequencies = count > 0 ? parameters.floats(count) : nullptr;
-        ropes += specbeam_model_rope(model, frequencies, count, in.rarely() ? -1e30f : 1) >= 0;
-      }
-    }
-    const int64_t layer = layer_of(l), rope = in.number(-1, ropes - 1), window = in.ConsumeBool() ? in.number(0, 9) : 0;
-    if (specbeam_model_layer(model, layer, rope, window) == 0) windows[size_t(layer)] = window;
-  }
-  const auto [narrowest, widest] = std::minmax_element(windows.begin(), windows.end());
-  return *narrowest ? *widest : 0;
+  fill_layers(in, parameters, model, c, layers, "", encoder ? encoder->hidden_size : 0);
+  return layers;
+}
+
+inline Layers fill_encoder(Input &in, Parameters &parameters, void *model, const ModelConfig &encoder) {
+  const Layers layers = Parts(in, model, encoder, true, false, {}).add();
+  add_product(in, parameters, model, -1, "encoder.conv1", encoder.hidden_size, 3 * encoder.bands);
+  add_product(in, parameters, model, -1, "encoder.conv2", encoder.hidden_size, 3 * encoder.hidden_size);
+  add_product(in, parameters, model, -1, "encoder.positions", encoder.context_length, encoder.hidden_size);
+  add_norm(in, parameters, model, -1, "encoder.norm", encoder.hidden_size);
+  fill_layers(in, parameters, model, encoder, layers, "encoder.");
+  return layers;
 }
 
 }  // namespace specbeam

@@ -26,14 +26,23 @@ struct Source {
 };
 
 // Lets the encoder read, and places its output in free slots, if there are enough.
-void listen(Input &in, void *model, const ModelConfig &encoder, Parameters &parameters, Slots &taken, Source &source) {
+void listen(Input &in, void *model, const ModelConfig &encoder, bool has_memory, Parameters &parameters, Slots &taken,
+            Source &source) {
   const bool spoiled = in.rarely();
   const int64_t frames = spoiled ? in.wild() : 2 * encoder.context_length;
   const auto states = exactly<float>(size_t(encoder.context_length * encoder.hidden_size));
   const float *features = in.rarely() ? nullptr : parameters.floats(2 * encoder.context_length * encoder.bands);
   const char *wrong = specbeam_encode(model, features, encoder.bands, frames, 0, encoder.num_layers, states.get());
-  check(bool(wrong) == (!features || frames != 2 * encoder.context_length));
+  check(bool(wrong) == (!features || frames != 2 * encoder.context_length || !has_memory));
   if (wrong) return;
+  if (encoder.num_layers > 1 && in.ConsumeBool()) {  // the same in two pieces
+    const int64_t size = encoder.context_length * encoder.hidden_size,
+                  middle = in.ConsumeIntegralInRange<int64_t>(1, encoder.num_layers - 1);
+    const auto again = exactly<float>(size_t(size));
+    check(!specbeam_encode(model, features, encoder.bands, frames, 0, middle, again.get()));
+    check(!specbeam_encode(model, features, encoder.bands, frames, middle, encoder.num_layers, again.get()));
+    CHECK(same(states.get(), again.get(), size));
+  }
   const int64_t length = in.ConsumeIntegralInRange<int64_t>(1, encoder.context_length);
   source.slots = exactly<int64_t>(size_t(length));
   for (; source.length < length; source.length++) {
@@ -55,14 +64,14 @@ struct Watched {
   std::unique_ptr<float[]> scores;
 };
 
-Watched watch(Input &in, Segment &s, const ModelConfig &c) {
+Watched watch(Input &in, Segment &s, const std::vector<std::pair<int64_t, int64_t>> &cross_heads) {
   s.watched = in.ConsumeIntegralInRange<int64_t>(1, 3);
   s.shown = in.ConsumeIntegralInRange<int64_t>(1, s.source_length);
   s.rows = 1 + *std::max_element(s.positions, s.positions + s.nodes);
   Watched own{exactly<int64_t>(size_t(2 * s.watched)), exactly<float>(size_t(s.watched * s.rows * s.shown))};
   for (int64_t i = 0; i < s.watched; i++) {
-    own.heads[2 * i] = in.ConsumeIntegralInRange<int64_t>(0, c.num_layers - 1);
-    own.heads[2 * i + 1] = in.ConsumeIntegralInRange<int64_t>(0, c.num_heads - 1);
+    const auto [layer, heads] = cross_heads[in.ConsumeIntegralInRange<size_t>(0, cross_heads.size() - 1)];
+    own.heads[2 * i] = layer, own.heads[2 * i + 1] = in.ConsumeIntegralInRange<int64_t>(0, heads - 1);
   }
   s.heads = own.heads.get(), s.scores = own.scores.get();
   return own;
@@ -132,9 +141,25 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
   }
 }
 
+// Adds an attention to a layer, though memory was reserved. That must be refused: no pass would know where it keeps
+// what.
+void add_late(void *model, bool of_encoder) {
+  std::vector<double> numbers;
+  for (const std::string &name : fields_of("short_convolution"))
+    numbers.push_back(name == "norm" || name == "kernel_size" ? 1 : 0);
+  CHECK(specbeam_model_part(model, of_encoder, 0, "short_convolution", numbers.data(), int64_t(numbers.size())));
+}
+
 // encoder: null for a model without one
-void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *encoder, Parameters &parameters,
-            int64_t window, std::vector<Tree> &trees) {
+void passes(Input &in, void *model, const ModelConfig &c, const Layers &layers, const ModelConfig *encoder,
+            const Layers &of_encoder, Parameters &parameters, std::vector<Tree> &trees) {
+  const int64_t reach = layers.reach();
+  const auto cross_heads = layers.cross_heads();
+  CHECK((specbeam_cache_slot_bytes(model) > 0) == (reach >= 0));
+  if (reach < 0) {  // no node has a place then
+    CHECK(specbeam_cache_reserve(model, 1));
+    return;
+  }
   Slots taken;
   Source source;
   while (in.remaining_bytes() > 0) {
@@ -147,11 +172,12 @@ void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *enc
     const bool refused = specbeam_cache_reserve(model, slots);
     check(refused == (slots > MOST_SLOTS));
     if (!refused && slots > int64_t(taken.size())) taken.resize(size_t(slots));
+    if (!taken.empty() && in.rarely()) add_late(model, encoder && in.ConsumeBool());
     if (in.rarely() && !specbeam_cache_release(model, in.wild(), in.number(0, 0))) {
       source.drop(taken);
       for (Tree &tree : trees) evict(in, model, tree, taken);
     }
-    if (encoder && !source.length) listen(in, model, *encoder, parameters, taken, source);
+    if (encoder && !source.length) listen(in, model, *encoder, of_encoder.reach() >= 0, parameters, taken, source);
     if (encoder && !source.length) continue;
     for (size_t t = 0; t < trees.size(); t++) {
       Tree &tree = trees[t];
@@ -159,9 +185,9 @@ void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *enc
       if (in.rarely()) continue;
       auto [segment, of_segment] = grow(in, tree, taken, c, in.ConsumeBool());
       if (!segment.nodes) continue;
-      drop_unseen(in, segment, of_segment, window);
+      drop_unseen(in, segment, of_segment, reach);
       source.give(segment);
-      if (source.length && in.ConsumeBool()) watched.push_back(watch(in, segment, c));
+      if (source.length && !cross_heads.empty() && in.ConsumeBool()) watched.push_back(watch(in, segment, cross_heads));
       segments.push_back(segment), arrays.push_back(std::move(of_segment)), owners.push_back(t);
     }
     int64_t nodes = 0;
@@ -211,8 +237,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const ModelConfig *enc
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   Input in(data, size);
   const bool has_encoder = !in.ConsumeIntegralInRange(0, 3);
-  ModelConfig c = config_of(in), encoder = has_encoder ? encoder_of(in) : ModelConfig{};
-  if (has_encoder && !in.rarely()) c.parallel = NO;
+  const ModelConfig c = config_of(in), encoder = has_encoder ? encoder_of(in) : ModelConfig{};
   void *model = nullptr;
   const auto threads = int32_t(in.rarely() ? in.wild() : in.ConsumeIntegralInRange(0, 20) ? 1 : 2);
   if (threads > 8 && threads <= MAX_THREADS) return 0;  // allowed, but slow
@@ -222,8 +247,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     return 0;
   }
   Parameters parameters{{}, in.ConsumeIntegral<uint64_t>()};
-  const int64_t window = fill(in, parameters, model, c);
-  if (has_encoder) fill_encoder(in, parameters, model, c, encoder);
+  const Layers layers = fill(in, parameters, model, c, has_encoder ? &encoder : nullptr);
+  const Layers of_encoder = has_encoder ? fill_encoder(in, parameters, model, encoder) : Layers{};
   const char *missing = specbeam_model_incomplete(model);
   check(!missing || *missing);
   std::vector<Tree> trees(in.ConsumeIntegralInRange<size_t>(1, 3));
@@ -233,7 +258,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const Segment s{1, 1, 0, 0, &zero, &zero, &zero, &zero, nullptr, nullptr};
     check(specbeam_forward(model, &s, 1, &zero, 1, 1, nullptr));
   } else {
-    passes(in, model, c, has_encoder ? &encoder : nullptr, parameters, window, trees);
+    passes(in, model, c, layers, has_encoder ? &encoder : nullptr, of_encoder, parameters, trees);
   }
   specbeam_model_delete(model);
   return 0;

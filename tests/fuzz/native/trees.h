@@ -110,10 +110,10 @@ inline void evict(Input &in, void *model, Tree &tree, Slots &taken) {
   tree.nodes.clear();
 }
 
-// Takes slots out of a prefix, before the windows of all nodes.
-inline void drop_unseen(Input &in, const Segment &s, Arrays &a, int64_t window) {
-  const int64_t seen = *std::min_element(s.positions, s.positions + s.nodes) + 1 - window;
-  for (int64_t p = 0; window && p < std::min(seen, s.prefix_length); p++)
+// Takes slots out of a prefix, before what all nodes read. reach: of the farthest part, 0 for all positions
+inline void drop_unseen(Input &in, const Segment &s, Arrays &a, int64_t reach) {
+  const int64_t seen = *std::min_element(s.positions, s.positions + s.nodes) + 1 - reach;
+  for (int64_t p = 0; reach && p < std::min(seen, s.prefix_length); p++)
     if (in.ConsumeBool()) a.prefix[p] = NO_SLOT;
 }
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend, TreeBatch, logits_wanted
+from specbeam.backends.contract import Backend, Source, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import Library, address, choose_isa, library
 from specbeam.backends.cpu.model import new_model
@@ -61,6 +61,8 @@ class CpuBackend(Backend):
     has_threads = True
     device = "cpu"
     passes_at_once = 8
+    encoder_batch = 1
+    sources_in_slots = True
 
     def __init__(
         self, checkpoint: Checkpoint, quantize: str = "auto", threads: int | None = None, isa: str = ""
@@ -86,8 +88,9 @@ class CpuBackend(Backend):
         self.features_shape = config.features_shape
         self.cross_heads = config.cross_heads
         self._encoder = encoder
-        self.encoder_layers = 0 if encoder is None else encoder.num_layers
-        self.states_shape = (0, 0) if encoder is None else (encoder.context_length, encoder.hidden_size)
+        if encoder is not None:
+            self.encoder_reads = "audio"
+            self.encoder_layers, self.encoder_size = encoder.num_layers, encoder.hidden_size
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
@@ -101,8 +104,8 @@ class CpuBackend(Backend):
             if wrong := self._library.specbeam_cache_reserve(self._model, slots):
                 raise MemoryError(wrong.decode())
 
-    def source_slots(self, source: NDArray[np.float32]) -> int:
-        return self.states_shape[0]
+    def positions(self, source: Source) -> int:
+        return source.shape[1] // 2
 
     @cached_property
     def encoder_digest(self) -> str:
@@ -110,28 +113,34 @@ class CpuBackend(Backend):
         about = "" if self._encoder is None else self._encoder.description
         return hashlib.sha256(f"{self._weights.digest_of('encoder.')} {about}".encode()).hexdigest()
 
-    def states(self, source: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The encoder's output for one source, float32 [positions, hidden]."""
-        return self.states_after(source, range(self.encoder_layers), None)
+    @fork_guard
+    def encode(
+        self, sources: Sequence[Source], layers: range, begun: Sequence[NDArray[np.float32]] | None
+    ) -> list[NDArray[np.float32]]:
+        """What some layers make of each source, after those before them, float32 [positions, hidden]."""
+        assert self._encoder is not None
+        found = []
+        for number, source in enumerate(sources):
+            features = np.ascontiguousarray(source, np.float32)
+            shape = self._encoder.context_length, self._encoder.hidden_size
+            states = np.empty(shape, np.float32) if begun is None else begun[number].copy()
+            with self._one_pass:
+                wrong = self._library.specbeam_encode(
+                    self._model, features.ctypes.data, *features.shape, layers.start, layers.stop, address(states)
+                )
+            if wrong:
+                raise RuntimeError(f"a pass of the encoder was refused: {wrong.decode()}")
+            found.append(states)
+        return found
+
+    def place(
+        self, states: Sequence[NDArray[np.float32]], slots: Sequence[NDArray[np.int64]]
+    ) -> list[NDArray[np.int64]]:
+        """Let slots hold the keys and values of the encoder's output, [positions, hidden] each. Returns the slots."""
+        return [self._place(*one) for one in zip(states, slots, strict=True)]
 
     @fork_guard
-    def states_after(
-        self, source: NDArray[np.float32], layers: range, begun: NDArray[np.float32] | None
-    ) -> NDArray[np.float32]:
-        """What some layers of the encoder make of one source, after those before them, float32 [positions, hidden]."""
-        features = np.ascontiguousarray(source, np.float32)
-        states = np.empty(self.states_shape, np.float32) if begun is None else begun.copy()
-        with self._one_pass:
-            wrong = self._library.specbeam_encode(
-                self._model, features.ctypes.data, *features.shape, layers.start, layers.stop, address(states)
-            )
-        if wrong:
-            raise RuntimeError(f"a pass of the encoder was refused: {wrong.decode()}")
-        return states
-
-    @fork_guard
-    def place(self, states: NDArray[np.float32], slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Let slots hold the keys and values of an encoder's output, [positions, hidden]. Returns the slots."""
+    def _place(self, states: NDArray[np.float32], slots: NDArray[np.int64]) -> NDArray[np.int64]:
         slots = np.ascontiguousarray(slots, np.int64)
         if len(slots) != len(states):
             raise RuntimeError("a source was refused: it has another number of slots than of states")

@@ -1,4 +1,4 @@
-"""A native model by its configuration: the numbers of the model, and those of each part as one array."""
+"""A native model by its configuration: its own numbers, and the numbers of each part as one array."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def new_model(native: Library, config: Config, threads: int, integer_cache: bool
         for rope in (getattr(part, "rope", None) for part in config.parts):
             if rope is not None and rope not in ropes:
                 frequencies = np.array(rope.frequencies(), np.float32)
-                ropes[rope] = native.specbeam_model_rope(model, frequencies.ctypes.data, len(frequencies), rope.scale)
+                number = native.specbeam_model_rope(model, frequencies.ctypes.data, len(frequencies), rope.scale)
+                if number < 0:  # which a part would read as no rotation
+                    raise MemoryError("the native model has no memory for a rotation")
+                ropes[rope] = number
         for one in (config, encoder):
             for number, layer in enumerate(() if one is None else one.layers):
                 for part in layer:
@@ -79,7 +82,8 @@ def _numbers(native: Library, part: Part, ropes: Mapping[Rope, int]) -> np.ndarr
         raise SpecbeamError(f"the native CPU kernels have no {part.name}: reinstall specbeam, or use backend='torch'")
     values = {name: getattr(part, name) for name in types}
     if "rope" in values:
-        values["rope"] = NO_ROPE if values["rope"] is None else ropes[values["rope"]]
+        # No rotation has the number len(ropes). So the native model refuses one that only the encoder has.
+        values["rope"] = NO_ROPE if values["rope"] is None else ropes.get(values["rope"], len(ropes))
     return np.array([_number(native, types, name, values[name]) for name in types], np.float64)
 
 

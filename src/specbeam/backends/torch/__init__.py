@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
 from threading import Lock
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import TreeBatch, logits_wanted
+from specbeam.backends.contract import Source, TreeBatch, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, last_slots, seen_by
 from specbeam.backends.torch.parts.part import TreeSegment
@@ -40,6 +40,8 @@ class TorchBackend(TensorBackend):
     """
 
     name = "torch"
+    encoder_batch = 1
+    sources_in_slots = True
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         self.device = choose_device(device)
@@ -51,9 +53,9 @@ class TorchBackend(TensorBackend):
         self.window = config.window
         self.features_shape = config.features_shape
         self.cross_heads = config.cross_heads
-        encoder = config.encoder
-        self.encoder_layers = 0 if encoder is None else encoder.num_layers
-        self.states_shape = (0, 0) if encoder is None else (encoder.context_length, encoder.hidden_size)
+        if (encoder := config.encoder) is not None:
+            self.encoder_reads = "audio"
+            self.encoder_layers, self.encoder_size = encoder.num_layers, encoder.hidden_size
         with torch.device("meta"):
             self.model = Transformer(config)
         load_weights(self.model, checkpoint, self.device, self.dtype)
@@ -69,7 +71,7 @@ class TorchBackend(TensorBackend):
         with self._one_pass:
             self._store.reserve(slots)
 
-    def source_slots(self, source: NDArray[np.float32]) -> int:
+    def positions(self, source: Source) -> int:
         return source.shape[1] // 2
 
     @cached_property
@@ -80,25 +82,22 @@ class TorchBackend(TensorBackend):
         assert config is not None
         return digest_of(encoder, config.description)
 
-    def states(self, source: NDArray[np.float32]) -> Tensor:
-        """The encoder's output for one source, [positions, features]."""
-        return self.states_after(source, range(self.encoder_layers), None)
-
     @torch.inference_mode()
-    def states_after(self, source: NDArray[np.float32], layers: range, begun: Tensor | None) -> Tensor:
-        """What some layers of the encoder make of one source, after those before them, [positions, features]."""
+    def encode(self, sources: Sequence[Source], layers: range, begun: Sequence[Tensor] | None) -> list[Tensor]:
+        """What some layers make of each source, after those before them, [positions, features]."""
         encoder = self.model.encoder
         assert encoder is not None
-        x = encoder.begin(to_device(source, self.device).to(self.dtype)) if begun is None else begun
-        states: Tensor = encoder(x, layers)
-        return states
+        if begun is None:
+            begun = [encoder.begin(to_device(source, self.device).to(self.dtype)) for source in sources]
+        return [encoder(x, layers) for x in begun]
 
     @torch.inference_mode()
-    def place(self, states: Tensor, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Let slots hold the keys and values of an encoder's output. Returns the slots."""
+    def place(self, states: Sequence[Tensor], slots: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """Let slots hold the keys and values of the encoder's output. Returns the slots."""
         with self._one_pass:
-            self.model.place(states, self._store, index(slots, self.device))
-        return slots
+            for one, own in zip(states, slots, strict=True):
+                self.model.place(one, self._store, index(own, self.device))
+        return [*slots]
 
     @torch.inference_mode()
     def forward(self, segments: list[TreeBatch]) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from specbeam.backends.contract import TreeBatch
+from specbeam.backends.contract import Source, TreeBatch
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.torch.tensors import digest_of, to_device
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
@@ -23,11 +23,13 @@ from specbeam.backends.transformers.compat import DecoderPositions
 from specbeam.system.interrupts import HeldInterrupts
 
 MAX_ENCODED_TOKENS = 8192
-"""Tokens that the encoder reads together, padding included. A longer prompt is read alone."""
+"""Tokens that an encoder of text reads together, padding included."""
+AUDIO_SETTINGS = ("encoder_attention_heads", "activation_function", "scale_embedding")
+"""The settings of Whisper's encoder that its weights do not show."""
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class EncodedSource:
     """A prompt, or audio, that the encoder has read.
 
     Attributes:
@@ -46,22 +48,27 @@ class EncoderDecoderBackend(TransformersBackend):
     The decoders of such models count positions. :class:`DecoderPositions` replaces them during a pass.
     """
 
+    encoder_layers = 1  # transformers runs all of them at once
+    encoder_batch = MAX_ENCODED_TOKENS
+    sources_in_slots = False
+
     def __init__(self, model: Any) -> None:
         self._decoder = model.get_decoder()
         self._positions = DecoderPositions(self._decoder)
         if model.config.model_type == "whisper":
-            positions = model.config.max_source_positions
-            self.features_shape = model.config.num_mel_bins, 2 * positions
-            self.states_shape, self.encoder_layers = (positions, model.config.d_model), 1
-        start = model.generation_config.decoder_start_token_id
-        start = model.generation_config.bos_token_id if start is None else start
-        self.start_token_ids: list[int] | None = [start] if isinstance(start, int) else start
-        if self.features_shape is not None:  # a transcript begins with the prompt
-            self.start_token_ids = None
+            self.encoder_reads = "audio"  # a transcript begins with the prompt
+            self.encoder_batch = 1
+            self.features_shape = model.config.num_mel_bins, 2 * model.config.max_source_positions
+        else:
+            self.encoder_reads = "tokens"
+            start = model.generation_config.decoder_start_token_id
+            start = model.generation_config.bos_token_id if start is None else start
+            self.start_token_ids = [start] if isinstance(start, int) else start
         super().__init__(model)
+        self.encoder_size = model.get_input_embeddings().weight.shape[1]
 
     def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
-        reads_audio = self.features_shape is not None
+        reads_audio = self.encoder_reads == "audio"
         if self.model.main_input_name != "input_ids" and not reads_audio:
             return f"its encoder reads {self.model.main_input_name}, not text"
         if not self.model._supports_attention_backend and not self.model._supports_sdpa:
@@ -72,96 +79,66 @@ class EncoderDecoderBackend(TransformersBackend):
             return "it has no decoder_start_token_id"
         return None
 
-    def _source_to_measure(self) -> Source:
-        if self.features_shape is not None:
-            return self.place(self.states(np.zeros(self.features_shape, np.float32)))
-        (source,) = self.encode([[0]])
+    def _source_to_measure(self) -> EncodedSource:
+        shape = self.features_shape
+        nothing = np.zeros(1, np.int64) if shape is None else np.zeros(shape, np.float32)
+        (source,) = self.place(self.encode([nothing], range(1), None))
         return source
-
-    def source_slots(self, source: Any) -> int:
-        return 0
-
-    @torch.no_grad()
-    def encode(self, sources: Sequence[Any], slots: Sequence[NDArray[np.int64]] = ()) -> list[Source]:
-        by_number: dict[int, Source] = {}
-        with self._one_pass:
-            for numbers in _of_like_length(sources):
-                together = [sources[number] for number in numbers]
-                states = self._states_of(together)
-                read = [of[: len(source)] for of, source in zip(states, together, strict=True)]
-                by_number.update(zip(numbers, self._attended(read), strict=True))
-        return [by_number[number] for number in range(len(sources))]
-
-    def attended(self, states: list[Tensor]) -> list[Source]:
-        """Prompts as the encoder has read them, from its output for each of them, [tokens, features]."""
-        with self._one_pass:
-            return self._attended(states)
 
     @cached_property
     def encoder_digest(self) -> str:
         """Of its encoder's settings and weights."""
-        config = self.model.config
-        names = ("encoder_attention_heads", "activation_function", "scale_embedding")
-        about = " ".join(f"{name}={getattr(config, name, None)}" for name in names)
-        return digest_of(self.model.get_encoder(), about)
+        config = self.model.config.to_dict()
+        if self.features_shape is None:  # other settings that differ may be the encoder's
+            names = sorted(name for name in config if not name.startswith(("_", "decoder", "num_decoder")))
+        else:
+            names = [*AUDIO_SETTINGS]
+        return digest_of(self.model.get_encoder(), " ".join(f"{name}={config.get(name)}" for name in names))
+
+    def positions(self, source: Source) -> int:
+        return len(source) if source.ndim == 1 else source.shape[1] // 2
 
     @torch.no_grad()
-    def states(self, features: NDArray[np.float32]) -> Tensor:
-        """The encoder's output for features of audio [mel bins, frames], [positions, features]."""
-        read = to_device(features[None], self.device).to(self.dtype)
+    def encode(self, sources: Sequence[Source], layers: range, begun: Sequence[Tensor] | None) -> list[Tensor]:
+        """The encoder's output for each source, [positions, features]. Prompts are padded to the longest of them."""
+        if self.features_shape is not None:
+            inputs = [to_device(np.stack(sources), self.device).to(self.dtype)]
+        else:
+            ids = pad_sequence([torch.from_numpy(source) for source in sources], batch_first=True)
+            lengths = torch.tensor([len(source) for source in sources])
+            is_read = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+            inputs = [ids.to(self.device), is_read.to(self.device)]
         with self._one_pass:
-            states: Tensor = self.model.get_encoder()(read).last_hidden_state[0]
-        return states
-
-    def states_after(self, features: NDArray[np.float32], layers: range, begun: None) -> Tensor:
-        """All of the encoder's output: transformers runs all layers at once."""
-        return self.states(features)
+            states: Tensor = self.model.get_encoder()(*inputs).last_hidden_state
+        # A view would keep the output for all sources in memory.
+        return [of[: self.positions(source)].clone() for of, source in zip(states, sources, strict=True)]
 
     @torch.no_grad()
-    def place(self, states: Tensor, slots: NDArray[np.int64] | None = None) -> Source:
-        """Audio that the encoder has read, from its output [positions, features]. It takes no slots."""
-        return self.attended([states])[0]
-
-    def _states_of(self, sources: list[list[int]]) -> Tensor:
-        """The encoder's output for some prompts, [prompts, tokens of the longest, features]."""
-        ids = pad_sequence([torch.tensor(source) for source in sources], batch_first=True)
-        lengths = torch.tensor([len(source) for source in sources])
-        is_read = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-        encoder = self.model.get_encoder()
-        states: Tensor = encoder(
-            input_ids=ids.to(self.device), attention_mask=is_read.to(self.device)
-        ).last_hidden_state
-        return states
-
-    def _attended(self, prompts: list[Tensor]) -> list[Source]:
-        states = pad_sequence(prompts, batch_first=True)
+    def place(self, states: Sequence[Tensor], slots: Sequence[NDArray[np.int64]] = ()) -> list[EncodedSource]:
+        """What the cross-attention of each layer reads of the encoder's output for sources. It takes no slots."""
+        padded = pad_sequence([*states], batch_first=True)
         # Run one dummy token to fill transformers' cross-attention cache.
         filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        self.model(
-            decoder_input_ids=torch.zeros((len(prompts), 1), dtype=torch.long, device=self.device),
-            encoder_outputs=BaseModelOutput(states),
-            use_cache=True,
-            **{self._cache_argument: filled},
-        )
+        with self._one_pass:
+            self.model(
+                decoder_input_ids=torch.zeros((len(states), 1), dtype=torch.long, device=self.device),
+                encoder_outputs=BaseModelOutput(padded),
+                use_cache=True,
+                **{self._cache_argument: filled},
+            )
         layers = filled.cross_attention_cache.layers
 
-        def unpadded(padded: Tensor, row: int, dim: int) -> Tensor:
-            """One prompt's part of the output, [1, ...]. A view would keep the whole output in memory."""
-            return padded[row : row + 1].narrow(dim, 0, len(prompts[row])).clone()
+        def of(row: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+            """The part of one source, [1, heads, tokens, head_dim] each. Views would keep all sources in memory."""
+            return [tensor[row : row + 1, :, : len(states[row])].clone() for tensor in tensors]
 
-        return [
-            Source(
-                unpadded(states, row, 1),
-                [unpadded(layer.keys, row, 2) for layer in layers],
-                [unpadded(layer.values, row, 2) for layer in layers],
-            )
-            for row in range(len(prompts))
-        ]
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        return [EncodedSource(own[None], of(row, keys), of(row, values)) for row, own in enumerate(states)]
 
     def _run(self, segments: list[TreeBatch], views: list[Seen], keep: Tensor) -> Tensor:
         if self.features_shape is not None and len(segments) > 1:  # its cross-attention takes no mask
             return self._one_by_one(segments, views, keep)
-        sources: list[Source] = [s.source for s in segments]
+        sources: list[EncodedSource] = [s.source for s in segments]
         crossed = DynamicCache()
         for layer in range(len(sources[0].keys)):
             keys, values = [source.keys[layer] for source in sources], [source.values[layer] for source in sources]
@@ -196,20 +173,6 @@ class EncoderDecoderBackend(TransformersBackend):
         tokens = [s.source.states.shape[1] for s in segments]
         trees = np.arange(len(segments))
         return self._mask(np.repeat(trees, nodes)[:, None] == np.repeat(trees, tokens))
-
-
-def _of_like_length(sources: Sequence[list[int]]) -> list[list[int]]:
-    """The numbers of prompts, in groups that the encoder reads together. Padding at most doubles a group's tokens."""
-    groups: list[list[int]] = []
-    for number in sorted(range(len(sources)), key=lambda number: -len(sources[number])):
-        length = len(sources[number])
-        if groups:
-            longest = len(sources[groups[-1][0]])
-            if 2 * length >= longest and (len(groups[-1]) + 1) * longest <= MAX_ENCODED_TOKENS:
-                groups[-1].append(number)
-                continue
-        groups.append([number])
-    return groups
 
 
 def backend_of(model: Any) -> CausalBackend | EncoderDecoderBackend:

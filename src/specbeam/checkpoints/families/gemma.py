@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads, standardized
+from specbeam.checkpoints.architecture import Architecture, Metadata, Usual, require_whole_heads, standardized
 from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import size
 from specbeam.checkpoints.rope import Rope
 from specbeam.checkpoints.stems import TokenStem
@@ -72,12 +71,10 @@ class Gemma(Architecture):
         """Every how many layers one sees the whole text, by a config.json."""
         return self.global_layer_period
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
-        usual = attention()
-        scaled_by = usual.head_dim if keys.query_pre_attn_scalar is None else keys.query_pre_attn_scalar
-        return replace(usual, scale=float(scaled_by) ** -0.5), mlp()
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
+        scalar = keys.query_pre_attn_scalar
+        scaled_by = usual.attention.keywords["head_dim"] if scalar is None else scalar
+        return usual.attention(scale=float(scaled_by) ** -0.5), usual.mlp()
 
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         return replace(config, stem=_scaled(config), logits_softcap=keys.final_logit_softcapping)
@@ -85,10 +82,10 @@ class Gemma(Architecture):
     def folder_values(self, source: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
         return values + np.float32(1) if source.endswith("norm.weight") else values
 
-    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
-        usual = attention()
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        attention = usual.attention()
         if metadata.need("block_count") == self.largest_depth:
-            usual = replace(usual, scale=(metadata.need("embedding_length") // usual.num_heads) ** -0.5)
+            attention = replace(attention, scale=(metadata.need("embedding_length") // attention.num_heads) ** -0.5)
         key, period = "attention.sliding_window_pattern", self.global_layer_period
         if isinstance(metadata.need(key, period), list):  # one entry for each layer, true where it slides
             if bool(metadata.of_layer(number, key)) != bool((number + 1) % period):
@@ -98,7 +95,7 @@ class Gemma(Architecture):
         else:
             period = size(key, metadata.need(key, period))
         slides = (number + 1) % period != 0
-        return self.sliding(usual, metadata) if slides else replace(usual, window=None), mlp()
+        return self.sliding(attention, metadata) if slides else replace(attention, window=None), usual.mlp()
 
     def sliding(self, attention: Attention, metadata: Metadata) -> Attention:
         """The attention of a sliding layer of a GGUF file, by the one that the keys of all architectures describe."""
@@ -110,6 +107,10 @@ class Gemma(Architecture):
 
 def _scaled(config: Config) -> TokenStem:
     return TokenStem(scale=config.hidden_size**0.5)
+
+
+def _capped(usual: Usual, softcap: float | None) -> Usual:
+    return usual._replace(attention=partial(usual.attention, softcap=softcap))
 
 
 class Gemma2(Gemma):
@@ -125,14 +126,12 @@ class Gemma2(Gemma):
     global_layer_period = 2
     largest_depth = 46
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
-        return super().folder_layer(number, partial(attention, softcap=keys.attn_logit_softcapping), mlp, keys)
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
+        return super().folder_layer(number, _capped(usual, keys.attn_logit_softcapping), keys)
 
-    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
         softcap = float(metadata.need("attn_logit_softcapping", 50.0))
-        return super().gguf_layer(number, partial(attention, softcap=softcap), mlp, metadata)
+        return super().gguf_layer(number, _capped(usual, softcap), metadata)
 
     def sliding(self, attention: Attention, metadata: Metadata) -> Attention:
         window, rope = metadata.need("attention.sliding_window", 4096), attention.rope

@@ -5,14 +5,11 @@ A folder stores most matrices as [in, out], the layout of transformers' ``Conv1D
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
-from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.architecture import Architecture, Usual
 from specbeam.checkpoints.config import Layer
-from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.stems import TokenStem
 
 
@@ -57,11 +54,9 @@ class GPT2(Architecture):
     def derive(self, keys: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         width = 4 * keys.hidden_size if keys.n_inner is None else keys.n_inner
-        return attention(num_kv_heads=keys.num_attention_heads), mlp(intermediate_size=width)
+        return usual.attention(num_kv_heads=keys.num_attention_heads), usual.mlp(intermediate_size=width)
 
     def stores_transposed(self, source: str) -> bool:
         return ".c_" in source and source.endswith(".weight")

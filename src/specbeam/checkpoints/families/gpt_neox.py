@@ -5,17 +5,15 @@ A folder keeps query, key and value of a head together.
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads, rope_parameters
+from specbeam.checkpoints.architecture import Architecture, Metadata, Usual, require_whole_heads, rope_parameters
 from specbeam.checkpoints.config import Layer
 from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import Part
 
 
@@ -55,13 +53,12 @@ class GPTNeoX(Architecture):
         keys.partial_rotary_factor = getattr(keys, "rotary_pct", 0.25)
         return rope_parameters(keys, self.rope_theta, "rotary_emb_base")
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
-        return attention(num_kv_heads=keys.num_attention_heads), mlp(parallel=bool(keys.use_parallel_residual))
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
+        parallel = bool(keys.use_parallel_residual)
+        return usual.attention(num_kv_heads=keys.num_attention_heads), usual.mlp(parallel=parallel)
 
-    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
-        return attention(), mlp(parallel=bool(metadata.need("use_parallel_residual")))
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        return usual.attention(), usual.mlp(parallel=bool(metadata.need("use_parallel_residual")))
 
     def folder_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
         if not (isinstance(part, Attention) and ".query_key_value." in source):

@@ -6,14 +6,11 @@ GGUF files say which by the number of key heads of each layer, which is 0 there.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata
+from specbeam.checkpoints.architecture import Architecture, Metadata, Usual
 from specbeam.checkpoints.config import Config, Layer
-from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import size
 from specbeam.checkpoints.parts.short_convolution import MAX_KERNEL_SIZE, ShortConvolution
 from specbeam.errors import Unsupported
@@ -76,27 +73,26 @@ class LFM2(Architecture):
         if keys.block_ff_dim is not None:
             keys.intermediate_size = keys.block_ff_dim
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         width = size("intermediate_size", keys.intermediate_size)
         if keys.block_auto_adjust_ff_dim:
             multiple = size("block_multiple_of", keys.block_multiple_of)
             width = int(keys.block_ffn_dim_multiplier * int(2 * width / 3))
             width = -(-width // multiple) * multiple
-        plain = mlp(intermediate_size=width, activation="silu", bias=False)
+        mlp = usual.mlp(intermediate_size=width, activation="silu", bias=False)
         if keys.layer_types[number] == "full_attention":
-            return attention(), plain
+            return usual.attention(), mlp
         if keys.conv_bias:
             raise Unsupported("conv_bias is not supported for lfm2")
-        return ShortConvolution(kernel_size=size("conv_L_cache", keys.conv_L_cache, MAX_KERNEL_SIZE)), plain
+        return ShortConvolution(kernel_size=size("conv_L_cache", keys.conv_L_cache, MAX_KERNEL_SIZE)), mlp
 
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         return replace(config, norm_eps=keys.norm_eps)
 
-    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
         kernel_size = metadata.need("shortconv.l_cache")
-        return attention() if attention.keywords["num_kv_heads"] else ShortConvolution(kernel_size=kernel_size), mlp()
+        has_attention = usual.attention.keywords["num_kv_heads"]
+        return usual.attention() if has_attention else ShortConvolution(kernel_size=kernel_size), usual.mlp()
 
 
 ARCHITECTURES = (LFM2(),)

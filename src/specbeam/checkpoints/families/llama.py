@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, require_whole_heads
+from specbeam.checkpoints.architecture import Architecture, Metadata, Usual, require_whole_heads
 from specbeam.checkpoints.config import Layer
 from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import Part
 
 
@@ -35,8 +33,8 @@ class Llama(Architecture):
         super().derive(keys)
         require_whole_heads(keys)
 
-    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
-        return whole_heads_rotated(attention(), metadata), mlp()
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        return whole_heads_rotated(usual.attention(), metadata), usual.mlp()
 
     def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
         return rows_of_pairs(source, part)
@@ -90,14 +88,14 @@ class SmolLM3(Architecture):
             kinds = ("full_attention", "sliding_attention")
             keys.layer_types = [kinds[bool(slides and not keys.no_rope_layers[i])] for i in layers]
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
-        return attention() if keys.no_rope_layers[number] else attention(rope=None), mlp()
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
+        attention = usual.attention() if keys.no_rope_layers[number] else usual.attention(rope=None)
+        return attention, usual.mlp()
 
-    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
-        rotated = whole_heads_rotated(attention(), metadata)
-        return rotated if number % 4 != 3 else attention(rope=None), mlp()  # the files do not list the layers
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        rotated = whole_heads_rotated(usual.attention(), metadata)
+        attention = rotated if number % 4 != 3 else usual.attention(rope=None)  # the files do not list the layers
+        return attention, usual.mlp()
 
     def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
         return rows_of_pairs(source, part)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata
+from specbeam.checkpoints.architecture import Architecture, Metadata, Usual
 from specbeam.checkpoints.config import Layer
-from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.mlp import MLP
 
 
 class StableLM(Architecture):
@@ -30,14 +27,13 @@ class StableLM(Architecture):
         "use_qkv_bias": (bool, False),
     }
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         parallel = bool(keys.use_parallel_residual)
-        return attention(qkv_bias=bool(keys.use_qkv_bias)), mlp(parallel=parallel, norm=not parallel)
+        return usual.attention(qkv_bias=bool(keys.use_qkv_bias)), usual.mlp(parallel=parallel, norm=not parallel)
 
-    def gguf_layer(self, number: int, attention: partial[Attention], mlp: partial[MLP], metadata: Metadata) -> Layer:
-        return attention(), mlp(parallel=not mlp.keywords["norm"])
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        has_norm = "ffn_norm.weight" in metadata.in_layers
+        return usual.attention(), usual.mlp(norm=has_norm, parallel=not has_norm)
 
 
 ARCHITECTURES = (StableLM(),)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.architecture import Architecture, require_whole_heads
+from specbeam.checkpoints.architecture import Architecture, Usual, require_whole_heads
 from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.attention import Attention, CrossAttention
 from specbeam.checkpoints.parts.mlp import MLP
@@ -121,11 +120,9 @@ class Whisper(Architecture):
     def derive(self, keys: SimpleNamespace) -> None:
         """Nothing follows from other keys."""
 
-    def folder_layer(
-        self, number: int, attention: partial[Attention], mlp: partial[MLP], keys: SimpleNamespace
-    ) -> Layer:
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         """A layer of the encoder: see ``older_names``."""
-        return attention(), mlp(intermediate_size=keys.encoder_ffn_dim)
+        return usual.attention(), usual.mlp(intermediate_size=keys.encoder_ffn_dim)
 
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         encoder = replace(

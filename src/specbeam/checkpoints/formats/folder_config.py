@@ -12,6 +12,7 @@ from specbeam.checkpoints.architecture import (
     COMMON,
     SIZES,
     Architecture,
+    Usual,
     check_rope,
     fits,
     in_words,
@@ -173,7 +174,8 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
             **architecture.attention,
             **biases,
         }
-        return architecture.folder_layer(i, partial(Attention, **attention_fields), partial(MLP, **mlp_fields), keys)
+        usual = Usual(partial(Attention, **attention_fields), partial(MLP, **mlp_fields))
+        return architecture.folder_layer(i, usual, keys)
 
     layers = tuple(map(layer, range(layer_count(keys.num_hidden_layers, tensors))))
     head = architecture.folder_tensors["head"] + ".weight"

@@ -12,7 +12,7 @@ from functools import partial
 from math import isclose
 from typing import Any
 
-from specbeam.checkpoints.architecture import Architecture, Metadata
+from specbeam.checkpoints.architecture import Architecture, Metadata, Usual
 from specbeam.checkpoints.config import Config, Layer, layer_count
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES, require_supported
 from specbeam.checkpoints.files import refusing
@@ -112,7 +112,7 @@ def config_from_gguf(
     name = str(metadata.get("general.architecture"))
     check_model_file(metadata, tensors)
     require_supported(name, GGUF_ARCHITECTURES)
-    of_architecture = Metadata(name, metadata)
+    of_architecture = Metadata(name, metadata, tensors)
     with refusing(f"the GGUF file's metadata do not describe a {name} model"):
         config = _read(GGUF_ARCHITECTURES[name], of_architecture, tensors, divisors or {})
     if unknown := sorted(of_architecture.keys() - of_architecture.read - NO_EFFECT):
@@ -163,8 +163,6 @@ def _read(
         trained = get("rope.scaling.original_context_length", None)
         context = context if trained is None else int(_factor(metadata) * trained)
 
-    in_layers = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
-
     def layer(i: int) -> Layer:
         heads = metadata.of_layer(i, "attention.head_count")
         attention_fields: dict[str, Any] = {
@@ -175,16 +173,16 @@ def _read(
             "rope": rope,
             "window": window,
             **architecture.attention,
-            "qkv_bias": not in_layers.isdisjoint(("attn_q.bias", "attn_qkv.bias")),
-            "output_bias": "attn_output.bias" in in_layers,
+            "qkv_bias": not metadata.in_layers.isdisjoint(("attn_q.bias", "attn_qkv.bias")),
+            "output_bias": "attn_output.bias" in metadata.in_layers,
         }
         mlp_fields: dict[str, Any] = {
             "intermediate_size": metadata.of_layer(i, "feed_forward_length"),
             **architecture.mlp,
-            "norm": "ffn_norm.weight" in in_layers,
-            "bias": "ffn_down.bias" in in_layers,
+            "bias": "ffn_down.bias" in metadata.in_layers,
         }
-        return architecture.gguf_layer(i, partial(Attention, **attention_fields), partial(MLP, **mlp_fields), metadata)
+        usual = Usual(partial(Attention, **attention_fields), partial(MLP, **mlp_fields))
+        return architecture.gguf_layer(i, usual, metadata)
 
     epsilon = "layer_norm_epsilon" if architecture.features.get("norm") == "layer" else "layer_norm_rms_epsilon"
     config = Config(

@@ -190,6 +190,7 @@ def generate(
     copies = max(beams, returned)  # transformers has repeated each prompt
     if model.config.is_encoder_decoder:
         lm.backend.start_token_ids = input_ids[0].tolist()
+        lm.backend.encoder_reads = "tokens"  # or audio, for whose positions the prompts have token ids
     lm.backend.context_length = context_length_of(model.config.get_text_config())
     prompts = Prompts(
         cast(Any, lm.backend), input_ids, copies, beams > 1, generation_config, inputs_tensor, model_kwargs

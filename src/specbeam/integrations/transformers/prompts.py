@@ -174,7 +174,7 @@ class Prompts:
         states: Tensor = arguments["encoder_outputs"].last_hidden_state[self._every]
         read = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask[self._every].bool()
         refuse(read.shape != states.shape[:2], "an attention mask of another shape than encoder_outputs")
-        sources = backend.attended([of[row] for of, row in zip(states, read.to(states.device), strict=True)])
+        sources = backend.place([of[row] for of, row in zip(states, read.to(states.device), strict=True)])
         if self.cache is not None:
             self._prefill(input_ids)
         ids, unknown = self._source_ids, torch.zeros_like(read, dtype=torch.long)

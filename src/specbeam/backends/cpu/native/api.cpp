@@ -226,7 +226,8 @@ const char *specbeam_model_part(void *model, int32_t of_encoder, int64_t layer, 
     if (!part) return "there is no such part";
     if (!numbers || !part->set(numbers, count)) return "a number is wrong";
     if (const char *reason = wrong(*part, m, m.layers[layer])) return reason;
-    if (!part->keep(m, of_encoder ? *loaded.one_part : loaded.cache, m.layers[layer])) return "a slot is too large";
+    if (!part->add_memory(m, of_encoder ? *loaded.one_part : loaded.cache, m.layers[layer]))
+      return "a slot would be too large, or memory was reserved before";
     part->layer = layer;
     m.layers[layer].push_back(std::move(part));
     return nullptr;

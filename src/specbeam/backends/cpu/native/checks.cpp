@@ -34,9 +34,13 @@ const char *wrong(const ModelConfig &c, const ModelConfig &encoder) {
 }
 
 const char *wrong(const Part &part, const Model &m, const Layer &before) {
-  if (before.size() >= MAX_PARTS_PER_LAYER) return "a layer has too many parts";
+  for (const auto &other : before)
+    if (other->name == part.name) return "a layer has two parts of one kind, whose parameters have the same names";
   if (part.parallel ? before.empty() : !part.has_norm)
     return "a part reads the input of another, and there is none before it";
+  if (part.parallel && part.has_norm && before.back()->parallel)
+    return "a part has its own norm of what two parts before it read";  // the first of these was added already
+  if (m.config.bands && part.reach()) return "a part of an encoder reads some positions only";
   return part.wrong(m, before);
 }
 
@@ -139,7 +143,7 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
     int64_t seen = *least;  // the first position that a node sees in any layer
     for (const Layer &layer : m.layers)
       for (const auto &part : layer)
-        if (part->keeps()) seen = std::min(seen, first_seen(*least, part->reach()));
+        if (part->has_memory()) seen = std::min(seen, first_seen(*least, part->reach()));
     for (int64_t p = 0; p < std::min(*deepest + 1, s->prefix_length); p++)
       if (!holds(s->prefix[p], p) && (p >= seen || s->prefix[p] != NO_SLOT)) return reason;
     for (int64_t p = 0; p < s->source_length; p++)

@@ -15,7 +15,7 @@
 namespace specbeam {
 
 constexpr int MAX_PARTS = 8, MAX_THREADS = 1024;
-constexpr int64_t MAX_LAYERS = 1 << 16, MAX_PARTS_PER_LAYER = 16, MAX_ROTATED = 1 << 15;
+constexpr int64_t MAX_LAYERS = 1 << 16, MAX_ROTATED = 1 << 15;
 
 // Matrices stacked along their rows, at most MAX_PARTS. They may have different formats.
 struct Product {
@@ -49,7 +49,7 @@ struct Norm {
 struct Rope {
   std::vector<float> frequencies;  // radians per position
   float scale;
-  int64_t start;  // where its frequencies begin among those of all rotations
+  int64_t start;  // where its frequencies begin among the frequencies of all rotations
 };
 
 // The first position of a sequence that a node at this position reads. reach: see Part::reach
@@ -100,7 +100,7 @@ struct KeyLayout {
 // The keys and values of a part in a cache: [block of slots, kv head, keys and values, SLOTS_PER_BLOCK, width].
 struct KeyValues : KeyLayout {
   uint8_t *first;  // in the first block
-  int64_t block;   // bytes of a block, with what other parts have there
+  int64_t block;   // bytes of a block, in which other parts have sections, too
 
   // A head's keys and values in the first block.
   uint8_t *first_block(int64_t kv_head) const { return first + kv_head * head; }

@@ -85,7 +85,7 @@ Pass::Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segm
   space.nodes.group = space.cross.group = 0;
   for (const Layer &layer : model.layers)
     for (const auto &part : layer)
-      if (part->keeps()) last_keeper = part.get();
+      if (part->has_memory()) last_with_memory = part.get();
   if (model.encoder) find_sources(count);
 }
 
@@ -102,9 +102,9 @@ void Pass::find_sources(int64_t count) {
   }
 }
 
-bool Pass::kept(const Part &part) {
+bool Pass::any_goes_on_after(const Part &part) {
   std::vector<int64_t> &going = space.going;
-  if (&part == last_keeper) {
+  if (&part == last_with_memory) {
     going.assign(wanted, wanted + wanted_count);
     std::sort(going.begin(), going.end());
     going.erase(std::unique(going.begin(), going.end()), going.end());

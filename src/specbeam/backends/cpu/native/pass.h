@@ -76,9 +76,9 @@ struct Pass {
     return *ancestors(segment(node), space.row_in[node], position);
   }
 
-  // The part has what it keeps of all nodes in their slots. After the last part that keeps something, only the wanted
-  // nodes go on. Returns whether any node goes on.
-  bool kept(const Part &);
+  // A part with memory calls it once all nodes are stored. After the last such part, only the wanted nodes go on.
+  // Returns whether any node goes on.
+  bool any_goes_on_after(const Part &);
 
   // Shares the attention of a part out among threads: a tile and a key head make an item. Of few items, each is
   // several, with some of the splits each. of_source: the nodes see their source.
@@ -121,7 +121,7 @@ struct Pass {
   void encode(const float *features, int64_t first, int64_t end, float *states);
 
  private:
-  const Part *last_keeper = nullptr;  // after which only the wanted nodes go on
+  const Part *last_with_memory = nullptr;  // after which only the wanted nodes go on
 
   void find_sources(int64_t count);
   void divide(Tiling &, int64_t group, const Segment *seen, bool by_node);

@@ -76,12 +76,12 @@ class Attention final : public WithHeads {
                                                                                        : nullptr;
   }
 
-  bool keep(const Model &m, Cache &cache, const Layer &) override {
+  bool add_memory(const Model &m, Cache &cache, const Layer &) override {
     whole = m.config.integer_cache;
     section = cache.add_section(heads.num_kv_heads * KeyLayout(heads.head_dim, whole).head);
     return section >= 0;
   }
-  bool keeps() const override { return true; }
+  bool has_memory() const override { return true; }
   int64_t reach() const override { return window; }
 
   const char *incomplete(const Model &m) const override {
@@ -111,7 +111,7 @@ class Attention final : public WithHeads {
       }
       put(heads, keys, p.slot(n), row + query_size, row + query_size + key_size);
     });
-    if (p.kept(*this)) attend_and_multiply(p, false, window, wide, stride);
+    if (p.any_goes_on_after(*this)) attend_and_multiply(p, false, window, wide, stride);
   }
 };
 
@@ -131,7 +131,7 @@ class CrossAttention final : public WithHeads {
                : "attention to an encoder has other keys than the attention before it";
   }
 
-  bool keep(const Model &m, Cache &, const Layer &before) override {
+  bool add_memory(const Model &m, Cache &, const Layer &before) override {
     whole = m.config.integer_cache, section = attention_in(before)->section;
     return true;
   }

@@ -18,6 +18,7 @@ struct Pass;
 class Part {
  public:
   // Whether the input and the output are normed, and whether it reads what the part before it reads.
+  const std::string name;  // of its kind; no other part of its layer has it
   Flag has_norm = YES, has_output_norm = NO, parallel = NO;
   Norm norm, output_norm;  // of its input and of its output
   int64_t layer = 0;       // its number
@@ -27,13 +28,13 @@ class Part {
 
   // The first error in its numbers, or null. before: the parts before it in its layer
   virtual const char *wrong(const Model &, const Layer &before) const = 0;
-  // Adds what it keeps of each token to a cache. Returns false if that is too much.
-  virtual bool keep(const Model &, Cache &, const Layer &) { return true; }
+  // Adds a section to a cache, where it keeps its numbers of each token. Returns false if that is too much.
+  virtual bool add_memory(const Model &, Cache &, const Layer &) { return true; }
   // The first of its parameters that is missing or has a wrong shape, or null.
   virtual const char *incomplete(const Model &) const = 0;
   // Whether nodes read what it keeps of their ancestors.
-  virtual bool keeps() const { return false; }
-  // If it keeps something: how many last positions a node reads, its own included; 0 for all positions.
+  virtual bool has_memory() const { return false; }
+  // If it has memory: how many last positions a node reads, its own included; 0 for all positions.
   virtual int64_t reach() const { return 0; }
   // Its heads whose scores of a source a segment may ask for.
   virtual int64_t probed_heads() const { return 0; }
@@ -101,7 +102,6 @@ class Part {
     return nullptr;
   }
 
-  const std::string name;
   std::vector<Number> numbers;
   std::vector<Named<Product>> products;
   std::vector<Named<Norm>> norms;

@@ -1,5 +1,5 @@
 // The gated short convolution of LFM2 (Liquid AI 2025). Each node keeps the numbers that are convolved in its slot. So
-// it reads those of its ancestors as attention reads keys, on any path of a tree.
+// it reads the numbers of its ancestors as attention reads keys, on any path of a tree.
 
 #include "../pass.h"
 
@@ -25,11 +25,11 @@ class ShortConvolution final : public Part {
     return m.config.hidden_size > INT32_MAX / 3 ? "a convolution is too wide" : nullptr;
   }
 
-  bool keep(const Model &m, Cache &cache, const Layer &) override {
+  bool add_memory(const Model &m, Cache &cache, const Layer &) override {
     section = cache.add_section(SLOTS_PER_BLOCK * padded(m.config.hidden_size) * int64_t(sizeof(float)));
     return section >= 0;
   }
-  bool keeps() const override { return true; }
+  bool has_memory() const override { return true; }
   int64_t reach() const override { return kernel_size; }
 
   const char *incomplete(const Model &m) const override {
@@ -47,14 +47,14 @@ class ShortConvolution final : public Part {
     const int64_t hidden = p.c.hidden_size, stride = stride_of(3 * hidden);
     float *wide = room(p.space.wide, p.nodes * stride);  // the gates before and after, and what is convolved
     multiply(input, p.threads, p.activations, wide, stride);
-    const Rows kept = p.cache.rows(padded(hidden), section);
+    const Rows memory = p.cache.rows(padded(hidden), section);
     p.threads.each(p.nodes, 4, [&](int64_t n) {
       const float *before = wide + n * stride, *x = before + 2 * hidden;
-      float *to = kept.at(p.slot(n));
+      float *to = memory.at(p.slot(n));
       for (int64_t i = 0; i < hidden; i += LANES)
         store(to + i, load_some(before + i, hidden - i) * load_some(x + i, hidden - i));
     });
-    if (!p.kept(*this)) return;
+    if (!p.any_goes_on_after(*this)) return;
     const Matrix &weights = filter.parts[0];
     p.activations.resize(p.rows(), output.parts);
     p.threads.each(p.rows(), 4, [&](int64_t r) {
@@ -63,7 +63,7 @@ class ShortConvolution final : public Part {
       const int64_t n = p.going()[r], at = p.position(n);
       const float *after = wide + n * stride + hidden, *rows[MAX_KERNEL_SIZE];
       const int64_t first = std::max<int64_t>(0, kernel_size - 1 - at);  // the filter reaches before the start
-      for (int64_t k = first; k < kernel_size; k++) rows[k] = kept.at(p.slot_at(n, at + 1 - kernel_size + k));
+      for (int64_t k = first; k < kernel_size; k++) rows[k] = memory.at(p.slot_at(n, at + 1 - kernel_size + k));
       for (int64_t i = 0; i < hidden; i += LANES) {
         const auto *w = reinterpret_cast<const float *>(weights.data + i / LANES * block_bytes(F32_ROWS, kernel_size));
         F32 sum{};
