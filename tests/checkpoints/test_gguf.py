@@ -22,6 +22,7 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import Metadata
+from specbeam.checkpoints.families import GGUF_ARCHITECTURES
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.formats.gguf import KINDS, read_header
 from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers, config_from_gguf
@@ -607,7 +608,7 @@ def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
         ("lfm2", {}),
     ]:
         assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
-    assert asked == KINDS_OF_MODELS.keys()
+    assert asked == {*KINDS_OF_MODELS, *(key for one in GGUF_ARCHITECTURES.values() for key in one.gguf_keys)}
 
 
 def test_a_type_that_cannot_be_dequantized_is_named(tmp_path):

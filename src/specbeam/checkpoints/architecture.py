@@ -193,13 +193,15 @@ class Architecture:
             there. transformers has the same types and defaults.
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
+        tokenizer_class: of its folders, as transformers knows it; None if it knows none.
         attention, mlp, features: fields of :class:`Attention`, :class:`MLP` and :class:`Config` that all its models
             share. A config.json names its activation itself.
         layer_kinds: the values of ``layer_types`` in config.json that it has.
         folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
             ``{q,k,v}`` stands for several modules, whose rows are stacked in this order. A name that ends with ``!`` is
             that of a tensor; other tensors have ``.weight`` or ``.bias`` after the name of their module.
-        gguf_tensors: the same for GGUF files.
+        gguf_keys: the keys that only its GGUF files have, with the types that llama.cpp takes.
+        gguf_tensors: the same as ``folder_tensors`` for GGUF files.
         folder_ignored: ends of the names of tensors in old folders that are no parameters.
         folder_zeros: ends of the names of biases that a folder leaves out, because they are zeros.
         ctranslate2_spec, ctranslate2_revision: the specification in files of CTranslate2, and its revision; None if
@@ -214,6 +216,7 @@ class Architecture:
     keys: ClassVar[Keys] = {}
     older_names: ClassVar[dict[str, str]] = {}
     rope_theta: ClassVar[float] = 10_000.0
+    tokenizer_class: ClassVar[str | None] = None
     attention: ClassVar[dict[str, Any]] = {}
     mlp: ClassVar[dict[str, Any]] = {}
     features: ClassVar[dict[str, Any]] = {}
@@ -231,6 +234,7 @@ class Architecture:
         "norm": "model.norm",
         "head": "lm_head",
     }
+    gguf_keys: ClassVar[dict[str, tuple[str, ...]]] = {}
     gguf_tensors: ClassVar[dict[str, str]] = {
         "embedding": "token_embd",
         "positions": "position_embd",

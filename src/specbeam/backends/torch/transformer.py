@@ -20,7 +20,6 @@ from specbeam.backends.torch.parts.attention import CrossAttention
 from specbeam.backends.torch.parts.part import Batch, PartModule, TreeSegment
 from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.short_convolution import ShortConvolution
 from specbeam.checkpoints.rope import Rope
 from specbeam.checkpoints.stems import FILTER_FRAMES, TokenStem
 
@@ -127,7 +126,7 @@ class Transformer(Stack):
         self.encoder = None if config.encoder is None else Encoder(config.encoder)
         attentions = [part for part in config.parts if isinstance(part, Attention)]
         self.windows = {part.window for part in attentions}
-        self.reaches = {part.kernel_size for part in config.parts if isinstance(part, ShortConvolution)}
+        self.reaches = {module.reach for module in self.parts if module.reach}
         # In float32 whatever the weights are: positions beyond a few hundred are not exact in half precision.
         ropes = {part.rope for part in attentions if part.rope is not None}
         self.frequencies = {r: torch.tensor(r.frequencies(), dtype=torch.float32, device="cpu") for r in ropes}

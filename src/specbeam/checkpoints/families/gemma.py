@@ -118,6 +118,7 @@ class Gemma2(Gemma):
 
     name = "gemma2"
     gguf_name = "gemma2"
+    tokenizer_class = "GemmaTokenizer"
     keys: ClassVar = Gemma.keys | {
         "attn_logit_softcapping": (float | None, 50.0),
         "final_logit_softcapping": (float | None, 30.0),
@@ -152,6 +153,7 @@ class Gemma3(Gemma):
 
     name = "gemma3_text"
     gguf_name = "gemma3"
+    tokenizer_class = "GemmaTokenizer"
     attention: ClassVar = Gemma.attention | {"qk_norm": True}
     rope_theta, local_theta = 1_000_000.0, 10_000.0
     global_layer_period = 6

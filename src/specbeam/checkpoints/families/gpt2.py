@@ -18,6 +18,7 @@ class GPT2(Architecture):
 
     name = "gpt2"
     gguf_name = "gpt2"
+    tokenizer_class = "GPT2Tokenizer"
     attention: ClassVar = {"qkv_bias": True, "output_bias": True}
     mlp: ClassVar = {"activation": "gelu_tanh", "gated": False, "bias": True}
     features: ClassVar = {"norm": "layer", "stem": TokenStem(learned_positions=True)}

@@ -22,6 +22,7 @@ class GPTNeoX(Architecture):
 
     name = "gpt_neox"
     gguf_name = "gptneox"
+    tokenizer_class = "GPTNeoXTokenizer"
     attention: ClassVar = {"qkv_bias": True, "output_bias": True}
     mlp: ClassVar = {"activation": "gelu", "gated": False, "bias": True}
     features: ClassVar = {"norm": "layer"}

@@ -54,6 +54,7 @@ class LFM2(Architecture):
         "blocks.N.mlp.down": "model.layers.N.feed_forward.w2",
         "norm": "model.embedding_norm",
     }
+    gguf_keys: ClassVar = {"shortconv.l_cache": ("uint32",)}
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {
         "blocks.N.short_convolution_norm": "blk.N.attn_norm",
         "blocks.N.short_convolution.input": "blk.N.shortconv.in_proj",

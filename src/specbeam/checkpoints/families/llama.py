@@ -45,6 +45,7 @@ class Mistral(Architecture):
 
     name = "mistral"
     gguf_name = None
+    tokenizer_class = "TokenizersBackend"
     keys: ClassVar = {
         "head_dim": (int | None, None),
         "hidden_act": (str, "silu"),

@@ -14,6 +14,7 @@ class Phi3(Architecture):
 
     name = "phi3"
     gguf_name = "phi3"
+    tokenizer_class = "TokenizersBackend"
     folder_tensors: ClassVar = Architecture.folder_tensors | {
         "blocks.N.attention.qkv": "model.layers.N.self_attn.qkv_proj",
         "blocks.N.mlp.gate_up": "model.layers.N.mlp.gate_up_proj",

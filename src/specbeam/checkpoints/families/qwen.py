@@ -33,6 +33,7 @@ class Qwen2(Qwen):
 
     name = "qwen2"
     gguf_name = "qwen2"
+    tokenizer_class = "Qwen2Tokenizer"
     attention: ClassVar = {"qkv_bias": True}
 
 
@@ -41,6 +42,7 @@ class Qwen3(Qwen):
 
     name = "qwen3"
     gguf_name = "qwen3"
+    tokenizer_class = "Qwen2Tokenizer"
     keys: ClassVar = Qwen.keys | {"attention_bias": (bool, False), "head_dim": (int, 128)}
     attention: ClassVar = {"qk_norm": True}
 

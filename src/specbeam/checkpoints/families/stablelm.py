@@ -14,6 +14,7 @@ class StableLM(Architecture):
 
     name = "stablelm"
     gguf_name = "stablelm"
+    tokenizer_class = "TokenizersBackend"
     features: ClassVar = {"norm": "layer"}
     keys: ClassVar = {
         "hidden_act": (str, "silu"),

@@ -27,6 +27,7 @@ class Whisper(Architecture):
 
     name = "whisper"
     gguf_name = None
+    tokenizer_class = "WhisperTokenizer"
     attention: ClassVar = {"qkv_bias": True, "output_bias": True}
     mlp: ClassVar = {"gated": False, "bias": True}
     features: ClassVar = {"norm": "layer", "stem": TokenStem(learned_positions=True)}

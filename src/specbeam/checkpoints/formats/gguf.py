@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.families import GGUF_ARCHITECTURES
 from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
 from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, check_transformers, config_from_gguf
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
@@ -72,7 +73,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.suppress_tokens"), ("[int32]", "[uint32]")),
     "tokenizer.ggml.scores": ("[float32]", "[int32]"),
 }
-"""The types that the values of keys may have. :data:`KINDS_OF_MODELS` has the keys of an architecture."""
+"""The types that the values of keys may have. :data:`KINDS_OF_MODELS` and architectures have the keys of models."""
 
 
 class TensorInfo(NamedTuple):
@@ -334,9 +335,10 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
 
 def _check_kinds(path: Path, metadata: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
     """Refuse values of other types than llama.cpp takes. An empty array may have any."""
-    prefix = f"{metadata.get('general.architecture')}."
+    name = str(metadata.get("general.architecture"))
+    of_models = KINDS_OF_MODELS | (GGUF_ARCHITECTURES[name].gguf_keys if name in GGUF_ARCHITECTURES else {})
     for key, kind in kinds.items():
-        allowed = KINDS.get(key) or KINDS_OF_MODELS.get(key.removeprefix(prefix))
+        allowed = KINDS.get(key) or of_models.get(key.removeprefix(f"{name}."))
         if allowed and kind not in allowed and not (kind.startswith("[") and metadata[key] == []):
             raise SpecbeamError(
                 f"{path} is damaged: its key {key} has a value of a wrong type, {kind} and not {' or '.join(allowed)}. "

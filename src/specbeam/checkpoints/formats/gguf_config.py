@@ -53,7 +53,6 @@ KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
         ),
         ("uint32",),
     ),
-    "shortconv.l_cache": ("uint32",),
     **dict.fromkeys(
         ("feed_forward_length", "attention.head_count", "attention.head_count_kv"), ("uint32", "[uint32]", "[int32]")
     ),
@@ -71,7 +70,7 @@ KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("attention.causal", "use_parallel_residual"), ("bool",)),
     "rope.scaling.type": ("string",),
 }
-"""The keys of models that are read, without the architecture's name, with the types that llama.cpp takes."""
+"""The keys that several architectures read, without the architecture's name, with the types that llama.cpp takes."""
 OTHER_FILES = {
     "adapter": "a LoRA adapter, and no model: merge it into its base model with llama-export-lora and give the merged "
     "file, or give the adapter as the folder that PEFT saves, with a base model that is a folder",

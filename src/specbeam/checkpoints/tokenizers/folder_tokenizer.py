@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import read_json, refusing
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import QWEN2, check_lengths, cuts, sentencepiece_decoder, surround
 from specbeam.checkpoints.tokenizers.sentencepiece_model import (
@@ -33,23 +34,6 @@ from specbeam.text.tokenizer import NAMED, Tokenizer
 PLAIN, WHISPER = "TokenizersBackend", "WhisperTokenizer"
 AS_THE_FILE_SAYS = (PLAIN, "PreTrainedTokenizer", "PythonBackend")
 """Classes for which tokenizer.json decides, as they are called without "Fast" at the end."""
-OF_MODEL = {
-    "": None,  # of an adapter, whose folder has no config.json
-    "gemma2": "GemmaTokenizer",
-    "gemma3_text": "GemmaTokenizer",
-    "gpt2": "GPT2Tokenizer",
-    "gpt_neox": "GPTNeoXTokenizer",
-    "lfm2": None,
-    "llama": None,
-    "mistral": PLAIN,
-    "phi3": PLAIN,
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "smollm3": None,
-    "stablelm": PLAIN,
-    "whisper": WHISPER,
-}
-"""The class that transformers knows for each ``model_type``; None if it knows none."""
 WRONG_IN_FILES = ("phi3", "qwen2")
 """Models whose files often name a wrong class, so transformers takes the class it knows."""
 TAKEN_AS_THEY_ARE = (
@@ -244,11 +228,11 @@ def _plain_sentencepiece(model: SentencePiece, content: Mapping[str, Any], added
 def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any], text: str) -> str:
     """The class that transformers' ``AutoTokenizer`` chooses."""
     model = str(config.get("model_type", ""))
-    _demand(model in OF_MODEL)
+    _demand(not model or model in ARCHITECTURES)  # the folder of an adapter may have no config.json
     _demand(model != "mistral" or not (are_installed("mistral_common") or (folder / "tekken.json").exists()))
     for name in (str(config.get("_name_or_path", "")), str(folder)):
         _demand(not any(fnmatch(name.lower(), pattern) for pattern in TAKEN_AS_THEY_ARE))
-    known = OF_MODEL[model]
+    known = ARCHITECTURES[model].tokenizer_class if model else None
     for source in (described, config):
         _demand(isinstance(source.get("tokenizer_class"), str | None) and source.get("tokenizer_class") != "")
     stated = described.get("tokenizer_class")

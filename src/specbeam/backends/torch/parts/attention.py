@@ -126,3 +126,6 @@ class CrossAttention(PartModule):
         store.store(
             self.memory, slots, *self.key_value(states).view(len(states), -1, self.part.head_dim).chunk(2, dim=1)
         )
+
+
+PARTS = {described.Attention: Attention, described.CrossAttention: CrossAttention}

@@ -33,3 +33,6 @@ class MLP(PartModule):
             return self.down(activation(self.up(x)))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(activation(gate) * up)
+
+
+PARTS = {described.MLP: MLP}

@@ -30,7 +30,7 @@ class TreeSegment:
         seen: the slots that any of the nodes sees, likewise.
         visible: by the window of an attention, which of these slots each node sees, bool [n, c]; None where nodes see
             all.
-        last: by the reach of a convolution, the slots of the last nodes up to each node, int64 [n, reach]. The node is
+        last: by the reach of a part, the slots of the last nodes up to each node, int64 [n, reach]. The node is
             the last of its row. Before the start of the sequence they are negative.
         source: the slots of the encoder's output, all of which the nodes see; None without an encoder.
         probe: heads of cross-attention to be captured, and the positions of the nodes, int64 [n]; None for none.
@@ -59,12 +59,14 @@ class PartModule(nn.Module):
 
     Attributes:
         part: the description, with all numbers.
+        reach: of how many last nodes of each path it reads what they keep; 0 for none. Attention reads what it sees.
         kept: heads and features of each tensor that it keeps in the KV cache. A slot has heads * features numbers.
         layer: the number of its layer.
         memory: the number of its tensors in the KV cache. A part that keeps nothing has that of the part before it.
     """
 
     part: Part
+    reach: int = 0
     kept: tuple[tuple[int, int], ...] = ()
     layer: int
     memory: int

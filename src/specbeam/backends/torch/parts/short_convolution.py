@@ -21,7 +21,7 @@ class ShortConvolution(PartModule):
 
     def __init__(self, part: described.ShortConvolution, config: Config) -> None:
         super().__init__(part, config)
-        self.kept = ((1, config.hidden_size),)
+        self.reach, self.kept = part.kernel_size, ((1, config.hidden_size),)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         before, after, values = self.input(x).chunk(3, dim=-1)
@@ -29,7 +29,10 @@ class ShortConvolution(PartModule):
         outs = []
         for s in batch.segments:
             (kept,) = s.store.store(self.memory, s.slots, gated[s.rows, None])
-            last = s.last[self.part.kernel_size]
+            last = s.last[self.reach]
             rows = kept[0, last.clamp(min=0)].masked_fill((last < 0)[:, :, None], 0)  # [n, kernel_size, hidden_size]
             outs.append((rows.float() * self.filter.weight.t().float()).sum(dim=1).to(x.dtype))
         return self.output(after * (torch.cat(outs) if len(outs) > 1 else outs[0]))
+
+
+PARTS = {described.ShortConvolution: ShortConvolution}
