@@ -6,6 +6,7 @@ import pytest
 
 from specbeam import SpecbeamError
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.description import description
 from specbeam.checkpoints.parameters import parameters, parts_by_parameter
 from specbeam.checkpoints.parts.attention import Attention, CrossAttention
 from specbeam.checkpoints.parts.mlp import MLP
@@ -62,7 +63,7 @@ def test_a_parameter_comes_once_and_in_the_order_of_the_parts():
 
 def test_a_description_is_equal_for_equal_models_alone():
     one, same = config((ATTENTION, WIDE)), config((Attention(**HEADS, window=None), MLP(intermediate_size=48)))
-    assert one.description == same.description
+    assert description(one) == description(same)
     others = [
         config((replace(ATTENTION, window=8), WIDE)),
         config((ATTENTION, replace(WIDE, bias=True))),
@@ -71,7 +72,7 @@ def test_a_description_is_equal_for_equal_models_alone():
         config((ATTENTION, WIDE), stem=TokenStem(scale=2.0)),
         config((ATTENTION, WIDE), encoder=ENCODER),
     ]
-    assert len({one.description, *(other.description for other in others)}) == 7
+    assert len({description(one), *map(description, others)}) == 7
 
 
 @pytest.mark.parametrize(

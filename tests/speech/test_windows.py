@@ -266,8 +266,8 @@ def test_windows_end_with_their_clip_and_times_are_of_the_file(whisper):
         (3.0, 3.5, "c"),
         (3.5, 4.2, "d"),
     ]
-    assert not asked[0].features.features[:, 70:].any()
-    assert asked[1].features.features.any(axis=0).all()
+    assert not asked[0].features.source[:, 70:].any()
+    assert asked[1].features.source.any(axis=0).all()
 
 
 def test_clips_of_times_and_of_speech():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sized
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from specbeam.checkpoints.parts.attention import CrossAttention
@@ -55,11 +54,6 @@ class Config:
                 part.check(self, before)
 
     @property
-    def description(self) -> str:
-        """The fields that differ from their defaults, as one text. Equal for equal models of two versions."""
-        return json.dumps(_described(self), sort_keys=True)
-
-    @property
     def features_shape(self) -> tuple[int, int] | None:
         """The mel bins and frames of the audio that the encoder reads; None without such an encoder."""
         if self.encoder is None or not isinstance(self.encoder.stem, AudioStem):
@@ -92,17 +86,6 @@ class Config:
         """How far back the farthest part reads. None if a part reads all positions."""
         reaches = [memory.reach for memory in self.memories]
         return max((reach for reach in reaches if reach is not None), default=None) if None not in reaches else None
-
-
-def _described(value: Any) -> Any:
-    """A dataclass as JSON: its name, and the fields that differ from their defaults."""
-    if isinstance(value, tuple):
-        return [_described(one) for one in value]
-    if not is_dataclass(value):
-        return value
-    own = {f.name: getattr(value, f.name) for f in fields(value)}
-    differing = {f.name: _described(own[f.name]) for f in fields(value) if own[f.name] != f.default}
-    return {type(value).__name__: differing}
 
 
 def layer_count(number: Any, tensors: Sized) -> int:

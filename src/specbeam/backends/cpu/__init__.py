@@ -28,6 +28,7 @@ from specbeam.backends.cpu.model import new_model
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.description import description
 from specbeam.core.selection import AttentionProbe, NextBeams, Selection, SelectionRequest
 from specbeam.errors import SpecbeamError, not_allowed, wrong_value
 from specbeam.system.fork_guard import fork_guard
@@ -73,7 +74,7 @@ class CpuBackend(Backend):
         config = checkpoint.config
         self._library = library(choose_isa(isa))
         self._weights = load_weights(checkpoint, self.quantize)
-        self.weights_digest = hashlib.sha256(f"{self._weights.digest} {config.description}".encode()).hexdigest()
+        self.weights_digest = hashlib.sha256(f"{self._weights.digest} {description(config)}".encode()).hexdigest()
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so integers are enough.
@@ -110,7 +111,7 @@ class CpuBackend(Backend):
     @cached_property
     def encoder_digest(self) -> str:
         """Of its encoder's configuration and packed weights."""
-        about = "" if self._encoder is None else self._encoder.description
+        about = "" if self._encoder is None else description(self._encoder)
         return hashlib.sha256(f"{self._weights.digest_of('encoder.')} {about}".encode()).hexdigest()
 
     @fork_guard

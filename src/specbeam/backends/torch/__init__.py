@@ -20,6 +20,7 @@ from specbeam.backends.torch.sampling import TensorBackend
 from specbeam.backends.torch.tensors import are_finite, digest_of, to_device
 from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
+from specbeam.checkpoints.description import description
 from specbeam.checkpoints.parameters import not_finite, parameters
 from specbeam.errors import SpecbeamError
 
@@ -80,7 +81,7 @@ class TorchBackend(TensorBackend):
         encoder, config = self.model.encoder, self.model.config.encoder
         assert encoder is not None
         assert config is not None
-        return digest_of(encoder, config.description)
+        return digest_of(encoder, description(config))
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Source], layers: range, begun: Sequence[Tensor] | None) -> list[Tensor]:
