@@ -42,13 +42,8 @@ def test_the_index_names_every_program_and_the_pages_with_its_figures():
     for program, pages in rows:
         for page in re.findall(r"`(.*?)`", pages):
             assert f"bench/{program}" in (BENCH.parent / page).read_text(), f"{page} has no figures of {program}"
-    tools = {
-        "compare.py",
-        "chart.py",
-        "random_gguf.py",
-        "serving_vllm.py",
-        "server_clients.py",
-    }  # no figures of their own
+    # These have no figures of their own.
+    tools = {"compare.py", "chart.py", "random_gguf.py", "serving_vllm.py", "server_clients.py"}
     programs = {path.name for path in BENCH.glob("*.py") if "__main__" in path.read_text()}
     assert programs - tools == {program for program, _ in rows}
 

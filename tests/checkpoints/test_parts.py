@@ -98,3 +98,44 @@ def test_a_description_is_equal_for_equal_models_alone():
 def test_what_no_model_can_have_is_refused(make, says):
     with pytest.raises(SpecbeamError, match=says):
         make()
+
+
+OF_VERSION_0_2 = (
+    '{"architecture": "llama", "attention_scale": 0.5, "context_length": 64, "head_dim": 8, "hidden_size": 32, '
+    '"intermediate_size": 48, "layers": [{"rope": {"dim": 8, "divisors": null, "scale": 1.0, "theta": 10000.0}, '
+    '"window": 8}, {"rope": {"dim": 8, "divisors": null, "scale": 1.0, "theta": 10000.0}, "window": null}], '
+    '"norm_eps": 1e-05, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 100}'
+)
+ENCODER_OF_VERSION_0_2 = (
+    '"encoder": {"activation": "silu", "architecture": "llama", "attention_scale": 0.5, "attention_softcap": null, '
+    '"bands": 8, "context_length": 64, "embedding_scale": 1.0, "encoder": null, "gated_mlp": false, "head_dim": 8, '
+    '"hidden_size": 32, "intermediate_size": 48, "layers": [{"rope": null, "window": null}], "learned_positions": '
+    'true, "logits_softcap": null, "mlp_bias": false, "mlp_norm": true, "norm": "layer", "norm_eps": 1e-05, '
+    '"num_heads": 4, "num_kv_heads": 2, "output_bias": false, "parallel": false, "post_norms": false, "qk_norm": '
+    'false, "qkv_bias": false, "tied_head": false, "vocab_size": 100}'
+)
+"""As the version before parts wrote them (commit c4a0872e). Receipts of that version have digests of them."""
+
+
+def test_descriptions_of_models_that_version_0_2_had_are_as_they_were():
+    rope = Rope(1e4, 8)
+    rotated = [(replace(ATTENTION, rope=rope, window=window), WIDE) for window in (8, None)]
+    assert description(config(*rotated)) == OF_VERSION_0_2
+    plain = replace(WIDE, gated=False)
+    encoder = config((ATTENTION, plain), norm="layer", stem=AudioStem(bands=8))
+    stem = TokenStem(learned_positions=True)
+    whole = config((ATTENTION, CROSS, plain), norm="layer", stem=stem, encoder=encoder)
+    assert ENCODER_OF_VERSION_0_2 in description(whole)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [(ATTENTION, WIDE), (replace(ATTENTION, scale=0.25), WIDE)],
+        [(ATTENTION, WIDE), (ATTENTION, replace(WIDE, intermediate_size=16))],
+        [(ATTENTION, replace(WIDE, output_norm=True))],
+        [(ATTENTION,)],
+    ],
+)
+def test_descriptions_of_other_models_have_their_parts(layers):
+    assert '"Attention"' in description(config(*layers))

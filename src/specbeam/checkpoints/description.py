@@ -90,11 +90,6 @@ def _flat(config: Config) -> dict[str, Any] | None:
 
     if any(described(layer) != layer for layer in config.layers):
         return None
-    ropes = [
-        {"rope": None if one.rope is None else asdict(one.rope), "window": one.window} for one in _attentions(config)
-    ]
-    return flat | {"layers": ropes}
-
-
-def _attentions(config: Config) -> list[Attention]:
-    return [part for part in config.parts if isinstance(part, Attention)]
+    attentions = (part for part in config.parts if isinstance(part, Attention))
+    layers = [{"rope": None if a.rope is None else asdict(a.rope), "window": a.window} for a in attentions]
+    return flat | {"layers": layers}
