@@ -74,6 +74,8 @@ def _flat(config: Config) -> dict[str, Any] | None:
     }
     shared = {**heads, **biases, "scale": attention.scale, "softcap": attention.softcap}
     norms = {"output_norm": attention.output_norm}
+    names = ("intermediate_size", "activation", "gated", "bias", "parallel", "norm")
+    of_mlp: dict[str, Any] = norms | {name: getattr(mlp, name) for name in names}
 
     def described(layer: Layer) -> Layer:
         """A layer of a flat configuration."""
@@ -81,11 +83,7 @@ def _flat(config: Config) -> dict[str, Any] | None:
         return (
             Attention(rope=own.rope, window=own.window, qk_norm=attention.qk_norm, **shared, **norms),
             *(() if config.encoder is None else (CrossAttention(**shared),)),
-            MLP(
-                **{name: getattr(mlp, name) for name in ("intermediate_size", "activation", "gated", "bias")},
-                **{name: getattr(mlp, name) for name in ("parallel", "norm")},
-                **norms,
-            ),
+            MLP(**of_mlp),
         )
 
     if any(described(layer) != layer for layer in config.layers):
