@@ -124,11 +124,12 @@ def blocks(draw: np.random.Generator, rows: int, columns: int, kind: GGMLQuantiz
 
 
 def add_vocabulary(writer: GGUFWriter, size: int) -> None:
-    """Special tokens, all bytes, and words of four letters that no merge leads to."""
+    """Special tokens, all bytes, words of four letters that no merge leads to, and one merge."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = islice(map("".join, product(letters, repeat=4)), size - len(SPECIAL) - len(alphabet))
     tokens = [*SPECIAL, *alphabet, *words]
+    tokens[-1] = "ab"  # of the one merge, without which llama.cpp refuses the file
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("lfm2")
     writer.add_token_list(tokens)
