@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import platformdirs
@@ -34,6 +35,7 @@ from specbeam.backends.contract import TreeBatch
 from specbeam.backends.cpu import CpuBackend, _pack_segments, weights
 from specbeam.backends.cpu.library import address, choose_isa, find, library
 from specbeam.backends.cpu.model import bytes_of_slot, new_model
+from specbeam.backends.torch import TorchBackend
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint, parts
 from specbeam.checkpoints.config import Config
@@ -541,7 +543,6 @@ def add_part(model, layer, name, count=None, **changes):
         ("mlp", {"intermediate_size": 8.5}, "a number is wrong"),
         ("mlp", {"intermediate_size": 2**31}, "a number is wrong"),
         ("mlp", {"intermediate_size": 2**31 - 1}, "the width of an MLP is wrong"),
-        ("mlp", {"norm": 0}, "reads the input of another"),
         ("mlp", {"parallel": 1}, "reads the input of another"),
         ("attention", {"scale": float("nan")}, "a number is wrong"),
         ("attention", {"scale": float("inf")}, "a number is wrong"),
@@ -551,6 +552,7 @@ def add_part(model, layer, name, count=None, **changes):
         ("attention", {"num_heads": 2**20, "head_dim": 2**20}, "too wide"),
         ("attention", {"window": -1}, "a window is negative"),
         ("attention", {"rope": 0}, "a rotation is missing"),
+        ("attention", {"qk_norm": 3}, "a number is wrong"),
         ("cross_attention", {}, "there is no encoder"),
         ("short_convolution", {"kernel_size": 0}, "the filter of a convolution"),
         ("short_convolution", {"kernel_size": 17}, "the filter of a convolution"),
@@ -615,13 +617,14 @@ def test_a_layer_with_two_parts_of_one_kind_is_refused():
 
 HIDDEN, VOCAB = 40, 50
 ROPES = Rope(100.0, 8), Rope(1000.0, 12, scale=1.25)
+AFTER = {"norm": False, "output_norm": True}
 LAYERS = {  # each layer has other heads, and not each has an attention and an MLP
     "window": (
         Attention(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=ROPES[0], window=5, output_norm=True),
         MLP(intermediate_size=24, gated=True),
     ),
     "attention alone": (
-        Attention(num_heads=3, num_kv_heads=1, head_dim=24, scale=0.3, rope=ROPES[1], softcap=2.0, qk_norm=True),
+        Attention(num_heads=3, num_kv_heads=1, head_dim=24, scale=0.3, rope=ROPES[1], softcap=2.0, qk_norm="head"),
     ),
     "mlp alone": (MLP(intermediate_size=70, gated=False, activation="gelu_tanh", output_norm=True, bias=True),),
     "convolution": (
@@ -633,6 +636,18 @@ LAYERS = {  # each layer has other heads, and not each has an attention and an M
         ShortConvolution(kernel_size=4, parallel=True),
         MLP(intermediate_size=24, parallel=True, norm=False),
     ),
+    "norms after": (
+        Attention(num_heads=4, num_kv_heads=2, head_dim=10, scale=0.3, rope=ROPES[0], qk_norm="all", **AFTER),
+        MLP(intermediate_size=24, **AFTER),
+    ),
+    "norms of sums": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, norm=False, sum_norm=True),
+        MLP(intermediate_size=24, gated=False, activation="gelu_tanh", norm=False, sum_norm=True),
+    ),
+    "parallel without a norm": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, norm=False, sum_norm=True),
+        MLP(intermediate_size=24, parallel=True, norm=False, output_norm=True, sum_norm=True),
+    ),
     "no window": (Attention(num_heads=4, num_kv_heads=4, head_dim=8, scale=0.35), MLP(intermediate_size=24)),
 }
 ORDERS = {
@@ -641,6 +656,9 @@ ORDERS = {
     "convolutions alone": ["convolution", "mlp alone", "convolution"],
     "windows alone": ["window", "convolution", "mlp alone", "window"],
     "an MLP first and last": ["mlp alone", "window", "mlp alone"],
+    "norms after": ["norms after", "norms after", "norms after"],
+    "norms of sums": ["norms of sums", "norms of sums", "norms of sums"],
+    "parallel without a norm": ["no window", "parallel without a norm", "parallel without a norm"],
 }
 
 
@@ -702,14 +720,17 @@ class Reference:
             source = normed = None
             for part in layer:
                 name = f"blocks.{number}.{part.name}"
-                source = source if part.parallel else x
+                if not part.parallel:
+                    source = normed = x
                 if part.norm:
                     normed = self.norm(f"{name}_norm", source)
                 made = getattr(self, part.name)(name, part, normed)
                 if part.output_norm:
                     made = self.norm(f"blocks.{number}.post_{part.name}_norm", made)
                 x = x + made
-        return self.product("head", self.norm("norm", x))
+                if part.sum_norm:
+                    x = self.norm(f"{name}_sum_norm", x)
+        return self.product("head", self.norm("norm", x) if self.config.final_norm else x)
 
     def norm(self, name, x):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.norm_eps) * self.own[f"{name}.weight"]
@@ -721,8 +742,10 @@ class Reference:
         n = len(x)
         sizes = part.query_size, part.query_size + part.key_size
         queries, keys, values = np.split(self.product(f"{name}.qkv", x), sizes, axis=1)
+        if part.qk_norm == "all":
+            queries, keys = self.norm(f"{name}.q_norm", queries), self.norm(f"{name}.k_norm", keys)
         queries, keys, values = (one.reshape(n, -1, part.head_dim) for one in (queries, keys, values))
-        if part.qk_norm:
+        if part.qk_norm == "head":
             queries, keys = self.norm(f"{name}.q_norm", queries), self.norm(f"{name}.k_norm", keys)
         if part.rope is not None:
             queries, keys = rotated(queries, part.rope), rotated(keys, part.rope)
@@ -762,7 +785,9 @@ def rotated(heads, rope):
 
 
 def config_of(order):
-    return Config("tiny", VOCAB, HIDDEN, tuple(LAYERS[name] for name in order), 512, 1e-5)
+    """Where the last layer norms the sum, nothing norms it again."""
+    layers = tuple(LAYERS[name] for name in order)
+    return Config("tiny", VOCAB, HIDDEN, layers, 512, 1e-5, final_norm=not layers[-1][-1].sum_norm)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -793,6 +818,27 @@ def test_layers_of_different_parts_run_as_numpy_does(order):
         own = Reference(config, one.parameters).logits(np.array([*tokens[:101], tokens[102], tokens[104]]))[-1]
         assert np.abs(one.forward(nodes) - own).max() < 2e-4 * np.abs(expected).max()
         one.close()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_torch_backend_runs_them_as_numpy_does(order):
+    config = config_of(ORDERS[order])
+    one = NativeModel(config)
+    own = one.parameters
+    checkpoint = SimpleNamespace(
+        config=config,
+        dtype="float32",
+        check_tensors=lambda expected: None,
+        sources=lambda name: [name],
+        shape=lambda name: own[name].shape,
+        read=lambda name, start, stop: own[name][start:stop],
+    )
+    backend, tokens = TorchBackend(checkpoint, "cpu", "float32"), np.random.default_rng(3).integers(0, VOCAB, 60)
+    backend.reserve(len(tokens))
+    found = backend.forward([of_one_sequence(tokens, np.arange(len(tokens)))]).numpy()
+    expected = Reference(config, own).logits(tokens)
+    assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+    one.close()
 
 
 @pytest.mark.parametrize("order", ["windows alone", "convolutions alone"])

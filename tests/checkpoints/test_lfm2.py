@@ -44,7 +44,7 @@ def test_older_and_newer_keys_say_the_same_model(changes):
     assert (convolution.kernel_size, attention.num_kv_heads, attention.qk_norm, attention.rope.theta) == (
         3,
         2,
-        True,
+        "head",
         1e6,
     )
     assert (mlp.intermediate_size, mlp.activation, config.norm_eps, config.tied_head) == (80, "silu", 1e-5, True)

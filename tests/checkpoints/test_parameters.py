@@ -36,16 +36,17 @@ def flags(*names):
 
 
 @given(
-    flags("qkv_bias", "output_bias", "qk_norm", "output_norm"),
-    flags("gated", "bias", "norm", "output_norm"),
-    flags("tied_head"),
+    flags("qkv_bias", "output_bias", "norm", "output_norm", "sum_norm"),
+    st.sampled_from([None, "head", "all"]),
+    flags("gated", "bias", "norm", "output_norm", "sum_norm", "parallel"),
+    flags("tied_head", "final_norm"),
     flags("learned_positions"),
     st.sampled_from(["rms", "layer"]),
 )
-def test_of_any_features(save, of_attention, of_mlp, of_model, of_stem, norm):
+def test_of_any_features(save, of_attention, qk_norm, of_mlp, of_model, of_stem, norm):
     config = open_checkpoint(save(random_model("llama"))).config
     layers = [
-        (replace(attention, **of_attention), replace(mlp, parallel=not of_mlp["norm"], **of_mlp))
+        (replace(attention, qk_norm=qk_norm, **of_attention), replace(mlp, **of_mlp))
         for attention, mlp in config.layers
     ]
     config = replace(config, layers=tuple(layers), norm=norm, stem=TokenStem(**of_stem), **of_model)

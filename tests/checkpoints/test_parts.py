@@ -48,7 +48,7 @@ def test_the_window_is_the_farthest_reach_of_all_parts():
 
 
 def test_a_parameter_comes_once_and_in_the_order_of_the_parts():
-    normed = replace(ATTENTION, output_norm=True, qk_norm=True, qkv_bias=True)
+    normed = replace(ATTENTION, output_norm=True, qk_norm="head", qkv_bias=True)
     parallel = replace(WIDE, norm=False, parallel=True, gated=False, bias=True)
     described = parameters(config((normed, parallel), norm="layer", tied_head=True, stem=TokenStem()))
     ends = [name.removeprefix("blocks.0.") for name in described if name.startswith("blocks")]
@@ -61,6 +61,16 @@ def test_a_parameter_comes_once_and_in_the_order_of_the_parts():
     ]
 
 
+def test_norms_may_be_before_a_part_after_it_and_of_the_sum():
+    after = replace(ATTENTION, norm=False, output_norm=True, qk_norm="all")
+    described = parameters(config((after, replace(WIDE, norm=False, sum_norm=True)), final_norm=False))
+    norms = {name.removeprefix("blocks.0."): one.shape for name, one in described.items() if "norm" in name}
+    assert norms == {
+        **{"attention.q_norm.weight": (32,), "attention.k_norm.weight": (16,)},
+        **{"post_attention_norm.weight": (32,), "mlp_sum_norm.weight": (32,)},
+    }
+
+
 def test_a_description_is_equal_for_equal_models_alone():
     one, same = config((ATTENTION, WIDE)), config((Attention(**HEADS, window=None), MLP(intermediate_size=48)))
     assert description(one) == description(same)
@@ -71,8 +81,14 @@ def test_a_description_is_equal_for_equal_models_alone():
         config((replace(ATTENTION, rope=Rope(1e4, 8)), WIDE)),
         config((ATTENTION, WIDE), stem=TokenStem(scale=2.0)),
         config((ATTENTION, WIDE), encoder=ENCODER),
+        config((ATTENTION, WIDE), encoder=replace(ENCODER, final_norm=False)),
+        config((ATTENTION, WIDE), final_norm=False),
+        config((replace(ATTENTION, qk_norm="head"), WIDE)),
+        config((replace(ATTENTION, qk_norm="all"), WIDE)),
+        config((ATTENTION, replace(WIDE, norm=False))),
+        config((ATTENTION, replace(WIDE, sum_norm=True))),
     ]
-    assert len({description(one), *map(description, others)}) == 7
+    assert len({description(one), *map(description, others)}) == 1 + len(others)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +96,6 @@ def test_a_description_is_equal_for_equal_models_alone():
     [
         (lambda: config(()), "a layer without parts"),
         (lambda: config((replace(WIDE, parallel=True),)), "a layer that begins with a parallel mlp"),
-        (lambda: replace(WIDE, norm=False), "a layer whose mlp has no norm"),
         (lambda: config((ATTENTION, CROSS, WIDE)), "cross-attention, but no encoder"),
         (lambda: config((WIDE, CROSS), encoder=ENCODER), "does not follow an attention"),
         (lambda: config((ATTENTION, replace(CROSS, num_kv_heads=4)), encoder=ENCODER), "does not follow an attention"),

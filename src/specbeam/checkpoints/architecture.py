@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.attention import Attention
 from specbeam.checkpoints.parts.mlp import MLP
-from specbeam.checkpoints.parts.part import Part
+from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.stems import PLAIN_STEM, TokenStem
 from specbeam.errors import SpecbeamError
 
@@ -80,6 +80,23 @@ def rope_parameters(keys: SimpleNamespace, theta: float, theta_key: str = "rope_
         parameters.setdefault("rope_theta", theta)
         if partial is not None:
             parameters.setdefault("partial_rotary_factor", partial)
+    return standardized(keys)
+
+
+def rope_parameters_by_kind(keys: SimpleNamespace, thetas: Mapping[str, float]) -> dict[str, Any]:
+    """The rotary settings, nested by kinds of layers. ``rope_scaling`` is that of layers that see the whole text.
+
+    Args:
+        thetas: the default of ``rope_theta`` for each kind of layers.
+    """
+    ropes = keys.rope_parameters
+    keys.rope_parameters = ropes = {kind: {} for kind in thetas} if ropes is None else ropes
+    if (scaling := getattr(keys, "rope_scaling", None)) is not None:
+        ropes["full_attention"].update(scaling)
+    for kind, theta in thetas.items():
+        if ropes.get(kind) is None:
+            ropes[kind] = {"rope_type": "default"}
+        ropes[kind].setdefault("rope_theta", theta)
     return standardized(keys)
 
 
@@ -169,6 +186,25 @@ class Metadata(dict[str, Any]):
         if len(value) != (layers := self.need("block_count")):
             raise SpecbeamError(f"{self.name(key)} has {len(value)} values, but the model has {layers} layers")
         return value[number]
+
+    def slides(self, number: int, period: int) -> bool:
+        """Whether a layer has a window, in models where the last layer of each group sees the whole text.
+
+        Args:
+            period: the layers of a group, unless the file says otherwise.
+
+        Raises:
+            SpecbeamError: the file lists the layers, and llama.cpp does not take them from the list.
+        """
+        key = "attention.sliding_window_pattern"
+        if isinstance(self.need(key, period), list):  # one entry for each layer, true where it slides
+            if bool(self.of_layer(number, key)) != bool((number + 1) % period):
+                raise SpecbeamError(
+                    f"{self.name(key)} lists other layers than {self.architecture} has, which is not supported"
+                )
+        else:
+            period = size(key, self.need(key, period))
+        return (number + 1) % period != 0
 
     def require(self, key: str, expected: int) -> None:
         """Raises SpecbeamError if a key has another value than this. It may be missing."""

@@ -23,6 +23,7 @@ class Config:
         vocab_size: an encoder that reads audio has its decoder's.
         context_length: positions the model was trained for.
         norm: "rms" (RMSNorm), or "layer" (LayerNorm with a bias).
+        final_norm: the hidden states after the last layer are normed.
         stem: what the model reads, and what the first layer gets of it.
         logits_softcap: logits x become cap * tanh(x / cap); None for no cap.
         tied_head: the output matrix is the embedding.
@@ -36,6 +37,7 @@ class Config:
     context_length: int
     norm_eps: float
     norm: str = "rms"
+    final_norm: bool = True
     stem: Stem = PLAIN_STEM
     logits_softcap: float | None = None
     tied_head: bool = False

@@ -48,7 +48,10 @@ def _flat(config: Config) -> dict[str, Any] | None:
     """All fields of version 0.2; None for a model that these cannot describe."""
     parts = {type(part): part for part in config.layers[0]}
     attention, mlp, stem = parts.get(Attention), parts.get(MLP), config.stem
-    if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+    encoder = None if config.encoder is None else _flat(config.encoder)
+    if not isinstance(attention, Attention) or not isinstance(mlp, MLP) or not config.final_norm:
+        return None
+    if config.encoder is not None and encoder is None:
         return None
     heads = {name: getattr(attention, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
     biases = {name: getattr(attention, name) for name in ("qkv_bias", "output_bias")}
@@ -59,7 +62,7 @@ def _flat(config: Config) -> dict[str, Any] | None:
         **biases,
         "attention_scale": attention.scale,
         "attention_softcap": attention.softcap,
-        "qk_norm": attention.qk_norm,
+        "qk_norm": attention.qk_norm == "head",
         "post_norms": attention.output_norm,
         "intermediate_size": mlp.intermediate_size,
         "activation": mlp.activation,
@@ -70,7 +73,7 @@ def _flat(config: Config) -> dict[str, Any] | None:
         "embedding_scale": stem.scale if isinstance(stem, TokenStem) else 1.0,
         "learned_positions": isinstance(stem, AudioStem) or stem.learned_positions,
         "bands": stem.bands if isinstance(stem, AudioStem) else None,
-        "encoder": None if config.encoder is None else _flat(config.encoder),
+        "encoder": encoder,
     }
     shared = {**heads, **biases, "scale": attention.scale, "softcap": attention.softcap}
     norms = {"output_norm": attention.output_norm}
@@ -81,7 +84,7 @@ def _flat(config: Config) -> dict[str, Any] | None:
         """A layer of a flat configuration."""
         own = next((part for part in layer if isinstance(part, Attention)), attention)
         return (
-            Attention(rope=own.rope, window=own.window, qk_norm=attention.qk_norm, **shared, **norms),
+            Attention(rope=own.rope, window=own.window, qk_norm="head" if flat["qk_norm"] else None, **shared, **norms),
             *(() if config.encoder is None else (CrossAttention(**shared),)),
             MLP(**of_mlp),
         )

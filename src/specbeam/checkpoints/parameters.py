@@ -31,7 +31,8 @@ def _parameters(config: Config) -> Parameters:
     yield from config.stem.parameters(config)
     for _, name, parameter in _of_layers(config):
         yield name, parameter
-    yield from norm("norm", config.hidden_size, config)
+    if config.final_norm:
+        yield from norm("norm", config.hidden_size, config)
 
 
 def _of_layers(config: Config) -> Iterator[tuple[Part, str, Parameter]]:

@@ -37,6 +37,7 @@ inline ModelConfig config_of(Input &in) {
     *size = in.number(1, most);
   c.context_length = in.number(8, in.ConsumeIntegralInRange(0, 7) ? 64 : LONGEST_SEQUENCE);
   c.integer_cache = Flag(in.number(NO, YES)), c.norm = NormKind(in.number(RMS, LAYER));
+  c.final_norm = in.ConsumeIntegralInRange(0, 3) ? YES : NO;
   c.norm_eps = 1e-5, c.embedding_scale = 1, c.logits_softcap = in.ConsumeBool() ? 30 : 0;
   for (double *number : {&c.norm_eps, &c.embedding_scale, &c.logits_softcap})
     if (in.rarely()) *number = in.ConsumeFloatingPoint<double>() / in.ConsumeIntegral<int8_t>();
@@ -185,8 +186,8 @@ class Parts {
     auto &n = part.numbers;
     const bool twice = !before.empty() && before.back().number("parallel");
     n["parallel"] = !before.empty() && !in.ConsumeIntegralInRange(0, 3);
-    n["norm"] = !n["parallel"] || (!twice && in.ConsumeBool());
-    n["output_norm"] = !in.ConsumeIntegralInRange(0, 3);
+    n["norm"] = n["parallel"] ? !twice && in.ConsumeBool() : in.ConsumeIntegralInRange(0, 3) > 0;
+    n["output_norm"] = !in.ConsumeIntegralInRange(0, 3), n["sum_norm"] = !in.ConsumeIntegralInRange(0, 3);
     if (part.name == "mlp") {
       n["intermediate_size"] =
           double(in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 40 : MOST_OUTPUTS));
@@ -203,7 +204,8 @@ class Parts {
     }
     if (part.name != "attention") return;
     const bool of_some = !of_encoder && in.ConsumeBool();
-    n["window"] = of_some ? in.ConsumeIntegralInRange(1, 9) : 0, n["qk_norm"] = in.ConsumeBool(), n["rope"] = -1;
+    n["window"] = of_some ? in.ConsumeIntegralInRange(1, 9) : 0, n["rope"] = -1;
+    n["qk_norm"] = in.ConsumeIntegralInRange(int(NONE), int(ALL));
     std::vector<int64_t> fitting;
     for (size_t rope = 0; rope < ropes.size() && !of_encoder; rope++)
       if (2 * ropes[rope] <= n["head_dim"]) fitting.push_back(int64_t(rope));
@@ -267,6 +269,7 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
       if (more || part.number("norm")) add_norm(in, parameters, model, layer(), own + "_norm", hidden);
       if (more || part.number("output_norm"))
         add_norm(in, parameters, model, layer(), prefix + "post_" + part.name + "_norm", hidden);
+      if (more || part.number("sum_norm")) add_norm(in, parameters, model, layer(), own + "_sum_norm", hidden);
       if (part.name == "mlp") {
         const int64_t inner = part.number("intermediate_size");
         if (part.number("gated")) product("gate_up", 2 * inner, hidden);
@@ -287,8 +290,9 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
         else product("query", width, hidden), product("key_value", 2 * keys, encoder_size);
         product("output", hidden, width);
         if (part.name == "attention" && (more || part.number("qk_norm")))
-          for (const char *name : {".q_norm", ".k_norm"})
-            add_norm(in, parameters, model, layer(), own + name, part.number("head_dim"));
+          for (const auto &[name, all] : {std::pair{".q_norm", width}, {".k_norm", keys}})
+            add_norm(in, parameters, model, layer(), own + name,
+                     part.number("qk_norm") == ALL ? all : part.number("head_dim"));
       }
     }
 }
@@ -309,7 +313,7 @@ inline Layers fill(Input &in, Parameters &parameters, void *model, const ModelCo
   add_product(in, parameters, model, -1, "embedding", c.vocab_size, c.hidden_size);
   if (in.ConsumeBool()) add_product(in, parameters, model, -1, "positions", c.context_length, c.hidden_size);
   add_product(in, parameters, model, -1, "head", c.vocab_size, c.hidden_size);
-  add_norm(in, parameters, model, -1, in.rarely() ? "norms" : "norm", c.hidden_size);
+  if (c.final_norm || in.rarely()) add_norm(in, parameters, model, -1, in.rarely() ? "norms" : "norm", c.hidden_size);
   fill_layers(in, parameters, model, c, layers, "", encoder ? encoder->hidden_size : 0);
   return layers;
 }
@@ -319,7 +323,7 @@ inline Layers fill_encoder(Input &in, Parameters &parameters, void *model, const
   add_product(in, parameters, model, -1, "encoder.conv1", encoder.hidden_size, 3 * encoder.bands);
   add_product(in, parameters, model, -1, "encoder.conv2", encoder.hidden_size, 3 * encoder.hidden_size);
   add_product(in, parameters, model, -1, "encoder.positions", encoder.context_length, encoder.hidden_size);
-  add_norm(in, parameters, model, -1, "encoder.norm", encoder.hidden_size);
+  if (encoder.final_norm || in.rarely()) add_norm(in, parameters, model, -1, "encoder.norm", encoder.hidden_size);
   fill_layers(in, parameters, model, encoder, layers, "encoder.");
   return layers;
 }

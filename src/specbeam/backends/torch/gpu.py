@@ -93,14 +93,19 @@ class GpuBackend(TorchBackend):
     def fits(config: Config, device: str, dtype: str) -> bool:
         """Whether the kernels fit all parts of a model.
 
-        Each layer is an attention and an MLP. As many heads share a key head in all layers. The other numbers may
-        differ. A device's programs have memory enough for tiles of keys and values.
+        Each layer is an attention and an MLP, which read normed hidden states. Queries and keys are normed by heads.
+        As many heads share a key head in all layers. The other numbers may differ. A device's programs have memory
+        enough for tiles of keys and values.
         """
         layers_fit = all(
             tuple(map(type, layer)) == (attention.Attention, mlp.MLP) and not layer[0].parallel
             for layer in config.layers
         )
-        if config.encoder is not None or not layers_fit or len(_groups(config)) > 1:
+        norms_fit = config.final_norm and all(
+            (part.norm or part.parallel) and not part.sum_norm and getattr(part, "qk_norm", None) in (None, "head")
+            for part in config.parts
+        )
+        if config.encoder is not None or not layers_fit or not norms_fit or len(_groups(config)) > 1:
             return False
         head_dim = max(part.head_dim for part in config.parts if isinstance(part, attention.Attention))
         return attention_bytes(head_dim, DTYPES[dtype]) <= shared_bytes(torch.device(device))
@@ -255,7 +260,7 @@ class GpuBackend(TorchBackend):
         angles = {rope: at[:, None] * frequencies for rope, frequencies in model.frequencies.items()}
         rotations = {rope: (a.cos() * rope.scale, a.sin() * rope.scale) for rope, a in angles.items()}
         addend: Addend | None = None
-        for module, norm, output_norm in model.steps:
+        for module, norm, output_norm, _ in model.steps:
             if norm is None:
                 x, _ = add_and_norm(x, addend, None, eps)
             elif module.part.parallel:
@@ -270,6 +275,7 @@ class GpuBackend(TorchBackend):
                 into = module.gate_up if module.part.gated else module.up
                 inner = product(normed, into.weight, into.bias, module.part.activation, module.part.gated)
                 addend = _added(module.down, inner, output_norm)
+        assert isinstance(model.norm, Norm)
         return add_and_norm(x, addend, _of(model.norm), eps)[1]
 
     def _attended(

@@ -30,6 +30,7 @@ class Step(NamedTuple):
     module: PartModule
     norm: Norm | None
     output_norm: Norm | None
+    sum_norm: Norm | None
 
 
 class Block(nn.Module):
@@ -43,23 +44,26 @@ class Block(nn.Module):
         super().__init__()
         self.steps: list[Step] = []
         for part in layer:
-            norm = Norm(config.hidden_size, config) if part.norm else None
+            has_norm = (part.norm, part.output_norm, part.sum_norm)
+            norm, output_norm, sum_norm = (Norm(config.hidden_size, config) if has else None for has in has_norm)
             module = MODULES[type(part)](part, config)
-            output_norm = Norm(config.hidden_size, config) if part.output_norm else None
-            self.steps.append(Step(module, norm, output_norm))
+            self.steps.append(Step(module, norm, output_norm, sum_norm))
             self.add_module(f"{part.name}_norm", norm)
             self.add_module(part.name, module)
             self.add_module(f"post_{part.name}_norm", output_norm)
+            self.add_module(f"{part.name}_sum_norm", sum_norm)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         before = normed = x
-        for module, norm, output_norm in self.steps:
+        for module, norm, output_norm, sum_norm in self.steps:
             if not module.part.parallel:
-                before = x
+                before = normed = x
             if norm is not None:
                 normed = norm(before)
             added = module(normed, batch)
             x = x + (added if output_norm is None else output_norm(added))
+            if sum_norm is not None:
+                x = sum_norm(x)
         return x
 
 
@@ -71,7 +75,7 @@ class Stack(nn.Module):
         self.config = config
         add_modules(self, config.stem.parameters(config), config)
         self.blocks = nn.ModuleList(Block(layer, config) for layer in config.layers)
-        self.norm = Norm(config.hidden_size, config)
+        self.norm = Norm(config.hidden_size, config) if config.final_norm else nn.Identity()
 
     @property
     def steps(self) -> Iterator[Step]:

@@ -15,13 +15,17 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, Usual, require_whole_heads, standardized
+from specbeam.checkpoints.architecture import (
+    Architecture,
+    Metadata,
+    Usual,
+    require_whole_heads,
+    rope_parameters_by_kind,
+)
 from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.attention import Attention
-from specbeam.checkpoints.parts.part import size
 from specbeam.checkpoints.rope import Rope
 from specbeam.checkpoints.stems import TokenStem
-from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
 
@@ -86,15 +90,7 @@ class Gemma(Architecture):
         attention = usual.attention()
         if metadata.need("block_count") == self.largest_depth:
             attention = replace(attention, scale=(metadata.need("embedding_length") // attention.num_heads) ** -0.5)
-        key, period = "attention.sliding_window_pattern", self.global_layer_period
-        if isinstance(metadata.need(key, period), list):  # one entry for each layer, true where it slides
-            if bool(metadata.of_layer(number, key)) != bool((number + 1) % period):
-                raise SpecbeamError(
-                    f"{metadata.name(key)} lists other layers than {self.name} has, which is not supported"
-                )
-        else:
-            period = size(key, metadata.need(key, period))
-        slides = (number + 1) % period != 0
+        slides = metadata.slides(number, self.global_layer_period)
         return self.sliding(attention, metadata) if slides else replace(attention, window=None), usual.mlp()
 
     def sliding(self, attention: Attention, metadata: Metadata) -> Attention:
@@ -154,7 +150,7 @@ class Gemma3(Gemma):
     name = "gemma3_text"
     gguf_name = "gemma3"
     tokenizer_class = "GemmaTokenizer"
-    attention: ClassVar = Gemma.attention | {"qk_norm": True}
+    attention: ClassVar = Gemma.attention | {"qk_norm": "head"}
     rope_theta, local_theta = 1_000_000.0, 10_000.0
     global_layer_period = 6
     largest_depth = 62
@@ -163,18 +159,11 @@ class Gemma3(Gemma):
         return int(getattr(keys, "sliding_window_pattern", self.global_layer_period))
 
     def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
-        ropes = keys.rope_parameters
-        keys.rope_parameters = ropes = {"full_attention": {}, "sliding_attention": {}} if ropes is None else ropes
-        if (scaling := getattr(keys, "rope_scaling", None)) is not None:
-            ropes["full_attention"].update(scaling)
-        for kind, key, theta in (
-            ("full_attention", "rope_theta", self.rope_theta),
-            ("sliding_attention", "rope_local_base_freq", self.local_theta),
-        ):
-            if ropes.get(kind) is None:
-                ropes[kind] = {"rope_type": "default"}
-            ropes[kind].setdefault("rope_theta", getattr(keys, key, theta))
-        return standardized(keys)
+        thetas = {
+            "full_attention": getattr(keys, "rope_theta", self.rope_theta),
+            "sliding_attention": getattr(keys, "rope_local_base_freq", self.local_theta),
+        }
+        return rope_parameters_by_kind(keys, thetas)
 
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         if keys.attn_logit_softcapping is not None:

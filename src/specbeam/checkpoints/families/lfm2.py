@@ -38,7 +38,7 @@ class LFM2(Architecture):
         "tie_embedding": (bool, None),
         "tie_word_embeddings": (bool, True),
     }
-    attention: ClassVar = {"qk_norm": True}
+    attention: ClassVar = {"qk_norm": "head"}
     layer_kinds = ("full_attention", "conv")
     folder_tensors: ClassVar = Architecture.folder_tensors | {
         "blocks.N.attention_norm": "model.layers.N.operator_norm",

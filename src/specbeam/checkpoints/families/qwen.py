@@ -44,7 +44,7 @@ class Qwen3(Qwen):
     gguf_name = "qwen3"
     tokenizer_class = "Qwen2Tokenizer"
     keys: ClassVar = Qwen.keys | {"attention_bias": (bool, False), "head_dim": (int, 128)}
-    attention: ClassVar = {"qk_norm": True}
+    attention: ClassVar = {"qk_norm": "head"}
 
 
 ARCHITECTURES = (Qwen2(), Qwen3())

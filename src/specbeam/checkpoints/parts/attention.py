@@ -62,13 +62,14 @@ class Attention(Heads):
     Attributes:
         rope: None where keys and queries are not rotated.
         window: a node attends to this many last positions, its own included; None for all positions.
-        qk_norm: each query and key head is normed before it is rotated.
+        qk_norm: what is normed before the rotation: "head" for each query and key head by itself, "all" for all
+            queries of a node together and all of its keys; None for nothing.
     """
 
     name: ClassVar = "attention"
     rope: Rope | None = None
     window: int | None = None
-    qk_norm: bool = False
+    qk_norm: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,8 +85,8 @@ class Attention(Heads):
         yield from product("qkv", (self.query_size, self.key_size, self.key_size), config.hidden_size, self.qkv_bias)
         yield from product("output", config.hidden_size, self.query_size, self.output_bias)
         if self.qk_norm:
-            yield from norm("q_norm", self.head_dim, config)
-            yield from norm("k_norm", self.head_dim, config)
+            yield from norm("q_norm", self.query_size if self.qk_norm == "all" else self.head_dim, config)
+            yield from norm("k_norm", self.key_size if self.qk_norm == "all" else self.head_dim, config)
 
 
 @dataclass(frozen=True, kw_only=True)

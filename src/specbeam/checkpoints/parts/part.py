@@ -64,8 +64,10 @@ class Part:
     """One step of a layer. What it makes of the hidden states is added to them.
 
     Attributes:
-        norm: its input is normed. A part without a norm is parallel, and reads what the part before it has normed.
+        norm: its input is normed. A part without a norm reads the hidden states as they are. If it is parallel, it
+            reads what the part before it has read.
         output_norm: its output is normed before it is added.
+        sum_norm: the sum of the hidden states and its output is normed (post-norm; Vaswani et al. 2017).
         parallel: it reads the same hidden states as the part before it, without what that part adds.
     """
 
@@ -73,14 +75,10 @@ class Part:
     """In the names of its parameters, and of its code in native/parts/."""
     norm: bool = True
     output_norm: bool = False
+    sum_norm: bool = False
     parallel: bool = False
 
     def __post_init__(self) -> None:
-        if not (self.norm or self.parallel):
-            raise SpecbeamError(
-                f"the model's configuration has a layer whose {self.title} has no norm: only one that is parallel to "
-                "the part before it can do without"
-            )
         check_numbers(self)
 
     @property
@@ -113,6 +111,8 @@ class Part:
             yield f"{self.name}.{name}", parameter
         if self.output_norm:
             yield from norm(f"post_{self.name}_norm", config.hidden_size, config)
+        if self.sum_norm:
+            yield from norm(f"{self.name}_sum_norm", config.hidden_size, config)
 
 
 def product(name: str, rows: int | tuple[int, ...], columns: int, bias: bool = False, min_bits: int = 4) -> Parameters:

@@ -36,17 +36,18 @@ const char *wrong(const ModelConfig &c, const ModelConfig &encoder) {
 const char *wrong(const Part &part, const Model &m, const Layer &before) {
   for (const auto &other : before)
     if (other->name == part.name) return "a layer has two parts of one kind, whose parameters have the same names";
-  if (part.parallel ? before.empty() : !part.has_norm)
-    return "a part reads the input of another, and there is none before it";
+  if (part.parallel && before.empty()) return "a part reads the input of another, and there is none before it";
   if (part.parallel && part.has_norm && before.back()->parallel)
     return "a part has its own norm of what two parts before it read";  // the first of these was added already
   if (m.config.bands && part.reach()) return "a part of an encoder reads some positions only";
   return part.wrong(m, before);
 }
 
-// The first norm of a part's input or output that is missing or has a wrong size, or null.
+// The first norm around a part that is missing or has a wrong size, or null.
 static const char *incomplete_norms(const Part &part, int64_t hidden) {
-  for (const auto &[has, norm] : {std::pair(part.has_norm, part.norm), {part.has_output_norm, part.output_norm}})
+  for (const auto &[has, norm] : {std::pair(part.has_norm, part.norm),
+                                  {part.has_output_norm, part.output_norm},
+                                  {part.has_sum_norm, part.sum_norm}})
     if (has ? !is_sized(norm, hidden) : bool(norm)) return "a norm";
   return nullptr;
 }
@@ -63,7 +64,7 @@ const char *incomplete(const Model &m) {
   }
   if (m.positions && (!is_shaped(m.positions, c.context_length, c.hidden_size) || m.positions.parts.size() != 1))
     return "the positions";
-  if (!is_sized(m.norm, c.hidden_size)) return "the last norm";
+  if (c.final_norm ? !is_sized(m.norm, c.hidden_size) : bool(m.norm)) return "the last norm";
   for (const Layer &layer : m.layers) {
     if (layer.empty()) return "a layer";
     for (const auto &part : layer) {

@@ -172,8 +172,8 @@ void Pass::rotations() {
   });
 }
 
-// Each part adds to the hidden states what it makes of them: x + output_norm(part(norm(x))). What one part makes is
-// added as the next one reads its input.
+// Each part adds to the hidden states what it makes of them: x = sum_norm(x + output_norm(part(norm(x)))). A norm that
+// it lacks changes nothing. What one part makes is added as the next one reads its input.
 void Pass::layers(int64_t first, int64_t end) {
   normed = room(space.normed, nodes * c.hidden_size), out = room(space.out, nodes * out_stride);
   const Part *before = nullptr;
@@ -184,32 +184,31 @@ void Pass::layers(int64_t first, int64_t end) {
       if (space.going.empty()) return;
       before = part.get();
     }
-  if (before) add(*before);
+  if (before) threads.each(rows(), 4, [&](int64_t r) { add(*before, r); });
 }
 
-// Adds what the part before has made, and norms the input of the next part.
+// Adds what the part before has made, and norms the input of the next part. A parallel part without a norm reads what
+// the part before it has read.
 void Pass::begin_part(const Part &part, const Part *before) {
   const int64_t hidden = c.hidden_size;
   activations.resize(rows(), part.first().parts);
   threads.each(rows(), 4, [&](int64_t r) {
     const int64_t n = space.going[r];
-    float *row = x + n * hidden, *made = out + r * out_stride, *from = normed + n * hidden;
-    if (before && before->output_norm) norm_row(before->output_norm, made, made, hidden);
+    float *row = x + n * hidden, *from = normed + n * hidden;
     if (part.parallel && part.norm) norm_row(part.norm, row, from, hidden);
-    if (before)
-      for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
-    if (!part.parallel) norm_row(part.norm, row, from, hidden);
+    if (before) add(*before, r);
+    if (!part.parallel) norm_or_copy(part.norm, row, from, hidden);
     activations.set(r, from);
   });
 }
 
-void Pass::add(const Part &part) {
+// Adds what a part has made to the hidden states of one of the nodes that go on.
+void Pass::add(const Part &part, int64_t r) {
   const int64_t hidden = c.hidden_size;
-  threads.each(rows(), 4, [&](int64_t r) {
-    float *row = x + space.going[r] * hidden, *made = out + r * out_stride;
-    if (part.output_norm) norm_row(part.output_norm, made, made, hidden);
-    for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
-  });
+  float *row = x + space.going[r] * hidden, *made = out + r * out_stride;
+  if (part.output_norm) norm_row(part.output_norm, made, made, hidden);
+  for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
+  if (part.sum_norm) norm_row(part.sum_norm, row, row, hidden);
 }
 
 void Pass::run(int64_t vocab, float *logits) {
@@ -230,7 +229,7 @@ void Pass::run(int64_t vocab, float *logits) {
   normed = room(space.normed, wanted_count * c.hidden_size);
   activations.resize(wanted_count, head.parts);
   threads.each(wanted_count, 1, [&](int64_t i) {
-    norm_row(model.norm, x + wanted[i] * c.hidden_size, normed + i * c.hidden_size, c.hidden_size);
+    norm_or_copy(model.norm, x + wanted[i] * c.hidden_size, normed + i * c.hidden_size, c.hidden_size);
     activations.set(i, normed + i * c.hidden_size);
   });
   multiply(head, threads, activations, logits, vocab);
@@ -264,7 +263,7 @@ void Pass::encode(const float *features, int64_t first, int64_t end, float *stat
   if (end < c.num_layers) std::copy_n(x, nodes * c.hidden_size, states);
   else
     threads.each(nodes, 16, [&](int64_t n) {
-      norm_row(model.norm, x + n * c.hidden_size, states + n * c.hidden_size, c.hidden_size);
+      norm_or_copy(model.norm, x + n * c.hidden_size, states + n * c.hidden_size, c.hidden_size);
     });
 }
 

@@ -3,6 +3,7 @@
 // threads.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -115,6 +116,11 @@ struct Pass {
     for (i = 0; i < size; i++) to[i] = (row[i] - mean) * scale * norm.weight[i] + (norm.bias ? norm.bias[i] : 0.0f);
   }
 
+  void norm_or_copy(const Norm &norm, const float *row, float *to, int64_t size) const {
+    if (norm) norm_row(norm, row, to, size);
+    else std::copy_n(row, size, to);
+  }
+
   // logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary.
   void run(int64_t vocab, float *logits);
   // features: [mel bins, 2 * nodes]; states: [nodes, hidden], between layers what the next one reads
@@ -128,7 +134,7 @@ struct Pass {
   void rotations();
   void layers(int64_t first, int64_t end);
   void begin_part(const Part &, const Part *before);
-  void add(const Part &);
+  void add(const Part &, int64_t row);
   void convolve(const Product &weights, const float *from, int64_t rows, int64_t step, float *to);
   void begin(const float *features);
 };

@@ -76,8 +76,13 @@ class Attention(PartModule):
         heads, scale, softcap = part.num_heads, part.scale, part.softcap
         qkv = self.qkv(x).view(len(x), -1, part.head_dim)
         qk, v = qkv[:, : -part.num_kv_heads], qkv[:, -part.num_kv_heads :]
-        if part.qk_norm:
-            qk = torch.cat([self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])], dim=1)
+        if part.qk_norm is not None:
+            q, k = qk[:, :heads], qk[:, heads:]
+            if part.qk_norm == "head":
+                q, k = self.q_norm(q), self.k_norm(k)
+            else:
+                q, k = self.q_norm(q.flatten(1)).view_as(q), self.k_norm(k.flatten(1)).view_as(k)
+            qk = torch.cat([q, k], dim=1)
         if part.rope is not None:
             qk = rotate(qk, *batch.rotations[part.rope])
         q, k = qk[:, :heads], qk[:, heads:]

@@ -1,5 +1,7 @@
 // Attention to a node's ancestors, and to an encoder's output. The kernels are in ../attention.cpp.
 
+#include <utility>
+
 #include "../pass.h"
 
 namespace specbeam {
@@ -57,7 +59,7 @@ class WithHeads : public Part {
 
 class Attention final : public WithHeads {
   int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 for none
-  Flag qk_norm = NO;
+  HeadNorm qk_norm = NONE;
   Product qkv;
   Norm q_norm, k_norm;
 
@@ -87,8 +89,8 @@ class Attention final : public WithHeads {
   const char *incomplete(const Model &m) const override {
     if (!is_shaped(qkv, heads.query_size() + 2 * heads.key_size(), m.config.hidden_size)) return "query, key and value";
     if (!is_shaped(output, m.config.hidden_size, heads.query_size())) return "the attention's output";
-    for (const Norm &one : {q_norm, k_norm})
-      if (qk_norm ? !is_sized(one, heads.head_dim) : bool(one)) return "a norm of heads";
+    for (const auto &[one, all] : {std::pair(q_norm, heads.query_size()), {k_norm, heads.key_size()}})
+      if (qk_norm ? !is_sized(one, qk_norm == ALL ? all : heads.head_dim) : bool(one)) return "a norm of heads";
     return nullptr;
   }
 
@@ -104,9 +106,13 @@ class Attention final : public WithHeads {
       float *row = wide + n * stride;
       // The next node's keys and values come from far away.
       for (int64_t i = query_size; i < qkv_rows; i += LANES) prefetch(row + stride + i);
+      if (qk_norm == ALL) {
+        p.norm_row(q_norm, row, row, query_size);
+        p.norm_row(k_norm, row + query_size, row + query_size, key_size);
+      }
       for (int64_t h = 0; h < heads.num_heads + heads.num_kv_heads; h++) {
         float *head = row + h * head_dim;
-        if (qk_norm) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
+        if (qk_norm == HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
         if (rope >= 0) rotate(head, p.angles(n, rope));
       }
       put(heads, keys, p.slot(n), row + query_size, row + query_size + key_size);

@@ -17,11 +17,11 @@ struct Pass;
 
 class Part {
  public:
-  // Whether the input and the output are normed, and whether it reads what the part before it reads.
   const std::string name;  // of its kind; no other part of its layer has it
-  Flag has_norm = YES, has_output_norm = NO, parallel = NO;
-  Norm norm, output_norm;  // of its input and of its output
-  int64_t layer = 0;       // its number
+  // Which norms it has, and whether it reads what the part before it reads.
+  Flag has_norm = YES, has_output_norm = NO, has_sum_norm = NO, parallel = NO;
+  Norm norm, output_norm, sum_norm;  // of its input, of its output, and of the hidden states with its output
+  int64_t layer = 0;                 // its number
 
   virtual ~Part() = default;
   Part(const Part &) = delete;
@@ -60,14 +60,17 @@ class Part {
     for (const Number &one : numbers) text += std::string(one.type) + " " + one.name + ";";
     return text;
   }
-  // Its parameters by the names of their modules, without kind: "mlp.down", "mlp_norm", "post_mlp_norm".
+  // Its parameters by the names of their modules, without kind: "mlp.down", "mlp_norm", "post_mlp_norm",
+  // "mlp_sum_norm".
   Product *product_named(std::string_view module) { return found(products, module); }
   Norm *norm_named(std::string_view module) { return found(norms, module); }
 
  protected:
   explicit Part(const std::string &part_name) : name(part_name) {
-    number("norm", has_norm), number("output_norm", has_output_norm), number("parallel", parallel);
+    number("norm", has_norm), number("output_norm", has_output_norm), number("sum_norm", has_sum_norm);
+    number("parallel", parallel);
     norms.push_back({name + "_norm", &norm}), norms.push_back({"post_" + name + "_norm", &output_norm});
+    norms.push_back({name + "_sum_norm", &sum_norm});
   }
 
   template <class T> void number(const char *own, T &value) {
