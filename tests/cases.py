@@ -47,6 +47,8 @@ FOLDERS = {
     "smollm3": ("smollm3", 61),
     "gemma2": ("gemma2", 20),
     "gemma3": ("gemma3", 61),
+    "olmo2": ("olmo2", 20),
+    "olmo3": ("olmo3", 61),
     "lfm2": ("lfm2", 61),
     "lfm2, confident": ("lfm2, convolutions first and last", 20),
 }
@@ -59,6 +61,7 @@ FILES = {
     "gemma3, Q5_1": ("gemma3", "Q5_1"),
     "gpt2, F16": ("gpt2", "F16"),
     "lfm2, Q4_0": ("lfm2", "Q4_0"),
+    "olmo2, Q8_0": ("olmo2", "Q8_0"),
 }
 """The same for GGUF files, with the types of their weights."""
 CONFIDENT = tuple(name for name in FOLDERS if name.endswith("confident"))

@@ -90,6 +90,8 @@ ARCHITECTURES = {
     "stablelm": {},
     "gpt2": {},
     "gpt_neox": {},
+    "olmo2": {"pad_token_id": EOS},
+    "olmo3": {"pad_token_id": EOS},
     "lfm2": {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 2], "pad_token_id": EOS},
 }
 

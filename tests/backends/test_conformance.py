@@ -57,6 +57,10 @@ FAMILIES = {
     "gemma2": ("gemma2", {"sliding_window": 5, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
     "gemma2, another activation": ("gemma2", {"hidden_activation": "silu"}),
     "gemma3": ("gemma3", SOME_SLIDING),
+    "olmo2": ("olmo2", {}),
+    "olmo2, biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "olmo3": ("olmo3", SOME_SLIDING),
+    "olmo3, yarn": ("olmo3", {**SOME_SLIDING, "rope_parameters": TWO_ROPES | {"full_attention": YARN}}),
     "lfm2": ("lfm2", {}),
     "lfm2, convolutions first and last": (
         "lfm2",
@@ -76,8 +80,8 @@ SOME = [
     *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
     "lfm2",
 ]
-ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3"]
-WITHOUT_KERNELS = ("lfm2",)
+ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
+WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3")
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
 NATIVE_ALONE = ("lfm2",)

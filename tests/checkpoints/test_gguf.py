@@ -53,7 +53,7 @@ def interleave(weight, heads):
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama"}
+NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2"}
 
 
 def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
@@ -78,7 +78,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
-    if named not in ("gpt2", "gptneox", "stablelm", "phi3", "lfm2"):
+    if named not in ("gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2"):
         writer.add_key_length(head_dim)
     if named == "lfm2":
         writer.add_layer_norm_rms_eps(config.norm_eps)
@@ -115,6 +115,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         writer.add_parallel_residual(config.use_parallel_residual)
     if named in ("gemma2", "gemma3", "phi3") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if architecture == "olmo3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_float32("olmo2.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
     if named == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -169,6 +173,7 @@ def finish(writer):
     writer.close()
 
 
+ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
 
 
@@ -190,6 +195,9 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("smollm3", {"num_hidden_layers": 5}),
         ("gemma2", GEMMA),
         ("gemma3", GEMMA | {"num_hidden_layers": 7}),
+        ("olmo2", {}),
+        ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5}),
+        ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5, "rope_parameters": ROPES}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),
@@ -251,6 +259,8 @@ GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "slid
         ("gemma3", {"sliding_window_pattern": 3}, {"attention.sliding_window_pattern": 3}),
         ("gemma3", {"layer_types": ["full_attention"] * 7}, {"attention.sliding_window": None}),
         ("stablelm", {"use_parallel_residual": True}, {"use_parallel_residual": None}),
+        ("olmo3", {"num_hidden_layers": 5}, {"attention.sliding_window_pattern": None, "rope.freq_base_swa": None}),
+        ("olmo3", {"layer_types": ["full_attention"] * 3}, {"attention.sliding_window": None}),
         ("phi3", {}, {"rope.freq_base": None}),
         ("llama", {}, {"attention.head_count_kv": [2, 2, 2], "feed_forward_length": [48, 48, 48]}),
     ],
@@ -259,7 +269,7 @@ def test_a_key_that_a_file_lacks_has_the_default_of_llama_cpp(tmp_path, architec
     if architecture.startswith("gemma"):
         changes = GEMMA | {"num_hidden_layers": 7} | changes
     model = random_model(architecture, **changes)
-    keys = {f"{architecture}.{key}": value for key, value in keys.items()}
+    keys = {f"{NAMED.get(architecture, architecture)}.{key}": value for key, value in keys.items()}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, **keys))
     expected = config_from_hugging_face(model.config.to_dict(), {"model.norm.weight": (), **model.state_dict()})
     assert checkpoint.config.layers == expected.layers
@@ -296,6 +306,7 @@ def test_numbers_may_differ_between_layers():
             [1, 2, 1],
             "blk.0.attn_k.weight has shape .16, 32., but the",
         ),
+        ("olmo3", "attention.sliding_window_pattern", [True, False, True], "lists other layers than olmo2 has"),
         ("lfm2", "shortconv.l_cache", None, "has no lfm2.shortconv.l_cache"),
         ("lfm2", "shortconv.l_cache", 0, "= 0, which is no size"),
         ("lfm2", "attention.head_count_kv", [2, 0], "lfm2.attention.head_count_kv"),

@@ -147,6 +147,8 @@ KINDS = [
     ("lfm2", "lfm2", "TokenizersBackend"),
     ("lfm2", "llama3", "LlamaTokenizerFast"),
     ("lfm2", "llama3", None),
+    ("olmo2", "bytes", "GPT2TokenizerFast"),
+    ("olmo3", "llama3", None),
     ("gpt2", "bytes", "GPT2TokenizerFast"),
     ("gpt2", "llama3", None),
     ("gpt_neox", "qwen", "GPTNeoXTokenizerFast"),

@@ -1,0 +1,73 @@
+"""OLMo 2 and 3. Attention and MLP read the hidden states as they are, and their outputs are normed.
+
+GGUF files of both carry the name of OLMo 2. A file of OLMo 3 has a window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from specbeam.checkpoints.architecture import Architecture, Metadata, Usual, rope_parameters_by_kind
+from specbeam.checkpoints.config import Layer
+from specbeam.checkpoints.rope import Rope
+
+PERIOD = 4
+"""Every how many layers one of OLMo 3 sees the whole text."""
+
+
+class OLMo2(Architecture):
+    """OLMo 2 (OLMo Team 2024). A norm goes over all queries of a node, and another one over all of its keys."""
+
+    name = "olmo2"
+    gguf_name: ClassVar[str | None] = "olmo2"
+    tokenizer_class = "TokenizersBackend"
+    keys: ClassVar = {
+        "attention_bias": (bool, False),
+        "hidden_act": (str, "silu"),
+        "intermediate_size": (int, 11008),
+        "num_key_value_heads": (int | None, None),
+        "rms_norm_eps": (float, 1e-5),
+    }
+    attention: ClassVar = {"norm": False, "output_norm": True, "qk_norm": "all"}
+    mlp: ClassVar = {"norm": False, "output_norm": True}
+    folder_tensors: ClassVar = Architecture.folder_tensors | {
+        "blocks.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
+        "blocks.N.post_mlp_norm": "model.layers.N.post_feedforward_layernorm",
+    }
+
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        attention = usual.attention()
+        if attention.rope is None or attention.window is None:
+            return attention, usual.mlp()
+        if metadata.slides(number, PERIOD):  # the scaling of the rotation is for the other layers alone
+            theta = float(metadata.need("rope.freq_base_swa", attention.rope.theta))
+            return replace(attention, rope=Rope(theta, attention.rope.dim)), usual.mlp()
+        return replace(attention, window=None), usual.mlp()
+
+
+class OLMo3(OLMo2):
+    """OLMo 3 (OLMo Team 2025). Most layers have a window, and the scaling of the rotation is for the others alone."""
+
+    name = "olmo3"
+    gguf_name = None
+    rope_theta = 500_000.0
+    keys: ClassVar = OLMo2.keys | {
+        "layer_types": (list[str] | None, None),
+        "sliding_window": (int | None, 4096),
+    }
+
+    def derive(self, keys: SimpleNamespace) -> None:
+        super().derive(keys)
+        if keys.layer_types is None:
+            kinds = ("full_attention", "sliding_attention")
+            keys.layer_types = [kinds[(i + 1) % PERIOD != 0] for i in range(keys.num_hidden_layers)]
+
+    def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
+        # transformers takes the key for the layers that see the whole text, and its default for the others.
+        thetas = {"full_attention": getattr(keys, "rope_theta", self.rope_theta), "sliding_attention": self.rope_theta}
+        return rope_parameters_by_kind(keys, thetas)
+
+
+ARCHITECTURES = (OLMo2(), OLMo3())
