@@ -103,6 +103,10 @@ ARCHITECTURES = {
     "glm": {"head_dim": 8, "pad_token_id": EOS},
     "glm4": {"head_dim": 8, "pad_token_id": EOS},
     "exaone4": {"pad_token_id": EOS},
+    "ernie4_5": {"head_dim": 8, "pad_token_id": EOS},
+    "seed_oss": {"head_dim": 8, "pad_token_id": EOS},
+    "starcoder2": {"pad_token_id": EOS},
+    "cohere2": {"logit_scale": 0.5, "pad_token_id": EOS},
     "lfm2": {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 2], "pad_token_id": EOS},
 }
 

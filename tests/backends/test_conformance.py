@@ -73,6 +73,10 @@ FAMILIES = {
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3_ROPE},
     ),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "seed_oss": ("seed_oss", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": 5}),
+    "cohere2": ("cohere2", SOME_SLIDING | {"tie_word_embeddings": True}),
     "lfm2": ("lfm2", {}),
     "lfm2, convolutions first and last": (
         "lfm2",

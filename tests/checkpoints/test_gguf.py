@@ -55,6 +55,9 @@ def interleave(weight, heads):
 
 
 NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2"}
+WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
+WITHOUT_KEY_LENGTH |= {"cohere2"}
+LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 NAMED |= {"hunyuan_v1_dense": "hunyuan-dense"}
 
 
@@ -80,14 +83,14 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
-    if named not in ("gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4"):
+    if named not in WITHOUT_KEY_LENGTH:
         writer.add_key_length(head_dim)
     if named == "lfm2":
         writer.add_layer_norm_rms_eps(config.norm_eps)
     elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+        writer.add_layer_norm_eps(next(getattr(config, key) for key in LAYER_NORM_EPS if hasattr(config, key)))
     if base := rope.get("full_attention", rope):
         if named not in ("gptneox", "stablelm"):
             stretch = base["alpha"] ** (head_dim / (head_dim - 2)) if "alpha" in base else 1
@@ -129,6 +132,9 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     if named == "exaone4" and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if named == "cohere2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_logit_scale(config.logit_scale)
     if named == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -163,7 +169,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         array = np.asarray(tensor)
         if named in ("llama", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, heads if "q_proj" in name else kv_heads)
-        if ".c_" in name and array.ndim == 2:
+        if named == "gpt2" and ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
         if "query_key_value" in name:
             array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
@@ -220,6 +226,10 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("glm4", {}),
         ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
         ("exaone4", WITHOUT_WINDOWS | {"rope_parameters": LLAMA3_ROPE}),
+        ("ernie4_5", {"tie_word_embeddings": True}),
+        ("seed_oss", {}),
+        ("starcoder2", {}),
+        ("cohere2", {"sliding_window": 5, "num_hidden_layers": 5, "tie_word_embeddings": True}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),

@@ -153,6 +153,8 @@ KINDS = [
     ("granite", "bytes", "GPT2TokenizerFast"),
     ("glm4", "llama3", None),
     ("exaone4", "bytes", "PreTrainedTokenizerFast"),
+    ("ernie4_5", "sentencepiece", "LlamaTokenizer"),
+    ("starcoder2", "bytes", "GPT2TokenizerFast"),
     ("gpt2", "bytes", "GPT2TokenizerFast"),
     ("gpt2", "llama3", None),
     ("gpt_neox", "qwen", "GPTNeoXTokenizerFast"),

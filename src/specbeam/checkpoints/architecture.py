@@ -239,7 +239,8 @@ class Architecture:
         gguf_keys: the keys that only its GGUF files have, with the types that llama.cpp takes.
         gguf_tensors: the same as ``folder_tensors`` for GGUF files.
         folder_ignored: ends of the names of tensors in old folders that are no parameters.
-        folder_zeros: ends of the names of biases that a folder leaves out, because they are zeros.
+        folder_zeros, gguf_zeros: ends of the names of biases that a folder or a GGUF file leaves out, because they are
+            zeros.
         ctranslate2_spec, ctranslate2_revision: the specification in files of CTranslate2, and its revision; None if
             there is none.
         ctranslate2_tensors: the names of modules in these files, as in ``folder_tensors``.
@@ -290,6 +291,7 @@ class Architecture:
     }
     folder_ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     folder_zeros: ClassVar[tuple[str, ...]] = ()
+    gguf_zeros: ClassVar[tuple[str, ...]] = ()
     ctranslate2_spec: ClassVar[str | None] = None
     ctranslate2_revision: ClassVar[int] = 0
     ctranslate2_tensors: ClassVar[dict[str, str]] = {}

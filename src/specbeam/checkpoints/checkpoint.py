@@ -48,6 +48,17 @@ def as_matrix(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     return rows.reshape(len(rows), rows.shape[1] * rows.shape[2]) if rows.ndim == 3 else rows
 
 
+def left_out(shapes: Mapping[str, tuple[int, ...]], ends: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes of biases that a file leaves out, because they are zeros.
+
+    Args:
+        shapes: of the tensors in the file.
+        ends: of the names of such biases.
+    """
+    biases = ((f"{name.removesuffix('.weight')}.bias", shape[:1]) for name, shape in shapes.items())
+    return {bias: shape for bias, shape in biases if bias.endswith(ends) and bias not in shapes}
+
+
 def read_all(pieces: list[Piece], what: str) -> None:
     """Read pieces on all cores, with a progress bar."""
     from tqdm import tqdm

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts, as_matrix, matrix_shape
+from specbeam.checkpoints.checkpoint import Checkpoint, Facts, as_matrix, left_out, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import (
@@ -79,15 +79,9 @@ class FolderCheckpoint(Checkpoint):
         if not self.shapes:
             raise SpecbeamError(f"{path} holds no tensors")
         check_counts(self._config, self.shapes)
-        self._zeros = self._left_out()
-        self.shapes |= self._zeros
-
-    def _left_out(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the biases that its architecture leaves out, because they are zeros."""
         architecture = ARCHITECTURES.get(str(self._config.get("model_type")))
-        ends = () if architecture is None else architecture.folder_zeros
-        weights = ((f"{name.removesuffix('.weight')}.bias", shape) for name, shape in self.shapes.items())
-        return {bias: shape[:1] for bias, shape in weights if bias.endswith(ends) and bias not in self.shapes}
+        self._zeros = left_out(self.shapes, () if architecture is None else architecture.folder_zeros)
+        self.shapes |= self._zeros
 
     def _stored(self, name: str) -> str:
         """The name of a tensor in the files. Saved without its head, as the first GPT-2 was, a model's lack a part."""
