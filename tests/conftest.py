@@ -61,6 +61,8 @@ LLAMA3_ROPE = {
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
+GROWING = YARN | {"factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
@@ -83,6 +85,7 @@ ARCHITECTURES = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "mistral": {},
+    "ministral3": {"head_dim": 8, "rope_parameters": GROWING, "pad_token_id": EOS},
     "gemma2": {"head_dim": 8},
     "gemma3": {"head_dim": 8, "model_type": "gemma3_text"},
     "phi3": {"pad_token_id": EOS},

@@ -45,6 +45,8 @@ FAMILIES = {
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
     "qwen2, some layers sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "mistral, sliding window": ("mistral", {"sliding_window": 5}),
+    "ministral3": ("ministral3", {}),
+    "ministral3, sliding window": ("ministral3", {"sliding_window": 5, "num_key_value_heads": 4}),
     "gpt2": ("gpt2", {}),
     "gpt2, own width": ("gpt2", {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", {}),
@@ -79,6 +81,7 @@ FAMILIES = {
 WITH_IMAGES = {
     "gemma3 with images": ("gemma3 with images", SOME_SLIDING),
     "mistral3 with images": ("mistral3 with images", {"sliding_window": 5}),
+    "mistral3 with images, ministral3": ("mistral3 with images", {"text": "ministral3"}),
     "lfm2_vl with images": ("lfm2_vl with images", {"tie_word_embeddings": True}),
 }
 """Models that read images, too, by the architectures of their text models."""
@@ -87,8 +90,8 @@ SOME = [
     *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
     "lfm2",
 ]
-ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
-WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3")
+ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3", "ministral3"]
+WITHOUT_KERNELS = ("lfm2", "ministral3", "olmo2", "olmo3")
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
 NATIVE_ALONE = ("lfm2", "lfm2_vl with images")

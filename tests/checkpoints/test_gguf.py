@@ -23,6 +23,7 @@ from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import Metadata
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
+from specbeam.checkpoints.families.ministral3 import GGUF_BETA
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.formats.gguf import KINDS, read_header
 from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers, config_from_gguf
@@ -34,6 +35,7 @@ from tests.conftest import (
     BOS,
     CHAT_TEMPLATE,
     EOS,
+    GROWING,
     LFS_POINTER,
     LLAMA3_ROPE,
     LONGROPE,
@@ -53,7 +55,10 @@ def interleave(weight, heads):
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2"}
+NAMED = {
+    **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "ministral3": "mistral3", "mistral": "llama"},
+    "olmo3": "olmo2",
+}
 
 
 def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
@@ -104,6 +109,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
             ):
                 if theirs in base:
                     writer.add_float32(f"{named}.rope.scaling.yarn_{named_there}", base[theirs])
+            if "mscale_all_dim" in base:
+                writer.add_rope_scaling_yarn_log_mul(base["mscale_all_dim"])
+        if "llama_4_scaling_beta" in base:
+            writer.add_attn_temperature_scale(base["llama_4_scaling_beta"])
         if base.get("rope_type") == "longrope":
             trained = base["original_max_position_embeddings"]
             writer.add_rope_scaling_orig_ctx_len(trained)
@@ -146,7 +155,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
-        if named in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if named in ("llama", "mistral3", "smollm3") and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, heads if "q_proj" in name else kv_heads)
         if ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
@@ -188,6 +197,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}}),
         ("qwen3", {"tie_word_embeddings": True}),
         ("mistral", {"sliding_window": None}),
+        ("ministral3", {"rope_parameters": GROWING | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
         ("gpt_neox", {"use_parallel_residual": False}),
         ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
         ("phi3", {"sliding_window": 5}),
@@ -262,6 +272,7 @@ GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "slid
         ("olmo3", {"num_hidden_layers": 5}, {"attention.sliding_window_pattern": None, "rope.freq_base_swa": None}),
         ("olmo3", {"layer_types": ["full_attention"] * 3}, {"attention.sliding_window": None}),
         ("phi3", {}, {"rope.freq_base": None}),
+        ("ministral3", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0}}, {GGUF_BETA: None}),
         ("llama", {}, {"attention.head_count_kv": [2, 2, 2], "feed_forward_length": [48, 48, 48]}),
     ],
 )
@@ -307,6 +318,7 @@ def test_numbers_may_differ_between_layers():
             "blk.0.attn_k.weight has shape .16, 32., but the",
         ),
         ("olmo3", "attention.sliding_window_pattern", [True, False, True], "lists other layers than olmo2 has"),
+        ("ministral3", "attention.temperature_length", 99, "attention.temperature_length = 99 is not supported"),
         ("lfm2", "shortconv.l_cache", None, "has no lfm2.shortconv.l_cache"),
         ("lfm2", "shortconv.l_cache", 0, "= 0, which is no size"),
         ("lfm2", "attention.head_count_kv", [2, 0], "lfm2.attention.head_count_kv"),

@@ -93,16 +93,19 @@ class GpuBackend(TorchBackend):
     def fits(config: Config, device: str, dtype: str) -> bool:
         """Whether the kernels fit all parts of a model.
 
-        Each layer is an attention and an MLP, which read normed hidden states. Queries and keys are normed by heads.
-        As many heads share a key head in all layers. The other numbers may differ. A device's programs have memory
-        enough for tiles of keys and values.
+        Each layer is an attention and an MLP, which read normed hidden states. Queries and keys are normed by heads,
+        and queries do not grow with their positions. As many heads share a key head in all layers. The other numbers
+        may differ. A device's programs have memory enough for tiles of keys and values.
         """
         layers_fit = all(
             tuple(map(type, layer)) == (attention.Attention, mlp.MLP) and not layer[0].parallel
             for layer in config.layers
         )
         norms_fit = config.final_norm and all(
-            (part.norm or part.parallel) and not part.sum_norm and getattr(part, "qk_norm", None) in (None, "head")
+            (part.norm or part.parallel)
+            and not part.sum_norm
+            and getattr(part, "qk_norm", None) in (None, "head")
+            and not getattr(part, "query_growth", None)
             for part in config.parts
         )
         if config.encoder is not None or not layers_fit or not norms_fit or len(_groups(config)) > 1:

@@ -54,8 +54,8 @@ def text_model(content: Mapping[str, Any], tensors: Collection[str]) -> TextMode
         tensors: the names of the tensors.
     """
     config, text = dict(content), content.get("text_config")
-    is_part = isinstance(text, dict) and not content.get("is_encoder_decoder")
-    if is_part and (architecture := _architecture(text)) is not None:
+    architecture = _architecture(text) if isinstance(text, dict) else None
+    if architecture is not None and isinstance(text, dict) and not content.get("is_encoder_decoder"):
         has_head = any(HEAD in name for name in tensors)
         config = {**dict(zip(SIZES, architecture.sizes, strict=False)), **text, TIED: _tied(content, text, has_head)}
     if _architecture(config) is None:
@@ -74,7 +74,7 @@ def text_name(name: str) -> str | None:
     return name if name.startswith(HEAD) else None
 
 
-def _architecture(part: Any) -> Architecture | None:
+def _architecture(part: Mapping[str, Any]) -> Architecture | None:
     return ARCHITECTURES.get(str(part.get("model_type")))
 
 

@@ -86,6 +86,9 @@ class Attention(PartModule):
         if part.rope is not None:
             qk = rotate(qk, *batch.rotations[part.rope])
         q, k = qk[:, :heads], qk[:, heads:]
+        if part.query_growth and part.query_growth_period and batch.positions is not None:
+            periods = batch.positions // part.query_growth_period
+            q = q * (1 + part.query_growth * periods.float().log1p()).to(q.dtype)[:, None, None]
         if not batch.segments:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
             return self.output(attend(q, k, v, None, scale, softcap))
