@@ -9,6 +9,7 @@ bytes and made-up words, so that llama.cpp takes the file. `bench/cpu.py FILE.gg
 from __future__ import annotations
 
 import argparse
+from collections.abc import Container
 from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +29,12 @@ BOS, EOS = 1, 4
 
 
 class Shape(NamedTuple):
-    """The sizes of an LFM2.
+    """The sizes of a model.
 
     Attributes:
+        architecture: "lfm2" or "hunyuan-dense".
         attention: the layers with attention. The others have short convolutions.
+        filter: positions of a convolution.
     """
 
     hidden: int
@@ -39,7 +42,8 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     layers: int
-    attention: tuple[int, ...]
+    attention: Container[int]
+    architecture: str = "lfm2"
     filter: int = 3
     vocab: int = 65_536
     context: int = 128_000
@@ -50,8 +54,12 @@ SHAPES = {
     "lfm2-700m": Shape(1536, 6912, 24, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-1.2b": Shape(2048, 8192, 32, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-2.6b": Shape(2048, 10752, 32, 8, 30, (2, 5, 9, 13, 17, 21, 24, 27)),
+    "hy-mt-1.8b": Shape(2048, 6144, 16, 4, 32, range(32), "hunyuan-dense", vocab=120_818, context=262_144),
+    "hy-mt-7b": Shape(4096, 14336, 32, 8, 32, range(32), "hunyuan-dense", vocab=128_256, context=262_144),
 }
-"""By the configurations that LiquidAI publishes."""
+"""By the configurations that LiquidAI and Tencent publish."""
+ROPE_THETA = {"lfm2": 1e6, "hunyuan-dense": 1e4 * 1000 ** (128 / 126)}
+LAST_NORM = {"lfm2": "token_embd_norm", "hunyuan-dense": "output_norm"}
 
 
 def main() -> None:
@@ -60,24 +68,27 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    write_lfm2(given.file, SHAPES[given.shape], given.shape, given.seed)
+    write(given.file, SHAPES[given.shape], given.shape, given.seed)
 
 
-def write_lfm2(file: Path, shape: Shape, name: str, seed: int) -> None:
+def write(file: Path, shape: Shape, name: str, seed: int) -> None:
     """Write a file as llama.cpp's converter and quantizer write it."""
-    writer, draw = GGUFWriter(file, "lfm2"), np.random.default_rng(seed)
+    writer, draw = GGUFWriter(file, shape.architecture), np.random.default_rng(seed)
     writer.add_name(f"random {name}")
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv([shape.kv_heads * (i in shape.attention) for i in range(shape.layers)])
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e6)
-    writer.add_shortconv_l_cache(shape.filter)
+    writer.add_rope_freq_base(ROPE_THETA[shape.architecture])
     writer.add_vocab_size(shape.vocab)
-    add_vocabulary(writer, shape.vocab)
+    if shape.architecture == "lfm2":
+        writer.add_head_count_kv([shape.kv_heads * (i in shape.attention) for i in range(shape.layers)])
+        writer.add_shortconv_l_cache(shape.filter)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
+    add_vocabulary(writer, shape.vocab, shape.architecture)
 
     def matrix(name: str, rows: int, columns: int, kind: GGMLQuantizationType = Q4_0) -> None:
         writer.add_tensor(f"{name}.weight", blocks(draw, rows, columns, kind), raw_dtype=kind)
@@ -87,7 +98,7 @@ def write_lfm2(file: Path, shape: Shape, name: str, seed: int) -> None:
 
     hidden, head = shape.hidden, shape.hidden // shape.heads
     matrix("token_embd", shape.vocab, hidden, Q8_0)
-    norm("token_embd_norm", hidden)
+    norm(LAST_NORM[shape.architecture], hidden)
     for layer in range(shape.layers):
         at = f"blk.{layer}"
         norm(f"{at}.attn_norm", hidden)
@@ -123,7 +134,7 @@ def blocks(draw: np.random.Generator, rows: int, columns: int, kind: GGMLQuantiz
     return made.reshape(rows, -1)
 
 
-def add_vocabulary(writer: GGUFWriter, size: int) -> None:
+def add_vocabulary(writer: GGUFWriter, size: int, pre: str) -> None:
     """Special tokens, all bytes, words of four letters that no merge leads to, and one merge."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -131,7 +142,7 @@ def add_vocabulary(writer: GGUFWriter, size: int) -> None:
     tokens = [*SPECIAL, *alphabet, *words]
     tokens[-1] = "ab"  # of the one merge, without which llama.cpp refuses the file
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("lfm2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (size - len(SPECIAL)))
     writer.add_token_merges(["a b"])

@@ -61,6 +61,8 @@ LLAMA3_ROPE = {
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
+ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+"""Hunyuan's, whose frequencies are the same at all lengths."""
 GROWING = YARN | {"factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 
 LONGROPE = {
@@ -95,6 +97,14 @@ ARCHITECTURES = {
     "gpt_neox": {},
     "olmo2": {"pad_token_id": EOS},
     "olmo3": {"pad_token_id": EOS},
+    "hunyuan_v1_dense": {"head_dim": 8, "pad_token_id": EOS},
+    "granite": {
+        **{"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2},
+        **{"pad_token_id": EOS},
+    },
+    "glm": {"head_dim": 8, "pad_token_id": EOS},
+    "glm4": {"head_dim": 8, "pad_token_id": EOS},
+    "exaone4": {"pad_token_id": EOS},
     "lfm2": {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 2], "pad_token_id": EOS},
 }
 

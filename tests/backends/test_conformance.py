@@ -15,6 +15,7 @@ from specbeam.cache.slots import Slots
 from specbeam.core.tree import Tree
 from specbeam.errors import SpecbeamError
 from tests.conftest import (
+    ALPHA,
     LLAMA3_ROPE,
     LONGROPE,
     YARN,
@@ -63,6 +64,17 @@ FAMILIES = {
     "olmo2, biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "olmo3": ("olmo3", SOME_SLIDING),
     "olmo3, yarn": ("olmo3", {**SOME_SLIDING, "rope_parameters": TWO_ROPES | {"full_attention": YARN}}),
+    "hunyuan": ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
+    "hunyuan, biases": ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 12, "tie_word_embeddings": True}),
+    "granite": ("granite", {}),
+    "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": ("glm", {"attention_bias": False}),
+    "glm4": ("glm4", {}),
+    "exaone4": ("exaone4", SOME_SLIDING),
+    "exaone4, no windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3_ROPE},
+    ),
     "lfm2": ("lfm2", {}),
     "lfm2, convolutions first and last": (
         "lfm2",
@@ -90,8 +102,9 @@ SOME = [
     *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
     "lfm2",
 ]
-ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3", "ministral3"]
-WITHOUT_KERNELS = ("lfm2", "ministral3", "olmo2", "olmo3")
+ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
+ONE_PER_ARCHITECTURE += ["hunyuan", "granite", "glm4", "exaone4", "ministral3"]
+WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3", "hunyuan_v1_dense", "granite", "exaone4", "ministral3")
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
 NATIVE_ALONE = ("lfm2", "lfm2_vl with images")

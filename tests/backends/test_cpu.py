@@ -552,7 +552,8 @@ def add_part(model, layer, name, count=None, **changes):
         ("attention", {"num_heads": 2**20, "head_dim": 2**20}, "too wide"),
         ("attention", {"window": -1}, "a window is negative"),
         ("attention", {"rope": 0}, "a rotation is missing"),
-        ("attention", {"qk_norm": 3}, "a number is wrong"),
+        ("attention", {"qk_norm": 4}, "a number is wrong"),
+        ("mlp", {"output_scale": -1.0}, "a number is wrong"),
         ("attention", {"query_growth": -1.0}, "a number is wrong"),
         ("attention", {"query_growth": 0.1}, "the period in which queries grow is below 1"),
         ("cross_attention", {}, "there is no encoder"),
@@ -653,6 +654,13 @@ LAYERS = {  # each layer has other heads, and not each has an attention and an M
         Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, norm=False, sum_norm=True),
         MLP(intermediate_size=24, parallel=True, norm=False, output_norm=True, sum_norm=True),
     ),
+    "norms after the rotation, scaled outputs": (
+        Attention(
+            **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "scale": 0.3, "rope": ROPES[0]},
+            **{"qk_norm": "rotated_head", "output_scale": 0.25},
+        ),
+        MLP(intermediate_size=24, output_norm=True, output_scale=0.5),
+    ),
     "no window": (Attention(num_heads=4, num_kv_heads=4, head_dim=8, scale=0.35), MLP(intermediate_size=24)),
 }
 ORDERS = {
@@ -732,7 +740,7 @@ class Reference:
                 made = getattr(self, part.name)(name, part, normed)
                 if part.output_norm:
                     made = self.norm(f"blocks.{number}.post_{part.name}_norm", made)
-                x = x + made
+                x = x + part.output_scale * made
                 if part.sum_norm:
                     x = self.norm(f"{name}_sum_norm", x)
         return self.product("head", self.norm("norm", x) if self.config.final_norm else x)
@@ -754,10 +762,11 @@ class Reference:
             queries, keys = self.norm(f"{name}.q_norm", queries), self.norm(f"{name}.k_norm", keys)
         if part.rope is not None:
             queries, keys = rotated(queries, part.rope), rotated(keys, part.rope)
+        if part.qk_norm == "rotated_head":
+            queries, keys = self.norm(f"{name}.q_norm", queries), self.norm(f"{name}.k_norm", keys)
         if part.query_growth:
-            queries = (
-                queries * (1 + part.query_growth * np.log(1 + np.arange(n) // part.query_growth_period))[:, None, None]
-            )
+            growth = 1 + part.query_growth * np.log(1 + np.arange(n) // part.query_growth_period)
+            queries = queries * growth[:, None, None]
         keys, values = (one.repeat(part.num_heads // part.num_kv_heads, axis=1) for one in (keys, values))
         scores = np.einsum("qhd,khd->hqk", queries, keys) * part.scale
         if part.softcap:

@@ -32,6 +32,7 @@ from specbeam.checkpoints.tokenizers import gguf_tokenizer
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import PRE, tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import vocabulary_from_gguf
 from tests.conftest import (
+    ALPHA,
     BOS,
     CHAT_TEMPLATE,
     EOS,
@@ -55,10 +56,8 @@ def interleave(weight, heads):
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-NAMED = {
-    **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "ministral3": "mistral3", "mistral": "llama"},
-    "olmo3": "olmo2",
-}
+NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2"}
+NAMED |= {"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"}
 
 
 def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
@@ -83,7 +82,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
-    if named not in ("gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2"):
+    if named not in ("gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4"):
         writer.add_key_length(head_dim)
     if named == "lfm2":
         writer.add_layer_norm_rms_eps(config.norm_eps)
@@ -93,7 +92,12 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
     if base := rope.get("full_attention", rope):
         if named not in ("gptneox", "stablelm"):
-            writer.add_rope_freq_base(base["rope_theta"])
+            stretch = base["alpha"] ** (head_dim / (head_dim - 2)) if "alpha" in base else 1
+            writer.add_rope_freq_base(base["rope_theta"] * stretch)
+        if "alpha" in base:
+            writer.add_rope_scaling_type(RopeScalingType.NONE)
+            writer.add_rope_scaling_factor(1)
+            writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
         if base.get("partial_rotary_factor", 1.0) != 1.0:
             writer.add_rope_dimension_count(int(base["partial_rotary_factor"] * head_dim))
         if base.get("rope_type") == "linear":
@@ -128,6 +132,14 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
         writer.add_float32("olmo2.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+    if named == "exaone4" and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if named == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if named == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -155,7 +167,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
-        if named in ("llama", "mistral3", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if named in ("llama", "mistral3", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, heads if "q_proj" in name else kv_heads)
         if ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
@@ -183,6 +195,7 @@ def finish(writer):
 
 
 ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+WITHOUT_WINDOWS = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
 GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
 
 
@@ -208,6 +221,12 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("olmo2", {}),
         ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5}),
         ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5, "rope_parameters": ROPES}),
+        ("hunyuan_v1_dense", {"rope_parameters": ALPHA, "tie_word_embeddings": True}),
+        ("granite", {}),
+        ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("glm4", {}),
+        ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
+        ("exaone4", WITHOUT_WINDOWS | {"rope_parameters": LLAMA3_ROPE}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),
@@ -257,6 +276,7 @@ def test_yarn_counts_what_a_converter_took_from_the_folder(tmp_path):
     assert (rope.scale, set(rope.divisors)) == (1.0, {4.0})
 
 
+NO_MULTIPLIERS = dict.fromkeys(("attention.scale", "residual_scale"))
 GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
 
 
@@ -271,6 +291,14 @@ GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "slid
         ("stablelm", {"use_parallel_residual": True}, {"use_parallel_residual": None}),
         ("olmo3", {"num_hidden_layers": 5}, {"attention.sliding_window_pattern": None, "rope.freq_base_swa": None}),
         ("olmo3", {"layer_types": ["full_attention"] * 3}, {"attention.sliding_window": None}),
+        (
+            "exaone4",
+            {"num_hidden_layers": 4},
+            {"attention.sliding_window_pattern": None, "rope.freq_base_swa": 10000.0},
+        ),
+        ("exaone4", WITHOUT_WINDOWS, {}),
+        ("granite", {"attention_multiplier": 8**-0.5, "residual_multiplier": 1}, NO_MULTIPLIERS),
+        ("hunyuan_v1_dense", {"rope_parameters": ALPHA}, {"rope.freq_base": 100.0, "rope.scaling.alpha": 50.0}),
         ("phi3", {}, {"rope.freq_base": None}),
         ("ministral3", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0}}, {GGUF_BETA: None}),
         ("llama", {}, {"attention.head_count_kv": [2, 2, 2], "feed_forward_length": [48, 48, 48]}),
@@ -318,6 +346,9 @@ def test_numbers_may_differ_between_layers():
             "blk.0.attn_k.weight has shape .16, 32., but the",
         ),
         ("olmo3", "attention.sliding_window_pattern", [True, False, True], "lists other layers than olmo2 has"),
+        ("granite", "logit_scale", None, "has no granite.logit_scale"),
+        ("granite", "logit_scale", 0.0, "divides logits by 0.0"),
+        ("glm4", "nextn_predict_layers", 1, "glm4.nextn_predict_layers = 1 is not supported"),
         ("ministral3", "attention.temperature_length", 99, "attention.temperature_length = 99 is not supported"),
         ("lfm2", "shortconv.l_cache", None, "has no lfm2.shortconv.l_cache"),
         ("lfm2", "shortconv.l_cache", 0, "= 0, which is no size"),
@@ -679,7 +710,7 @@ def byte_level(tokens, merges, pre, **more):
 
 LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
 SPLITS = {
-    f"{LIKE_LLAMA3} dbrx smaug-bpe deepseek-v3": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
+    f"{LIKE_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe deepseek-v3 hunyuan-dense": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
     "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
     "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
     "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",

@@ -37,7 +37,7 @@ def flags(*names):
 
 @given(
     flags("qkv_bias", "output_bias", "norm", "output_norm", "sum_norm"),
-    st.sampled_from([None, "head", "all"]),
+    st.sampled_from([None, "head", "all", "rotated_head"]),
     flags("gated", "bias", "norm", "output_norm", "sum_norm", "parallel"),
     flags("tied_head", "final_norm"),
     flags("learned_positions"),

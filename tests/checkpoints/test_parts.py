@@ -85,8 +85,11 @@ def test_a_description_is_equal_for_equal_models_alone():
         config((ATTENTION, WIDE), final_norm=False),
         config((replace(ATTENTION, qk_norm="head"), WIDE)),
         config((replace(ATTENTION, qk_norm="all"), WIDE)),
+        config((replace(ATTENTION, qk_norm="rotated_head"), WIDE)),
         config((ATTENTION, replace(WIDE, norm=False))),
         config((ATTENTION, replace(WIDE, sum_norm=True))),
+        config((ATTENTION, replace(WIDE, output_scale=0.5))),
+        config((ATTENTION, WIDE), logits_scale=0.5),
     ]
     assert len({description(one), *map(description, others)}) == 1 + len(others)
 

@@ -25,7 +25,8 @@ class Config:
         norm: "rms" (RMSNorm), or "layer" (LayerNorm with a bias).
         final_norm: the hidden states after the last layer are normed.
         stem: what the model reads, and what the first layer gets of it.
-        logits_softcap: logits x become cap * tanh(x / cap); None for no cap.
+        logits_scale: factor of the logits.
+        logits_softcap: the scaled logits x become cap * tanh(x / cap); None for no cap.
         tied_head: the output matrix is the embedding.
         encoder: cross-attention is to its output.
     """
@@ -39,6 +40,7 @@ class Config:
     norm: str = "rms"
     final_norm: bool = True
     stem: Stem = PLAIN_STEM
+    logits_scale: float = 1.0
     logits_softcap: float | None = None
     tied_head: bool = False
     encoder: Config | None = None

@@ -39,7 +39,8 @@ inline ModelConfig config_of(Input &in) {
   c.integer_cache = Flag(in.number(NO, YES)), c.norm = NormKind(in.number(RMS, LAYER));
   c.final_norm = in.ConsumeIntegralInRange(0, 3) ? YES : NO;
   c.norm_eps = 1e-5, c.embedding_scale = 1, c.logits_softcap = in.ConsumeBool() ? 30 : 0;
-  for (double *number : {&c.norm_eps, &c.embedding_scale, &c.logits_softcap})
+  c.logits_scale = in.ConsumeBool() ? 0.125 : 1;
+  for (double *number : {&c.norm_eps, &c.embedding_scale, &c.logits_scale, &c.logits_softcap})
     if (in.rarely()) *number = in.ConsumeFloatingPoint<double>() / in.ConsumeIntegral<int8_t>();
   return c;
 }
@@ -188,6 +189,7 @@ class Parts {
     n["parallel"] = !before.empty() && !in.ConsumeIntegralInRange(0, 3);
     n["norm"] = n["parallel"] ? !twice && in.ConsumeBool() : in.ConsumeIntegralInRange(0, 3) > 0;
     n["output_norm"] = !in.ConsumeIntegralInRange(0, 3), n["sum_norm"] = !in.ConsumeIntegralInRange(0, 3);
+    n["output_scale"] = in.ConsumeIntegralInRange(0, 3) ? 1 : 0.22;
     if (part.name == "mlp") {
       n["intermediate_size"] =
           double(in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 40 : MOST_OUTPUTS));
@@ -205,7 +207,7 @@ class Parts {
     if (part.name != "attention") return;
     const bool of_some = !of_encoder && in.ConsumeBool();
     n["window"] = of_some ? in.ConsumeIntegralInRange(1, 9) : 0, n["rope"] = -1;
-    n["qk_norm"] = in.ConsumeIntegralInRange(int(NONE), int(ALL));
+    n["qk_norm"] = in.ConsumeIntegralInRange(int(NONE), int(ROTATED_HEAD));
     std::vector<int64_t> fitting;
     for (size_t rope = 0; rope < ropes.size() && !of_encoder; rope++)
       if (2 * ropes[rope] <= n["head_dim"]) fitting.push_back(int64_t(rope));

@@ -37,7 +37,7 @@ from specbeam.backends.torch.kernels import (
     shared_bytes,
     summarize,
 )
-from specbeam.backends.torch.modules import Norm, Weights, cap
+from specbeam.backends.torch.modules import Norm, Weights
 from specbeam.backends.torch.parts.attention import Attention
 from specbeam.backends.torch.parts.mlp import MLP
 from specbeam.backends.torch.parts.part import Rotations
@@ -93,9 +93,10 @@ class GpuBackend(TorchBackend):
     def fits(config: Config, device: str, dtype: str) -> bool:
         """Whether the kernels fit all parts of a model.
 
-        Each layer is an attention and an MLP, which read normed hidden states. Queries and keys are normed by heads,
-        and queries do not grow with their positions. As many heads share a key head in all layers. The other numbers
-        may differ. A device's programs have memory enough for tiles of keys and values.
+        Each layer is an attention and an MLP, which read normed hidden states, and whose outputs are not scaled.
+        Queries and keys are normed by heads before the rotation, and queries do not grow with their positions. As many
+        heads share a key head in all layers. The other numbers may differ. A device's programs have memory enough for
+        tiles of keys and values.
         """
         layers_fit = all(
             tuple(map(type, layer)) == (attention.Attention, mlp.MLP) and not layer[0].parallel
@@ -104,6 +105,7 @@ class GpuBackend(TorchBackend):
         norms_fit = config.final_norm and all(
             (part.norm or part.parallel)
             and not part.sum_norm
+            and part.output_scale == 1.0
             and getattr(part, "qk_norm", None) in (None, "head")
             and not getattr(part, "query_growth", None)
             for part in config.parts
@@ -300,7 +302,7 @@ class GpuBackend(TorchBackend):
         head: Weights = self.model.head
         bias = None if head.bias is None else head.bias[:vocab]
         logits = product(features, head.weight[:vocab], bias, dtype=torch.float32)
-        return cap(logits, self.model.config.logits_softcap)
+        return self.model.scaled(logits)
 
 
 class Likeliest:

@@ -61,7 +61,9 @@ class Block(nn.Module):
             if norm is not None:
                 normed = norm(before)
             added = module(normed, batch)
-            x = x + (added if output_norm is None else output_norm(added))
+            if output_norm is not None:
+                added = output_norm(added)
+            x = x + (added if module.part.output_scale == 1.0 else added * module.part.output_scale)
             if sum_norm is not None:
                 x = sum_norm(x)
         return x
@@ -158,7 +160,13 @@ class Transformer(Stack):
             x = block(x, batch)
         if not len(wanted):  # a chunk inside a prompt
             return x.new_empty(0, self.config.vocab_size if vocab is None else vocab)
-        return cap(self.head(self.norm(x[wanted]), vocab), self.config.logits_softcap)
+        return self.scaled(self.head(self.norm(x[wanted]), vocab))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits of the products of the head."""
+        if self.config.logits_scale != 1.0:
+            logits = logits * self.config.logits_scale
+        return cap(logits, self.config.logits_softcap)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What the first block reads, [n, hidden_size], of tokens and their positions, integers [n]."""

@@ -63,7 +63,8 @@ class Attention(Heads):
         rope: None where keys and queries are not rotated.
         window: a node attends to this many last positions, its own included; None for all positions.
         qk_norm: what is normed before the rotation: "head" for each query and key head by itself, "all" for all
-            queries of a node together and all of its keys; None for nothing.
+            queries of a node together and all of its keys; None for nothing. "rotated_head" stands for each head
+            after the rotation.
         query_growth, query_growth_period: the factor of rotated queries at a position is 1 + query_growth *
             ln(1 + position // query_growth_period), the attention temperature tuning of Llama 4. None for no factor.
     """

@@ -67,6 +67,7 @@ class Part:
         norm: its input is normed. A part without a norm reads the hidden states as they are. If it is parallel, it
             reads what the part before it has read.
         output_norm: its output is normed before it is added.
+        output_scale: factor of its output, after this norm.
         sum_norm: the sum of the hidden states and its output is normed (post-norm; Vaswani et al. 2017).
         parallel: it reads the same hidden states as the part before it, without what that part adds.
     """
@@ -75,6 +76,7 @@ class Part:
     """In the names of its parameters, and of its code in native/parts/."""
     norm: bool = True
     output_norm: bool = False
+    output_scale: float = 1.0
     sum_norm: bool = False
     parallel: bool = False
 

@@ -76,7 +76,7 @@ PRE = {
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
         Pre(LLAMA3, adds_bos=True, ignores_merges=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Pre(LLAMA3)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Pre(LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), Pre(QWEN2, composes=True)),
     **dict.fromkeys(("kormo", "f2llmv2", "hunyuan", "solar-open"), Pre(QWEN2)),
     **dict.fromkeys(
@@ -95,7 +95,7 @@ PRE = {
     "tekken": Pre((CASED % ("", "") + r"|\p{N}" + PUNCTUATION_AND_SLASHES,), adds_bos=True, ignores_merges=True),
     "falcon": Pre((r"[\p{P}\$\+<=>\^~\|`]+", *GPT2, r"[0-9][0-9][0-9]")),
     "deepseek-coder": Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "deepseek-v3": Pre(DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Pre(DEEPSEEK3)),
     "seed-coder": Pre((rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{BREAKS_AND_SPACE}",)),
 }
 STRIPPING = ("phi-3", "phi3")

@@ -172,8 +172,8 @@ void Pass::rotations() {
   });
 }
 
-// Each part adds to the hidden states what it makes of them: x = sum_norm(x + output_norm(part(norm(x)))). A norm that
-// it lacks changes nothing. What one part makes is added as the next one reads its input.
+// Each part adds to the hidden states what it makes of them: x = sum_norm(x + scale * output_norm(part(norm(x)))). A
+// norm that it lacks changes nothing. What one part makes is added as the next one reads its input.
 void Pass::layers(int64_t first, int64_t end) {
   normed = room(space.normed, nodes * c.hidden_size), out = room(space.out, nodes * out_stride);
   const Part *before = nullptr;
@@ -207,7 +207,11 @@ void Pass::add(const Part &part, int64_t r) {
   const int64_t hidden = c.hidden_size;
   float *row = x + space.going[r] * hidden, *made = out + r * out_stride;
   if (part.output_norm) norm_row(part.output_norm, made, made, hidden);
-  for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
+  const float scale = float(part.output_scale);
+  if (scale == 1)
+    for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
+  else
+    for (int64_t i = 0; i < hidden; i++) row[i] += made[i] * scale;
   if (part.sum_norm) norm_row(part.sum_norm, row, row, hidden);
 }
 
@@ -233,6 +237,12 @@ void Pass::run(int64_t vocab, float *logits) {
     activations.set(i, normed + i * c.hidden_size);
   });
   multiply(head, threads, activations, logits, vocab);
+  if (c.logits_scale != 1) {
+    const float scale = float(c.logits_scale);
+    threads.each(wanted_count, 1, [&](int64_t i) {
+      for (int64_t t = i * vocab, end = t + vocab; t < end; t++) logits[t] *= scale;
+    });
+  }
   if (c.logits_softcap > 0) {
     const float softcap = float(c.logits_softcap);
     threads.each(wanted_count, 1, [&](int64_t i) {

@@ -76,7 +76,7 @@ class Attention(PartModule):
         heads, scale, softcap = part.num_heads, part.scale, part.softcap
         qkv = self.qkv(x).view(len(x), -1, part.head_dim)
         qk, v = qkv[:, : -part.num_kv_heads], qkv[:, -part.num_kv_heads :]
-        if part.qk_norm is not None:
+        if part.qk_norm in ("head", "all"):
             q, k = qk[:, :heads], qk[:, heads:]
             if part.qk_norm == "head":
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -86,6 +86,8 @@ class Attention(PartModule):
         if part.rope is not None:
             qk = rotate(qk, *batch.rotations[part.rope])
         q, k = qk[:, :heads], qk[:, heads:]
+        if part.qk_norm == "rotated_head":
+            q, k = self.q_norm(q), self.k_norm(k)
         if part.query_growth and part.query_growth_period and batch.positions is not None:
             periods = batch.positions // part.query_growth_period
             q = q * (1 + part.query_growth * periods.float().log1p()).to(q.dtype)[:, None, None]

@@ -119,6 +119,7 @@ class Attention final : public WithHeads {
         float *head = row + h * head_dim;
         if (qk_norm == HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
         if (rope >= 0) rotate(head, p.angles(n, rope));
+        if (qk_norm == ROTATED_HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
       }
       const int64_t periods = query_growth ? p.position(n) / query_growth_period : 0;
       if (periods > 0) {

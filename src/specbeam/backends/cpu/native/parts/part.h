@@ -21,6 +21,7 @@ class Part {
   // Which norms it has, and whether it reads what the part before it reads.
   Flag has_norm = YES, has_output_norm = NO, has_sum_norm = NO, parallel = NO;
   Norm norm, output_norm, sum_norm;  // of its input, of its output, and of the hidden states with its output
+  double output_scale = 1;           // factor of its output, after its norm
   int64_t layer = 0;                 // its number
 
   virtual ~Part() = default;
@@ -68,7 +69,7 @@ class Part {
  protected:
   explicit Part(const std::string &part_name) : name(part_name) {
     number("norm", has_norm), number("output_norm", has_output_norm), number("sum_norm", has_sum_norm);
-    number("parallel", parallel);
+    number("parallel", parallel), number("output_scale", output_scale);
     norms.push_back({name + "_norm", &norm}), norms.push_back({"post_" + name + "_norm", &output_norm});
     norms.push_back({name + "_sum_norm", &sum_norm});
   }
