@@ -554,6 +554,8 @@ def add_part(model, layer, name, count=None, **changes):
         ("attention", {"rope": 0}, "a rotation is missing"),
         ("attention", {"qk_norm": 4}, "a number is wrong"),
         ("mlp", {"output_scale": -1.0}, "a number is wrong"),
+        ("attention", {"query_growth": -1.0}, "a number is wrong"),
+        ("attention", {"query_growth": 0.1}, "the period in which queries grow is below 1"),
         ("cross_attention", {}, "there is no encoder"),
         ("short_convolution", {"kernel_size": 0}, "the filter of a convolution"),
         ("short_convolution", {"kernel_size": 17}, "the filter of a convolution"),
@@ -626,6 +628,9 @@ LAYERS = {  # each layer has other heads, and not each has an attention and an M
     ),
     "attention alone": (
         Attention(num_heads=3, num_kv_heads=1, head_dim=24, scale=0.3, rope=ROPES[1], softcap=2.0, qk_norm="head"),
+    ),
+    "growing queries": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, query_growth=0.5, query_growth_period=3),
     ),
     "mlp alone": (MLP(intermediate_size=70, gated=False, activation="gelu_tanh", output_norm=True, bias=True),),
     "convolution": (
@@ -759,6 +764,9 @@ class Reference:
             queries, keys = rotated(queries, part.rope), rotated(keys, part.rope)
         if part.qk_norm == "rotated_head":
             queries, keys = self.norm(f"{name}.q_norm", queries), self.norm(f"{name}.k_norm", keys)
+        if part.query_growth:
+            growth = 1 + part.query_growth * np.log(1 + np.arange(n) // part.query_growth_period)
+            queries = queries * growth[:, None, None]
         keys, values = (one.repeat(part.num_heads // part.num_kv_heads, axis=1) for one in (keys, values))
         scores = np.einsum("qhd,khd->hqk", queries, keys) * part.scale
         if part.softcap:

@@ -154,7 +154,8 @@ class Transformer(Stack):
             vocab: how many first tokens get logits; None for all.
         """
         x = self.begin(tokens, positions)
-        batch = Batch({rope: self._rotation(rope, positions, x.dtype) for rope in self.frequencies}, segments)
+        rotations = {rope: self._rotation(rope, positions, x.dtype) for rope in self.frequencies}
+        batch = Batch(rotations, segments, positions)
         for block in self.blocks:
             x = block(x, batch)
         if not len(wanted):  # a chunk inside a prompt

@@ -88,6 +88,9 @@ class Attention(PartModule):
         q, k = qk[:, :heads], qk[:, heads:]
         if part.qk_norm == "rotated_head":
             q, k = self.q_norm(q), self.k_norm(k)
+        if part.query_growth and part.query_growth_period and batch.positions is not None:
+            periods = batch.positions // part.query_growth_period
+            q = q * (1 + part.query_growth * periods.float().log1p()).to(q.dtype)[:, None, None]
         if not batch.segments:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
             return self.output(attend(q, k, v, None, scale, softcap))

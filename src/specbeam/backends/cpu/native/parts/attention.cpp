@@ -60,12 +60,15 @@ class WithHeads : public Part {
 class Attention final : public WithHeads {
   int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 for none
   HeadNorm qk_norm = NONE;
+  double query_growth = 0;  // the factor of queries is 1 + query_growth * ln(1 + position / query_growth_period)
+  int64_t query_growth_period = 0;
   Product qkv;
   Norm q_norm, k_norm;
 
  public:
   Attention() : WithHeads("attention") {
     number("rope", rope), number("window", window), number("qk_norm", qk_norm);
+    number("query_growth", query_growth), number("query_growth_period", query_growth_period);
     product("qkv", qkv), norm_of("q_norm", q_norm), norm_of("k_norm", k_norm);
   }
   friend class CrossAttention;
@@ -73,6 +76,8 @@ class Attention final : public WithHeads {
   const char *wrong(const Model &m, const Layer &before) const override {
     if (const char *reason = WithHeads::wrong(m, before)) return reason;
     if (window < 0) return "a window is negative";
+    if (query_growth && query_growth_period < 1) return "the period in which queries grow is below 1";
+    if (query_growth && m.config.bands) return "the queries of an encoder grow";
     if (rope >= int64_t(m.ropes.size())) return "a rotation is missing";
     return rope >= 0 && int64_t(m.ropes[rope].frequencies.size()) * 2 > heads.head_dim ? "a rotation is too large"
                                                                                        : nullptr;
@@ -115,6 +120,11 @@ class Attention final : public WithHeads {
         if (qk_norm == HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
         if (rope >= 0) rotate(head, p.angles(n, rope));
         if (qk_norm == ROTATED_HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
+      }
+      const int64_t periods = query_growth ? p.position(n) / query_growth_period : 0;
+      if (periods > 0) {
+        const float growth = float(1 + query_growth * std::log1p(double(periods)));
+        for (int64_t i = 0; i < query_size; i++) row[i] *= growth;
       }
       put(heads, keys, p.slot(n), row + query_size, row + query_size + key_size);
     });
