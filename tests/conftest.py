@@ -63,6 +63,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_p
 
 ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 """Hunyuan's, whose frequencies are the same at all lengths."""
+GROWING = YARN | {"factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -86,6 +87,7 @@ ARCHITECTURES = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "mistral": {},
+    "ministral3": {"head_dim": 8, "rope_parameters": GROWING, "pad_token_id": EOS},
     "gemma2": {"head_dim": 8},
     "gemma3": {"head_dim": 8, "model_type": "gemma3_text"},
     "phi3": {"pad_token_id": EOS},
@@ -111,6 +113,17 @@ ARCHITECTURES = {
     "glm4": {"head_dim": 8, "pad_token_id": EOS},
     "exaone4": {"pad_token_id": EOS},
     "lfm2": {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 2], "pad_token_id": EOS},
+}
+
+# By its model_type, the text model of a model that also reads images, and its encoder of images.
+COMPOSITES = {
+    "gemma3": ("gemma3", "siglip_vision_model"),
+    "mistral3": ("mistral", "pixtral"),
+    "lfm2_vl": ("lfm2", "siglip2_vision_model"),
+}
+VISION = {
+    **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    **{"head_dim": 8, "image_size": 16, "patch_size": 8, "num_patches": 4},
 }
 
 
@@ -187,7 +200,14 @@ def of_transformers(tokenizer):
 
 
 def random_model(architecture, seed=0, attention="sdpa", **changes):
-    """A tiny model with random weights, wide enough that its likeliest tokens are no near-ties."""
+    """A tiny model with random weights, wide enough that its likeliest tokens are no near-ties.
+
+    ``"gemma3 with images"`` is the model of :data:`COMPOSITES` whose text model has the changes.
+    """
+    composite = architecture.removesuffix(" with images") if architecture.endswith(" with images") else None
+    if composite is not None:
+        architecture, images = COMPOSITES[composite]
+        architecture = changes.pop("text", architecture)
     sizes = {
         "vocab_size": 259,
         "hidden_size": 32,
@@ -209,10 +229,14 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     if architecture == "gemma2":
         attention = "eager"  # nothing else has its softcap
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(**given)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attention
-    ).eval()
+    config, kind = transformers.AutoConfig.for_model(**given), transformers.AutoModelForCausalLM
+    if composite is not None:
+        of_all = {name: getattr(config, name) for name in ("tie_word_embeddings", "initializer_range")}
+        of_all |= {"projector_hidden_size": 8} if composite == "lfm2_vl" else {}
+        parts = {"text_config": config.to_dict(), "vision_config": VISION | {"model_type": images}}
+        config = transformers.AutoConfig.for_model(composite, **of_all, **parts)
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros, which hide mistakes
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
@@ -221,6 +245,10 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
             buffer.add_(torch.randn_like(buffer) * 0.2)
     model.generation_config.pad_token_id = EOS
     return model
+
+
+def vocab_size_of(model):
+    return getattr(model.config, "text_config", model.config).vocab_size
 
 
 def head_of(model):
@@ -267,7 +295,7 @@ def save(tmp_path_factory):
     def save(model, tokenizer=None, **how):
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder, **how)
-        (tokenizer or byte_tokenizer(vocab_size=model.config.vocab_size)).save_pretrained(folder)
+        (tokenizer or byte_tokenizer(vocab_size=vocab_size_of(model))).save_pretrained(folder)
         return folder
 
     return save
@@ -316,7 +344,7 @@ def tiny(save):
         key = (architecture, chat, backend, repr(sorted(changes.items())))
         if key not in made:
             model = random_model(architecture, **changes)
-            folder = save(model, byte_tokenizer(CHAT_TEMPLATE if chat else None, model.config.vocab_size))
+            folder = save(model, byte_tokenizer(CHAT_TEMPLATE if chat else None, vocab_size_of(model)))
             made[key] = model, specbeam.load(folder, backend=backend, device="cpu", dtype="float32")
         return made[key]
 

@@ -555,6 +555,8 @@ def add_part(model, layer, name, count=None, **changes):
         ("attention", {"rope": 0}, "a rotation is missing"),
         ("attention", {"qk_norm": 4}, "a number is wrong"),
         ("mlp", {"output_scale": -1.0}, "a number is wrong"),
+        ("attention", {"query_growth": -1.0}, "a number is wrong"),
+        ("attention", {"query_growth": 0.1}, "the period in which queries grow is below 1"),
         ("cross_attention", {}, "there is no encoder"),
         ("short_convolution", {"kernel_size": 0}, "the filter of a convolution"),
         ("short_convolution", {"kernel_size": 17}, "the filter of a convolution"),
@@ -628,6 +630,9 @@ LAYERS = {  # each layer has other heads, and not each has an attention and an M
     ),
     "attention alone": (
         Attention(num_heads=3, num_kv_heads=1, head_dim=24, scale=0.3, rope=ROPES[1], softcap=2.0, qk_norm="head"),
+    ),
+    "growing queries": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, query_growth=0.5, query_growth_period=3),
     ),
     "mlp alone": (MLP(intermediate_size=70, gated=False, activation="gelu_tanh", output_norm=True, bias=True),),
     "convolution": (
@@ -803,7 +808,11 @@ class Reference:
         heads = heads.reshape(len(heads), -1, part.head_dim)
         heads = self.norm(norm, heads) if part.qk_norm == "head" else heads
         heads = heads if part.rope is None else rotated(heads, part.rope)
-        return self.norm(norm, heads) if part.qk_norm == "rotated_head" else heads
+        heads = self.norm(norm, heads) if part.qk_norm == "rotated_head" else heads
+        if not part.query_growth or norm.endswith("k_norm"):
+            return heads
+        growth = 1 + part.query_growth * np.log(1 + np.arange(len(heads)) // part.query_growth_period)
+        return heads * growth[:, None, None]
 
     def per_layer_embedding(self, name, part, x):
         gated = activated(part, self.product(f"{name}.gate", x)) * self.per_layer[:, int(name.split(".")[1])]

@@ -89,7 +89,8 @@ def changed(draw):
         else:
             file[key] = deepcopy(draw.choice(VALUES))
     if not ARCHITECTURES[file["model_type"]].has_rope:
-        file.pop("rope_scaling", None)  # transformers looks at the key all the same
+        for key in ("rope_scaling", "rope_parameters"):  # at which one of the two looks all the same
+            file.pop(key, None)
     if file["model_type"] == "phi3" and file.get("head_dim", ...) is None:
         del file["head_dim"]  # Phi-3 has no such key, and transformers' check of its rotation multiplies by it
     return file

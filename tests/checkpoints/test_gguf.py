@@ -25,6 +25,7 @@ from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import Metadata
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
+from specbeam.checkpoints.families.ministral3 import GGUF_BETA
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.formats.gguf import KINDS, read_header
 from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers, config_from_gguf
@@ -39,6 +40,7 @@ from tests.conftest import (
     BOS,
     CHAT_TEMPLATE,
     EOS,
+    GROWING,
     LFS_POINTER,
     LLAMA3_ROPE,
     LONGROPE,
@@ -59,7 +61,8 @@ def interleave(weight, heads):
 
 
 NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2"}
-NAMED |= {"hunyuan_v1_dense": "hunyuan-dense", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"}
+NAMED |= {"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"}
+NAMED |= {"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"}
 
 
 def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metadata):
@@ -122,6 +125,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
             ):
                 if theirs in base:
                     writer.add_float32(f"{named}.rope.scaling.yarn_{named_there}", base[theirs])
+            if "mscale_all_dim" in base:
+                writer.add_rope_scaling_yarn_log_mul(base["mscale_all_dim"])
+        if "llama_4_scaling_beta" in base:
+            writer.add_attn_temperature_scale(base["llama_4_scaling_beta"])
         if base.get("rope_type") == "longrope":
             trained = base["original_max_position_embeddings"]
             writer.add_rope_scaling_orig_ctx_len(trained)
@@ -172,7 +179,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
-        if named in ("llama", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
+        if named in ("llama", "mistral3", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, heads if "q_proj" in name else kv_heads)
         if ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
@@ -242,6 +249,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}}),
         ("qwen3", {"tie_word_embeddings": True}),
         ("mistral", {"sliding_window": None}),
+        ("ministral3", {"rope_parameters": GROWING | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
         ("gpt_neox", {"use_parallel_residual": False}),
         ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
         ("phi3", {"sliding_window": 5}),
@@ -335,6 +343,7 @@ GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "slid
         ("granite", {"attention_multiplier": 8**-0.5, "residual_multiplier": 1}, NO_MULTIPLIERS),
         ("hunyuan_v1_dense", {"rope_parameters": ALPHA}, {"rope.freq_base": 100.0, "rope.scaling.alpha": 50.0}),
         ("phi3", {}, {"rope.freq_base": None}),
+        ("ministral3", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0}}, {GGUF_BETA: None}),
         ("llama", {}, {"attention.head_count_kv": [2, 2, 2], "feed_forward_length": [48, 48, 48]}),
     ],
 )
@@ -389,6 +398,7 @@ def test_numbers_may_differ_between_layers():
         ("granite", "logit_scale", None, "has no granite.logit_scale"),
         ("granite", "logit_scale", 0.0, "divides logits by 0.0"),
         ("glm4", "nextn_predict_layers", 1, "glm4.nextn_predict_layers = 1 is not supported"),
+        ("ministral3", "attention.temperature_length", 99, "attention.temperature_length = 99 is not supported"),
         ("lfm2", "shortconv.l_cache", None, "has no lfm2.shortconv.l_cache"),
         ("lfm2", "shortconv.l_cache", 0, "= 0, which is no size"),
         ("lfm2", "attention.head_count_kv", [2, 0], "lfm2.attention.head_count_kv"),

@@ -229,6 +229,8 @@ class Architecture:
         gguf_name: ``general.architecture`` in GGUF files; None if its files carry the name of another architecture.
         keys: the keys of its config.json that are read beside :data:`COMMON`, or have another type or default than
             there. transformers has the same types and defaults.
+        sizes: the defaults of :data:`SIZES` in transformers, in their order. The ``text_config`` of a model that also
+            reads images or audio may leave them out. Empty if it must have them.
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
         tokenizer_class: of its folders, as transformers knows it; None if it knows none.
@@ -254,6 +256,7 @@ class Architecture:
     name: ClassVar[str]
     gguf_name: ClassVar[str | None]
     keys: ClassVar[Keys] = {}
+    sizes: ClassVar[tuple[int, ...]] = ()
     older_names: ClassVar[dict[str, str]] = {}
     rope_theta: ClassVar[float] = 10_000.0
     tokenizer_class: ClassVar[str | None] = None

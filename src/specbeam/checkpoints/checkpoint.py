@@ -109,6 +109,7 @@ class Facts:
         parameters: number of weights.
         context: tokens of the longest text.
         size: bytes on disk.
+        passed_over: the parts of a model of text and images or audio that are not read, by the names of their modules.
     """
 
     architecture: str
@@ -117,6 +118,7 @@ class Facts:
     quantization: str
     size: int
     license: str | None
+    passed_over: tuple[str, ...] = ()
 
 
 class Checkpoint(ABC):

@@ -21,7 +21,7 @@ from specbeam.server.errors import Refusal
 from specbeam.server.fields import Integer, NewTokens, TopLogprobs, content_of
 from specbeam.server.formats import FlatFormat
 from specbeam.server.http import frame, to_json
-from specbeam.server.ignored_fields import Fields, Verbosity, with_ignored_fields
+from specbeam.server.ignored_fields import Fields, TextAlone, Verbosity, with_ignored_fields
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import Part, chat_log_probs
@@ -40,7 +40,7 @@ from specbeam.server.usage import costs, token_counts
 class InputPart(Fields):
     """A part of a message. Answers of the assistant are given back as "output_text"."""
 
-    type: Literal["input_text", "output_text"]
+    type: Annotated[Literal["input_text", "output_text"], TextAlone]
     text: str
 
 

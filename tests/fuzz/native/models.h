@@ -230,6 +230,8 @@ class Parts {
       if (2 * ropes[rope] <= n["head_dim"]) fitting.push_back(int64_t(rope));
     if (!fitting.empty() && in.ConsumeIntegralInRange(0, 3) != 3)
       n["rope"] = double(fitting[in.ConsumeIntegralInRange<size_t>(0, fitting.size() - 1)]);
+    if (!of_encoder && !in.ConsumeIntegralInRange(0, 3))
+      n["query_growth"] = 0.25, n["query_growth_period"] = in.ConsumeIntegralInRange(1, 4);
   }
 };
 

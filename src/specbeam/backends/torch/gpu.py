@@ -95,8 +95,8 @@ class GpuBackend(TorchBackend):
 
         Each layer is an attention and an MLP, which read normed hidden states, and whose outputs are not scaled. Each
         attention has keys and values of its own, and no norm of values. Queries and keys are normed by heads before the
-        rotation. As many heads share a key head in all layers. The other numbers may differ. A device's programs have
-        memory enough for tiles of keys and values.
+        rotation, and queries do not grow with their positions. As many heads share a key head in all layers. The other
+        numbers may differ. A device's programs have memory enough for tiles of keys and values.
         """
         layers_fit = all(
             tuple(map(type, layer)) == (attention.Attention, mlp.MLP) and not layer[0].parallel
@@ -107,6 +107,7 @@ class GpuBackend(TorchBackend):
             and not (part.sum_norm or part.sum_scale)
             and part.output_scale == 1.0
             and getattr(part, "qk_norm", None) in (None, "head")
+            and not getattr(part, "query_growth", None)
             for part in config.parts
         )
         keys_fit = all(

@@ -173,7 +173,8 @@ class Transformer(Stack):
         """
         x = self.begin(tokens, positions)
         rotations = {rope: self._rotation(rope, positions, x.dtype) for rope in self.frequencies}
-        batch = Batch(rotations, segments, None if looked_up is None else self._per_layer_inputs(x, looked_up))
+        per_layer = None if looked_up is None else self._per_layer_inputs(x, looked_up)
+        batch = Batch(rotations, segments, positions, per_layer)
         for block in self.blocks:
             x = block(x, batch)
         if not len(wanted):  # a chunk inside a prompt

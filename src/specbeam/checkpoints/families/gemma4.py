@@ -46,6 +46,7 @@ class Gemma4(Architecture):
 
     name: ClassVar[str] = "gemma4_text"
     gguf_name: ClassVar[str | None] = "gemma4"
+    sizes = (262_144, 2304, 30, 8)
     keys: ClassVar = {
         "attention_bias": (bool, False),
         "attention_k_eq_v": (bool, False),

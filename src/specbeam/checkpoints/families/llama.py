@@ -19,6 +19,7 @@ class Llama(Architecture):
 
     name = "llama"
     gguf_name = "llama"
+    sizes = (32000, 4096, 32, 32)
     keys: ClassVar = {
         "attention_bias": (bool, False),
         "head_dim": (int | None, None),
@@ -46,6 +47,7 @@ class Mistral(Architecture):
     name = "mistral"
     gguf_name = None
     tokenizer_class = "TokenizersBackend"
+    sizes = (32000, 4096, 32, 32)
     keys: ClassVar = {
         "head_dim": (int | None, None),
         "hidden_act": (str, "silu"),

@@ -68,6 +68,8 @@ class Attention(Heads):
         qk_norm: what is normed before the rotation: "head" for each query and key head by itself, "all" for all
             queries of a node together and all of its keys; None for nothing. "rotated_head" stands for each head
             after the rotation.
+        query_growth, query_growth_period: the factor of rotated queries at a position is 1 + query_growth *
+            ln(1 + position // query_growth_period), the attention temperature tuning of Llama 4. None for no factor.
         value_norm: each head of the values is normed, without a weight.
         keys_are_values: the values are the keys before norm and rotation, so there is no product for them.
         shares_keys_of: the number of an earlier layer, whose keys and values are read in place of own ones; None where
@@ -78,6 +80,8 @@ class Attention(Heads):
     rope: Rope | None = None
     window: int | None = None
     qk_norm: str | None = None
+    query_growth: float | None = None
+    query_growth_period: int | None = None
     value_norm: bool = False
     keys_are_values: bool = False
     shares_keys_of: int | None = None
@@ -86,6 +90,8 @@ class Attention(Heads):
         super().__post_init__()
         if self.window is not None:
             size("sliding_window", self.window)
+        if self.query_growth is not None:
+            size("query_growth_period", self.query_growth_period)
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise SpecbeamError("the model's configuration rotates more features of a head than it has")
 

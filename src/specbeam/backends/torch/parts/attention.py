@@ -95,6 +95,7 @@ class Attention(PartModule):
         q, k = qk[:, :heads], qk[:, heads:]
         if part.qk_norm == "rotated_head":
             q, k = self.q_norm(q), self.k_norm(k)
+        q = self._grown(q, batch)
         if not batch.segments:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
             return self.output(attend(q, k, v, None, scale, softcap))
@@ -104,6 +105,14 @@ class Attention(PartModule):
             visible = s.visible[part.window]
             outs.append(attend(q[s.rows], keys[:, s.seen], values[:, s.seen], visible, scale, softcap))
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
+
+    def _grown(self, q: Tensor, batch: Batch) -> Tensor:
+        """Queries [n, heads, head_dim], each times the factor of its position."""
+        part = self.part
+        if not (part.query_growth and part.query_growth_period) or batch.positions is None:
+            return q
+        periods = batch.positions // part.query_growth_period
+        return q * (1 + part.query_growth * periods.float().log1p()).to(q.dtype)[:, None, None]
 
     def _with_shared_keys(self, x: Tensor, batch: Batch) -> Tensor:
         """The same with keys and values that an earlier layer has stored."""
@@ -118,6 +127,7 @@ class Attention(PartModule):
             q = rotate(q, *batch.rotations[part.rope])
         if part.qk_norm == "rotated_head":
             q = self.q_norm(q)
+        q = self._grown(q, batch)
         outs = []
         for s in batch.segments:
             keys, values = (kept[:, s.seen] for kept in s.store.tensors(self.memory))

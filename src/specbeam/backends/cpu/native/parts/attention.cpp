@@ -62,6 +62,8 @@ class WithHeads : public Part {
 class Attention final : public WithHeads {
   int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 for none
   HeadNorm qk_norm = NONE;
+  double query_growth = 0;  // the factor of queries is 1 + query_growth * ln(1 + position / query_growth_period)
+  int64_t query_growth_period = 0;
   Flag value_norm = NO, keys_are_values = NO;
   int64_t shares_keys_of = -1;  // the layer whose keys and values are read, or -1
   Product qkv;                  // without the products that it lacks
@@ -71,6 +73,7 @@ class Attention final : public WithHeads {
  public:
   Attention() : WithHeads("attention") {
     number("rope", rope), number("window", window), number("qk_norm", qk_norm);
+    number("query_growth", query_growth), number("query_growth_period", query_growth_period);
     number("value_norm", value_norm), number("keys_are_values", keys_are_values);
     number("shares_keys_of", shares_keys_of);
     product("qkv", qkv), product("query_key", qkv), product("query", qkv);
@@ -81,6 +84,8 @@ class Attention final : public WithHeads {
   const char *wrong(const Model &m, const Layer &before) const override {
     if (const char *reason = WithHeads::wrong(m, before)) return reason;
     if (window < 0) return "a window is negative";
+    if (query_growth && query_growth_period < 1) return "the period in which queries grow is below 1";
+    if (query_growth && m.config.bands) return "the queries of an encoder grow";
     if (rope >= int64_t(m.ropes.size())) return "a rotation is missing";
     if (shares_keys_of >= 0) {
       const Attention *source = source_in(m);
@@ -139,6 +144,7 @@ class Attention final : public WithHeads {
         if (rope >= 0) rotate(head, p.angles(n, rope));
         if (qk_norm == ROTATED_HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
       }
+      grow(row, p.position(n));
       put(heads, keys, p.slot(n), row + query_size, values);
     });
     if (p.any_goes_on_after(*this)) attend_and_multiply(p, false, true, window, wide, stride);
@@ -150,6 +156,14 @@ class Attention final : public WithHeads {
       for (const auto &part : m.layers[shares_keys_of])
         if (const auto *source = dynamic_cast<const Attention *>(part.get())) return source;
     return nullptr;
+  }
+
+  // Multiplies all queries of a node by the factor of its position.
+  void grow(float *queries, int64_t position) const {
+    const int64_t periods = query_growth ? position / query_growth_period : 0;
+    if (periods < 1) return;
+    const float growth = float(1 + query_growth * std::log1p(double(periods)));
+    for (int64_t i = 0; i < heads.query_size(); i++) queries[i] *= growth;
   }
 
   int64_t product_rows() const {
@@ -170,6 +184,7 @@ class Attention final : public WithHeads {
         if (rope >= 0) rotate(row + i, p.angles(p.going()[r], rope));
         if (qk_norm == ROTATED_HEAD) p.norm_row(q_norm, row + i, row + i, head_dim);
       }
+      grow(row, p.position(p.going()[r]));
     });
     attend_and_multiply(p, false, false, window, queries, stride);
   }
