@@ -143,6 +143,8 @@ KINDS = [
     ("gemma2", "sentencepiece", "GemmaTokenizerFast"),
     ("gemma3_text", "sentencepiece", None),
     ("gemma2", "bytes", "PreTrainedTokenizerFast"),
+    ("gemma4_text", "sentencepiece", "GemmaTokenizer"),
+    ("gemma4_unified_text", "sentencepiece", None),
     ("lfm2", "lfm2", "PreTrainedTokenizerFast"),
     ("lfm2", "lfm2", "TokenizersBackend"),
     ("lfm2", "llama3", "LlamaTokenizerFast"),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts, as_matrix, left_out, matrix_shape
+from specbeam.checkpoints.checkpoint import NUMBERS, Checkpoint, Facts, Table, as_matrix, left_out, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import (
@@ -262,6 +262,13 @@ class FolderCheckpoint(Checkpoint):
 
     def order(self, source: str) -> NDArray[np.int64] | None:
         return self.architecture.folder_rows(source, self.parts.get(source))
+
+    def table(self, source: str) -> Table | None:
+        tensor = self._tensors[source]
+        if source in self._updates or tensor.dtype not in NUMBERS:
+            return None
+        size = prod(tensor.shape) * (4 if tensor.dtype == "F32" else 2)
+        return Table(tensor.file, NUMBERS[tensor.dtype], tensor.shape, tensor.begin, size)
 
     def read_stored(self, source: str, start: int, stop: int) -> Floats:
         if source in self._zeros:

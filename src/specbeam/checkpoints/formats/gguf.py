@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts, left_out
+from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts, Table, left_out
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
 from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
@@ -93,8 +93,6 @@ class GGUFCheckpoint(Checkpoint):
     Raises:
         SpecbeamError: the file is truncated, damaged, or not a GGUF file.
     """
-
-    ignored = DIVISORS
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -196,6 +194,10 @@ class GGUFCheckpoint(Checkpoint):
         )
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        return DIVISORS + self.architecture.gguf_ignored
+
+    @property
     def modules(self) -> Mapping[str, str]:
         return self.architecture.gguf_tensors
 
@@ -214,6 +216,10 @@ class GGUFCheckpoint(Checkpoint):
     def raw(self, source: str) -> NDArray[np.uint8]:
         tensor = self._tensors[source]
         return np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.shape[0] * tensor.row_bytes,))
+
+    def table(self, source: str) -> Table | None:
+        tensor = self._tensors[source]
+        return Table(self.path, tensor.type.number, tensor.shape, tensor.offset, tensor.bytes)
 
     def order(self, source: str) -> NDArray[np.int64] | None:
         return self.architecture.gguf_rows(source, self.parts.get(source))
