@@ -50,6 +50,8 @@ FOLDERS = {
     "olmo2": ("olmo2", 20),
     "olmo3": ("olmo3", 61),
     "lfm2": ("lfm2", 61),
+    "qwen3_moe": ("qwen3_moe", 61),
+    "gpt_oss": ("gpt_oss", 20),
     "lfm2, confident": ("lfm2, convolutions first and last", 20),
 }
 """Names of targets, with their families (tests/backends/test_conformance.py) and sizes of the vocabulary."""

@@ -93,12 +93,13 @@ class GpuBackend(TorchBackend):
     def fits(config: Config, device: str, dtype: str) -> bool:
         """Whether the kernels fit all parts of a model.
 
-        Each layer is an attention and an MLP, which read normed hidden states. Queries and keys are normed by heads.
-        As many heads share a key head in all layers. The other numbers may differ. A device's programs have memory
-        enough for tiles of keys and values.
+        Each layer is an attention without sinks and an MLP, which read normed hidden states. Queries and keys are
+        normed by heads. As many heads share a key head in all layers. The other numbers may differ. A device's programs
+        have memory enough for tiles of keys and values.
         """
         layers_fit = all(
-            tuple(map(type, layer)) == (attention.Attention, mlp.MLP) and not layer[0].parallel
+            tuple(map(type, layer)) == (attention.Attention, mlp.MLP)
+            and not (layer[0].parallel or getattr(layer[0], "sinks", False))
             for layer in config.layers
         )
         norms_fit = config.final_norm and all(

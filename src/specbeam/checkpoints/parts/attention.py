@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specbeam.checkpoints.parts.part import Memory, Parameters, Part, Sizes, norm, product, size
+from specbeam.checkpoints.parts.part import Memory, Parameter, Parameters, Part, Sizes, norm, product, size
 from specbeam.checkpoints.rope import Rope
 from specbeam.errors import SpecbeamError
 
@@ -64,12 +64,14 @@ class Attention(Heads):
         window: a node attends to this many last positions, its own included; None for all positions.
         qk_norm: what is normed before the rotation: "head" for each query and key head by itself, "all" for all
             queries of a node together and all of its keys; None for nothing.
+        sinks: a number for each query head is one more score in the softmax, and has no value (OpenAI 2025).
     """
 
     name: ClassVar = "attention"
     rope: Rope | None = None
     window: int | None = None
     qk_norm: str | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,6 +89,8 @@ class Attention(Heads):
         if self.qk_norm:
             yield from norm("q_norm", self.query_size if self.qk_norm == "all" else self.head_dim, config)
             yield from norm("k_norm", self.key_size if self.qk_norm == "all" else self.head_dim, config)
+        if self.sinks:
+            yield "sinks.weight", Parameter((self.num_heads,))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,7 +229,8 @@ def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any],
     """The class that transformers' ``AutoTokenizer`` chooses."""
     model = str(config.get("model_type", ""))
     _demand(not model or model in ARCHITECTURES)  # the folder of an adapter may have no config.json
-    _demand(model != "mistral" or not (are_installed("mistral_common") or (folder / "tekken.json").exists()))
+    with_tekken = are_installed("mistral_common") or (folder / "tekken.json").exists()
+    _demand(model not in ("mistral", "mixtral") or not with_tekken)
     for name in (str(config.get("_name_or_path", "")), str(folder)):
         _demand(not any(fnmatch(name.lower(), pattern) for pattern in TAKEN_AS_THEY_ARE))
     known = ARCHITECTURES[model].tokenizer_class if model else None

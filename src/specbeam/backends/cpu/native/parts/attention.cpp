@@ -60,13 +60,15 @@ class WithHeads : public Part {
 class Attention final : public WithHeads {
   int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 for none
   HeadNorm qk_norm = NONE;
+  Flag has_sinks = NO;
   Product qkv;
   Norm q_norm, k_norm;
 
  public:
   Attention() : WithHeads("attention") {
     number("rope", rope), number("window", window), number("qk_norm", qk_norm);
-    product("qkv", qkv), norm_of("q_norm", q_norm), norm_of("k_norm", k_norm);
+    number("sinks", has_sinks);
+    product("qkv", qkv), norm_of("q_norm", q_norm), norm_of("k_norm", k_norm), norm_of("sinks", heads.sinks);
   }
   friend class CrossAttention;
 
@@ -91,6 +93,7 @@ class Attention final : public WithHeads {
     if (!is_shaped(output, m.config.hidden_size, heads.query_size())) return "the attention's output";
     for (const auto &[one, all] : {std::pair(q_norm, heads.query_size()), {k_norm, heads.key_size()}})
       if (qk_norm ? !is_sized(one, qk_norm == ALL ? all : heads.head_dim) : bool(one)) return "a norm of heads";
+    if (has_sinks ? !is_sized(heads.sinks, heads.num_heads) : bool(heads.sinks)) return "the sinks of heads";
     return nullptr;
   }
 
