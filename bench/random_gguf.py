@@ -1,30 +1,33 @@
 """A GGUF file of a model's true shape with random weights: what a pass costs does not depend on their values.
 
-    python bench/random_gguf.py FILE.gguf --shape lfm2-350m [--seed 0]
+    python bench/random_gguf.py FILE.gguf --shape lfm2-350m [--layers 12] [--seed 0]
 
-Layers are Q4_0, and norms and filters are F32. The embedding, which is the head too, is Q8_0, as are the embeddings of
-Gemma 4's layers. The vocabulary has all bytes and made-up words, so that llama.cpp takes the file.
-`bench/cpu.py FILE.gguf` then compares both engines on it.
+Layers are Q4_0, norms, filters and routers are F32, and embedding and head are Q8_0, as are the embeddings of Gemma 4's
+layers. Of gpt-oss, the experts are MXFP4, and all other matrices Q8_0. The vocabulary has all bytes and made-up words,
+so that llama.cpp takes the file. `bench/cpu.py FILE.gguf` then compares both engines on it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Container, Iterable, Iterator
 from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
-Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
+Q4_0, Q8_0, MXFP4 = (getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "MXFP4"))
 BLOCK = 32
-"""Weights that share a scale, in both types."""
+"""Weights that share a scale, in all types."""
 SPREAD = 0.02
 """The standard deviation of the weights, about that of trained ones."""
+MXFP4_SPREAD = 5.6
+"""The standard deviation of the numbers of MXFP4, 0 to 12 with signs, where all are equally frequent."""
 SPECIAL = ("<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS, EOS = 1, 4
 GEMMA_SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>")
@@ -78,7 +81,31 @@ class GemmaShape(NamedTuple):
     context: int = 131_072
 
 
-SHAPES: dict[str, Shape | GemmaShape] = {
+class ExpertsShape(NamedTuple):
+    """The sizes of a model whose layers all have experts.
+
+    Attributes:
+        inner: of an expert.
+        used: experts of a token.
+        window: of every other layer of gpt-oss, whose attention has biases and sinks.
+    """
+
+    architecture: str
+    hidden: int
+    inner: int
+    experts: int
+    used: int
+    heads: int
+    kv_heads: int
+    head: int
+    layers: int
+    vocab: int
+    context: int
+    theta: float
+    window: int = 0
+
+
+SHAPES: dict[str, Shape | GemmaShape | ExpertsShape] = {
     "lfm2-350m": Shape(1024, 4608, 16, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-700m": Shape(1536, 6912, 24, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-1.2b": Shape(2048, 8192, 32, 8, 16, (2, 5, 8, 10, 12, 14)),
@@ -87,26 +114,36 @@ SHAPES: dict[str, Shape | GemmaShape] = {
     "hy-mt-7b": Shape(4096, 14336, 32, 8, 32, range(32), "hunyuan-dense", vocab=128_256, context=262_144),
     "gemma4-e2b": GemmaShape(1536, 6144, 8, 1, 35, 5, 20, 2),
     "gemma4-e4b": GemmaShape(2560, 10240, 8, 2, 42, 6, 18, 1),
+    "qwen3-30b-a3b": ExpertsShape("qwen3moe", 2048, 768, 128, 8, 32, 4, 128, 48, 151_936, 40_960, 1e6),
+    "olmoe-1b-7b": ExpertsShape("olmoe", 2048, 1024, 64, 8, 16, 16, 128, 16, 50_304, 4096, 1e4),
+    "gpt-oss-20b": ExpertsShape("gpt-oss", 2880, 2880, 32, 4, 64, 8, 64, 24, 201_088, 131_072, 150_000.0, 128),
 }
-"""By the configurations that LiquidAI, Tencent and Google publish."""
+"""By the configurations that LiquidAI, Tencent, Google, Qwen, Ai2 and OpenAI publish."""
 ROPE_THETA = {"lfm2": 1e6, "hunyuan-dense": 1e4 * 1000 ** (128 / 126)}
 LAST_NORM = {"lfm2": "token_embd_norm", "hunyuan-dense": "output_norm"}
+PRE_TOKENIZERS = {"qwen3moe": "qwen2", "olmoe": "olmo", "gpt-oss": "gpt-4o"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--layers", type=int, help="of models with experts, the first layers alone [all]")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     shape = SHAPES[given.shape]
-    architecture = shape.architecture if isinstance(shape, Shape) else "gemma4"
-    writer, draw = GGUFWriter(given.file, architecture), np.random.default_rng(given.seed)
+    if isinstance(shape, ExpertsShape):
+        shape = shape._replace(layers=min(given.layers or shape.layers, shape.layers))
+    architecture = "gemma4" if isinstance(shape, GemmaShape) else shape.architecture
+    writer = GGUFWriter(given.file, architecture, use_temp_file=True)
+    draw = np.random.default_rng(given.seed)
     writer.add_name(f"random {given.shape}")
     if isinstance(shape, Shape):
         write(writer, shape, draw)
-    else:
+    elif isinstance(shape, GemmaShape):
         write_gemma4(writer, shape, draw)
+    else:
+        write_experts(writer, shape, draw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -232,8 +269,75 @@ def write_gemma4(writer: GGUFWriter, shape: GemmaShape, draw: np.random.Generato
         vector(f"{at}.layer_output_scale", 1, 0.5)
 
 
+def write_experts(writer: GGUFWriter, shape: ExpertsShape, draw: np.random.Generator) -> None:
+    """The same for Qwen3-MoE, OLMoE and gpt-oss."""
+    architecture, is_gpt_oss = shape.architecture, bool(shape.window)
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head)
+    writer.add_value_length(shape.head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(shape.theta)
+    writer.add_expert_count(shape.experts)
+    writer.add_expert_used_count(shape.used)
+    writer.add_expert_feed_forward_length(shape.inner)
+    if is_gpt_oss:
+        writer.add_sliding_window(shape.window)
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32.0)
+        writer.add_rope_scaling_orig_ctx_len(4096)
+    add_vocabulary(writer, SPECIAL, sorted(pre_tokenizers.ByteLevel.alphabet()), shape.vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PRE_TOKENIZERS[architecture])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    hidden, inner, experts = shape.hidden, shape.inner, shape.experts
+    queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
+
+    def add(name: str, *sizes: int, kind: GGMLQuantizationType = Q8_0 if is_gpt_oss else Q4_0) -> None:
+        *stacked, rows, columns = sizes
+        made = blocks(draw, math.prod(stacked) * rows, columns, kind).reshape(*stacked, rows, -1)
+        writer.add_tensor(f"{name}.weight", made, raw_dtype=kind)
+
+    def exact(name: str, *sizes: int, spread: float = SPREAD, mean: float = 0.0) -> None:
+        writer.add_tensor(name, draw.normal(mean, spread, sizes).astype(np.float32))
+
+    add("token_embd", shape.vocab, hidden, kind=Q8_0)
+    add("output", shape.vocab, hidden, kind=Q8_0)
+    exact("output_norm.weight", hidden, mean=1.0)
+    for layer in range(shape.layers):
+        at = f"blk.{layer}"
+        exact(f"{at}.attn_norm.weight", hidden, mean=1.0)
+        exact(f"{at}.{'post_attention_norm' if is_gpt_oss else 'ffn_norm'}.weight", hidden, mean=1.0)
+        exact(f"{at}.ffn_gate_inp.weight", experts, hidden)
+        parts = {"attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+        for part, sizes in (parts | {"attn_output": (hidden, queries)}).items():
+            add(f"{at}.{part}", *sizes)
+            if is_gpt_oss:
+                exact(f"{at}.{part}.bias", sizes[0])
+        for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            add(f"{at}.ffn_{part}_exps", experts, rows, columns, kind=MXFP4 if is_gpt_oss else Q4_0)
+            if is_gpt_oss:
+                exact(f"{at}.ffn_{part}_exps.bias", experts, rows)
+        if is_gpt_oss:
+            exact(f"{at}.attn_sinks.weight", shape.heads, spread=1.0)
+            exact(f"{at}.ffn_gate_inp.bias", experts)
+        else:
+            sizes = (queries, keys) if architecture == "olmoe" else (shape.head, shape.head)
+            for part, size in zip("qk", sizes, strict=True):
+                exact(f"{at}.attn_{part}_norm.weight", size, mean=1.0)
+
+
 def blocks(draw: np.random.Generator, rows: int, columns: int, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
-    """A random quantized matrix, uint8 [rows, bytes]: a half-precision scale and its numbers, block for block."""
+    """A random quantized matrix, uint8 [rows, bytes]: a scale and its numbers, block for block."""
+    if kind == MXFP4:
+        made = draw.integers(0, 256, (rows, columns // BLOCK, 1 + BLOCK // 2), np.uint8)
+        made[..., 0] = 128 + round(math.log2(SPREAD / MXFP4_SPREAD))
+        return made.reshape(rows, -1)
     number_bytes = {Q4_0: BLOCK // 2, Q8_0: BLOCK}[kind]
     largest = {Q4_0: 8, Q8_0: 128}[kind]
     made = draw.integers(0, 256, (rows, columns // BLOCK, 2 + number_bytes), np.uint8)

@@ -55,6 +55,8 @@ FOLDERS = {
     "glm4": ("glm4", 61),
     "exaone4": ("exaone4", 20),
     "lfm2": ("lfm2", 61),
+    "qwen3_moe": ("qwen3_moe", 61),
+    "gpt_oss": ("gpt_oss", 20),
     "lfm2, confident": ("lfm2, convolutions first and last", 20),
 }
 """Names of targets, with their families (tests/backends/test_conformance.py) and sizes of the vocabulary."""

@@ -117,6 +117,17 @@ ARCHITECTURES = {
     "starcoder2": {"pad_token_id": EOS},
     "cohere2": {"logit_scale": 0.5, "pad_token_id": EOS},
     "lfm2": {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 2], "pad_token_id": EOS},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": EOS},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {
+        **{"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5},
+        "rope_parameters": YARN | {"truncate": False},
+    },
+    "lfm2_moe": {
+        **{"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "pad_token_id": EOS},
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+    },
 }
 
 # By its model_type, the text model of a model that also reads images, and its encoder of images.
@@ -230,8 +241,8 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
         given["vocab_size_per_layer_input"] = given["vocab_size"]
     if torch is None:
         return WrittenModel(given, seed)
-    if architecture == "gemma2":
-        attention = "eager"  # nothing else has its softcap
+    if architecture in ("gemma2", "gpt_oss"):
+        attention = "eager"  # nothing else has the softcap, or the sinks
     torch.manual_seed(seed)
     config, kind = transformers.AutoConfig.for_model(**given), transformers.AutoModelForCausalLM
     if composite is not None:
@@ -245,7 +256,7 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("layer_scalar"):
+        if name.endswith(("layer_scalar", "expert_bias")):
             buffer.add_(torch.randn_like(buffer) * 0.2)
     model.generation_config.pad_token_id = EOS
     return model

@@ -100,6 +100,12 @@ def random_tensors(given, seed):
         for name, count in zip(names, shape[:1] if len(names) == 1 else stacked, strict=True):
             if name.endswith(architecture.folder_zeros):
                 continue
+            if len(shape) == 3:
+                if architecture.experts_transposed:
+                    needs("transformers: stacked experts")
+                for expert in range(count):
+                    tensors[name.replace("*", str(expert))] = draw.normal(0, deviation, shape[1:]).astype(np.float32)
+                continue
             if len(shape) == 2:
                 tensor = draw.normal(0, deviation, (count, shape[1]))
                 tensor = tensor.T if architecture.stores_transposed(name) else tensor

@@ -107,6 +107,25 @@ FAMILIES = {
     "gemma4": ("gemma4", PER_LAYER),
     "gemma4, keys are values": ("gemma4", KEYS_ARE_VALUES),
     "gemma4_unified, tied": ("gemma4_unified", KEYS_ARE_VALUES | {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe, some layers": (
+        "qwen3_moe",
+        {"mlp_only_layers": [1], "decoder_sparse_step": 2, "num_hidden_layers": 4, "num_experts": 3},
+    ),
+    "qwen3_moe, sliding window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+    "olmoe": ("olmoe", {}),
+    "olmoe, one expert of all": ("olmoe", {"num_experts": 1, "num_experts_per_tok": 1}),
+    "mixtral": ("mixtral", {"sliding_window": 5, "num_experts_per_tok": 4}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, other numbers": (
+        "gpt_oss",
+        {"swiglu_limit": 1.5, "swiglu_alpha": 1.0, "attention_bias": False, "layer_types": ["full_attention"] * 3},
+    ),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "lfm2_moe, no bias": (
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0, "tie_word_embeddings": True},
+    ),
     "gemma3, linear rope": ("gemma3", {**SOME_SLIDING, "rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 24}),
 }
 WITH_IMAGES = {
@@ -119,14 +138,16 @@ WITH_IMAGES = {
 ALL = FAMILIES | WITH_IMAGES
 SOME = [
     *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
-    *("gemma4", "lfm2"),
+    *("gemma4", "lfm2", "qwen3_moe", "gpt_oss"),
 ]
 ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
 ONE_PER_ARCHITECTURE += ["hunyuan", "granite", "glm4", "exaone4", "ministral3", "gemma4, keys are values"]
+ONE_PER_ARCHITECTURE += ["olmoe", "mixtral", "lfm2_moe"]
 WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3", "hunyuan_v1_dense", "granite", "exaone4", "ministral3", "gemma4")
+WITHOUT_KERNELS += ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe")
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
-NATIVE_ALONE = ("lfm2", "lfm2_vl with images")
+NATIVE_ALONE = ("lfm2", "lfm2_moe", "lfm2_vl with images")
 """Architectures that the transformers backend refuses, because their caches are no keys and values."""
 
 

@@ -41,6 +41,7 @@ from specbeam.checkpoints import open_checkpoint, parts
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.parameters import parameters
 from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.experts import Experts
 from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import Part
 from specbeam.checkpoints.parts.per_layer_embedding import PerLayerEmbedding
@@ -56,7 +57,7 @@ ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "neon", "portable") if libr
 ALIKE = [
     isa for isa in ISAS if isa != "portable" or platform.machine() in ("aarch64", "arm64")
 ]  # x86 then fuses nothing
-KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"]
 F32, Q8, Q4_MIN = 0, 1, 6
 
 
@@ -519,6 +520,7 @@ PARTS = {
     "cross_attention": {"norm": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scale": 1},
     "mlp": {"norm": 1, "intermediate_size": 8},
     "short_convolution": {"norm": 1, "kernel_size": 3},
+    "experts": {"norm": 1, "num_experts": 8, "experts_per_token": 2, "intermediate_size": 8},
 }
 
 
@@ -534,7 +536,7 @@ def add_part(model, layer, name, count=None, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("experts", {}, "there is no such part"),
+        ("unknown", {}, "there is no such part"),
         ("mlp", {"layer": 8}, "there is no such layer"),
         ("mlp", {"layer": -1}, "there is no such layer"),
         ("mlp", {"count": 5}, "a number is wrong"),
@@ -559,6 +561,12 @@ def add_part(model, layer, name, count=None, **changes):
         ("attention", {"query_growth": 0.1}, "the period in which queries grow is below 1"),
         ("cross_attention", {}, "there is no encoder"),
         ("short_convolution", {"kernel_size": 0}, "the filter of a convolution"),
+        ("experts", {"num_experts": 0}, "the number of experts"),
+        ("experts", {"num_experts": 4097}, "the number of experts"),
+        ("experts", {"experts_per_token": 9}, "more experts than there are"),
+        ("experts", {"experts_per_token": 0}, "more experts than there are"),
+        ("experts", {"intermediate_size": 2**28}, "the width of an expert"),
+        ("experts", {"scoring": 2}, "a number is wrong"),
         ("short_convolution", {"kernel_size": 17}, "the filter of a convolution"),
     ],
 )
@@ -600,15 +608,15 @@ def test_kernels_have_the_numbers_of_each_part(kind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts(Part):
+class Unknown(Part):
     """A part that no backend has."""
 
-    name = "experts"
+    name = "unknown"
 
 
 def test_a_part_without_kernels_is_refused():
-    config = Config("tiny", 8, 8, ((Experts(),),), 8, 1e-5)
-    with pytest.raises(SpecbeamError, match="the native CPU kernels have no experts: reinstall specbeam, or use"):
+    config = Config("tiny", 8, 8, ((Unknown(),),), 8, 1e-5)
+    with pytest.raises(SpecbeamError, match="the native CPU kernels have no unknown: reinstall specbeam, or use"):
         bytes_of_slot(library(), config, False)
 
 
@@ -623,6 +631,7 @@ HIDDEN, VOCAB = 40, 50
 ROPES = Rope(100.0, 8), Rope(1000.0, 12, scale=1.25)
 VALUES = {"keys_are_values": True, "qk_norm": "head"}
 AFTER = {"norm": False, "output_norm": True}
+FEW = {"num_experts": 5, "experts_per_token": 2, "intermediate_size": 24}
 LAYERS = {  # each layer has other heads, and not each has an attention and an MLP
     "window": (
         Attention(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=ROPES[0], window=5, output_norm=True),
@@ -677,6 +686,21 @@ LAYERS = {  # each layer has other heads, and not each has an attention and an M
         Attention(num_heads=3, num_kv_heads=1, head_dim=24, scale=0.3, qk_norm="all", shares_keys_of=1),
         PerLayerEmbedding(size=6, activation="gelu_tanh"),
     ),
+    "experts": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, window=9, sinks=True),
+        Experts(**FEW, normalized=True, router_bias=True, bias=True, swiglu_limit=0.8, swiglu_alpha=1.7),
+    ),
+    "experts by sigmoids": (
+        Experts(
+            **{"num_experts": 20, "experts_per_token": 3, "intermediate_size": 36, "scoring": "sigmoid"},
+            **{"selection_bias": True, "normalized": True, "weight_scale": 1.5, "activation": "gelu_tanh"},
+        ),
+        MLP(intermediate_size=24, parallel=True, norm=False),
+    ),
+    "experts of all": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, sinks=True),
+        Experts(**FEW, output_norm=True),
+    ),
 }
 ORDERS = {
     "each of its own": [*LAYERS],
@@ -689,6 +713,7 @@ ORDERS = {
     "parallel without a norm": ["no window", "parallel without a norm", "parallel without a norm"],
     "keys of earlier layers": ["window", "attention alone", "reads layer 1", "reads layer 0", "reads layer 1"],
     "keys are values": ["keys are values", "mlp alone", "keys are values"],
+    "experts": ["experts", "experts by sigmoids", "experts of all", "experts"],
 }
 
 
@@ -714,9 +739,10 @@ class NativeModel:
                     self.model, layer, own.encode(), values.ctypes.data, len(values)
                 )
             else:
-                self.kept.append(packed := quantize(F32, values))
+                matrices = values.reshape(-1, *values.shape[-2:])
+                self.kept.append(packed := np.concatenate([quantize(F32, one) for one in matrices]))
                 status = self.native.specbeam_model_matrix(
-                    self.model, layer, own.encode(), F32, *values.shape, packed.ctypes.data, packed.size
+                    self.model, layer, own.encode(), F32, *matrices.shape, packed.ctypes.data, packed.size
                 )
             assert status == 0, name
         assert self.native.specbeam_model_incomplete(self.model) is None
@@ -798,8 +824,11 @@ class Reference:
             scores = part.softcap * np.tanh(scores / part.softcap)
         back = np.arange(n)[:, None] - np.arange(n)
         scores[:, (back < 0) | (back >= (part.window or n))] = -np.inf
-        shares = np.exp(scores - scores.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
+        highest = scores.max(-1, keepdims=True)
+        shares, sink = np.exp(scores - highest), 0
+        if part.sinks:
+            sink = np.exp(self.own[f"{name}.sinks.weight"][:, None, None] - highest)
+        shares /= shares.sum(-1, keepdims=True) + sink
         return self.product(f"{name}.output", np.einsum("hqk,khd->qhd", shares, values).reshape(n, -1))
 
     def turned(self, norm, part, heads):
@@ -822,6 +851,33 @@ class Reference:
         up = self.product(f"{name}.{'gate_up' if part.gated else 'up'}", x)
         gate, up = np.split(up, 2, axis=1) if part.gated else (up, 1)
         return self.product(f"{name}.down", activated(part, gate) * up)
+
+    def experts(self, name, part, x):
+        logits = self.product(f"{name}.router", x)
+        if part.scoring == "sigmoid":
+            scores = 1 / (1 + np.exp(-logits))
+        else:
+            scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        ranks = scores + self.own.get(f"{name}.selection_bias.weight", 0)
+        out = np.zeros_like(x)
+        for row, (own, rank) in enumerate(zip(scores, ranks, strict=True)):
+            chosen = np.argsort(-rank)[: part.experts_per_token]
+            weights = own[chosen] / own[chosen].sum() if part.normalized else own[chosen]
+            for expert, weight in zip(chosen, weights * part.weight_scale, strict=True):
+                gate, up = (self.of_expert(f"{name}.{half}", expert, x[row]) for half in ("gate", "up"))
+                out[row] += weight * self.of_expert(f"{name}.down", expert, self.activated(part, gate, up))
+        return out
+
+    def of_expert(self, name, expert, x):
+        weights = self.own[f"{name}.weight"]
+        biases = self.own.get(f"{name}.bias", np.zeros(weights.shape[:2])).reshape(weights.shape[:2])
+        return weights[expert] @ x + biases[expert]
+
+    def activated(self, part, gate, up):
+        if part.swiglu_limit is not None:
+            gate, up = np.minimum(gate, part.swiglu_limit), np.clip(up, -part.swiglu_limit, part.swiglu_limit)
+            return (up + 1) * gate / (1 + np.exp(-part.swiglu_alpha * gate))
+        return activated(part, gate) * up
 
     def short_convolution(self, name, part, x):
         before, after, x = np.split(self.product(f"{name}.input", x), 3, axis=1)
@@ -892,7 +948,7 @@ def test_the_torch_backend_runs_them_as_numpy_does(order):
         check_tensors=lambda expected: None,
         sources=lambda name: [name],
         shape=lambda name: own[name].shape,
-        read=lambda name, start, stop: own[name][start:stop],
+        read=lambda name, start, stop: (np.concatenate(own[name]) if own[name].ndim == 3 else own[name])[start:stop],
         rows=lambda name, numbers: own[name][numbers],
     )
     backend, tokens = TorchBackend(checkpoint, "cpu", "float32"), np.random.default_rng(3).integers(0, VOCAB, 60)
@@ -964,7 +1020,7 @@ def test_kernels_refuse_parameters_that_are_not_in_the_model():
     matrix, vector = np.zeros(size, np.uint8), np.zeros(2, np.float32)
 
     def add_matrix(layer, name):
-        return native.specbeam_model_matrix(model, layer, name, F32, 2, 2, matrix.ctypes.data, size)
+        return native.specbeam_model_matrix(model, layer, name, F32, 1, 2, 2, matrix.ctypes.data, size)
 
     def add_vector(layer, name, size=2):
         return native.specbeam_model_vector(model, layer, name, vector.ctypes.data, size)

@@ -8,9 +8,9 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import pytest
 import torch
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType, get_tensor_name_map, quants
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as ValueType
-from gguf import GGUFWriter, RopeScalingType, get_tensor_name_map, quants
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,12 +60,28 @@ def interleave(weight, heads):
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2"}
+NAMED = {
+    **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2", "mixtral": "llama"},
+    **{"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"},
+    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
+    **{"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
+}
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
-WITHOUT_KEY_LENGTH |= {"cohere2"}
+WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe"}
 LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-NAMED |= {"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"}
-NAMED |= {"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"}
+
+
+def expert_tensors(config, name, array):
+    """The tensors that llama.cpp's converter makes of a stacked tensor of experts, by their names."""
+    kind = "bias" if name.endswith("bias") else "weight"
+    layer, stacked = name.split(".")[2], "gate_up" if "gate_up" in name else "down"
+    if config.model_type == "gpt_oss":  # [experts, in, out], and gate and up alternate
+        array = array.swapaxes(1, 2) if kind == "weight" else array
+        parts = (array[:, ::2], array[:, 1::2])
+    else:
+        parts = np.split(array, 2, axis=1) if stacked == "gate_up" else ()
+    parts = {"gate": parts[0], "up": parts[1]} if stacked == "gate_up" else {"down": array}
+    return {f"blk.{layer}.ffn_{part}_exps.{kind}": np.ascontiguousarray(own) for part, own in parts.items()}
 
 
 def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metadata):
@@ -80,13 +96,13 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
     rope = getattr(config, "rope_parameters", None) or {}
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // heads
-    kv_heads = heads if architecture.startswith("gpt") else config.num_key_value_heads
+    kv_heads = heads if architecture in ("gpt2", "gpt_neox") else config.num_key_value_heads
     writer = GGUFWriter(path, named)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(hidden)
     writer.add_block_count(config.num_hidden_layers)
     inner = 4 * hidden if named == "gpt2" else config.intermediate_size
-    if named == "lfm2":
+    if named in ("lfm2", "lfm2moe"):
         inner = len(model.state_dict()["model.layers.0.feed_forward.w1.weight"])  # config.json may have another width
         kv_heads = [kv_heads * (kind != "conv") for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -99,7 +115,16 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         writer.add_head_count_kv(kv_heads)
     if named not in WITHOUT_KEY_LENGTH:
         writer.add_key_length(head_dim)
-    if named == "lfm2":
+    if experts := getattr(config, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if architecture not in ("olmoe", "mixtral"):
+            writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if named == "lfm2moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if named in ("lfm2", "lfm2moe"):
         writer.add_layer_norm_rms_eps(config.norm_eps)
     elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -141,7 +166,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
                 writer.add_tensor(f"rope_factors_{length}.weight", np.array(base[f"{length}_factor"], np.float32))
     if hasattr(config, "use_parallel_residual"):
         writer.add_parallel_residual(config.use_parallel_residual)
-    if named in ("gemma2", "gemma3", "phi3") and config.sliding_window:
+    if named in ("gemma2", "gemma3", "phi3", "gpt-oss") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if architecture == "olmo3":
         writer.add_sliding_window(config.sliding_window)
@@ -193,10 +218,16 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
             array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
         if named in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
+        if ".experts." in name:
+            for there, own in expert_tensors(config, name, array).items():
+                form = Type.F32 if there.endswith("bias") else kind
+                writer.add_tensor(there, quants.quantize(own, form), raw_dtype=form)
+            continue
         filters = "conv.conv" in name
         array = array.squeeze(1) if filters else array
-        exact = filters or array.ndim == 1
-        name += ".weight" if name.endswith("layer_scalar") else ""
+        exact = filters or array.ndim == 1 or name.endswith((".gate.weight", ".router.weight"))
+        name += ".weight" if name.endswith(("layer_scalar", ".sinks")) else ""
+        name = name.replace("expert_bias", "expert_bias.bias")
         there, form = names.get_name(name, try_suffixes=(".weight", ".bias")), Type.F32 if exact else kind
         array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
         writer.add_tensor(there, array, raw_dtype=form)
@@ -279,6 +310,11 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("seed_oss", {}),
         ("starcoder2", {}),
         ("cohere2", {"sliding_window": 5, "num_hidden_layers": 5, "tie_word_embeddings": True}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("olmoe", {}),
+        ("mixtral", {}),
+        ("gpt_oss", {"num_hidden_layers": 4}),
+        ("lfm2_moe", {"tie_word_embeddings": True}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),
@@ -390,7 +426,10 @@ def test_numbers_may_differ_between_layers():
         ("llama", "rope.dimension_count", 4, "llama.rope.dimension_count = 4 is not supported"),
         ("llama", "attention.value_length", 16, "llama.attention.value_length = 16 is not supported"),
         ("llama", "attention.causal", False, "attention is not causal"),
-        ("llama", "expert_count", 8, "with experts"),
+        ("qwen2", "expert_count", 8, "with experts"),
+        ("llama", "expert_count", 8, "num_experts_per_tok = 0, which is no size"),
+        ("qwen3_moe", "expert_used_count", 9, "gives each token 9 experts, but has 8"),
+        ("lfm2_moe", "expert_gating_func", 1, "lfm2moe.expert_gating_func = 1 is not supported"),
         ("llama", "attention.head_count_kv", [2, 2], "llama.attention.head_count_kv has 2 values, .* has 3 layers"),
         (
             "llama",

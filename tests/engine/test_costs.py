@@ -2,16 +2,22 @@
 
 import math
 import re
+from itertools import combinations, product
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 
 import specbeam
 from specbeam import Options, SpecbeamError
+from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parameters import expert_use
+from specbeam.checkpoints.parts.experts import Experts, ExpertUse
+from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.drafting.policy import SharedCost
 from specbeam.drafting.policy.controller import Controller, Sizes
 from specbeam.engine import costs
-from specbeam.engine.costs import CostTable, PassTimes
+from specbeam.engine.costs import UNMEASURED_SECONDS, CostTable, PassTimes
 from specbeam.engine.setup import make_setup
 from tests.conftest import run_alone, table_of_costs
 
@@ -197,3 +203,22 @@ def test_passes_that_go_ahead_have_times_of_their_own():
     ahead.measure(1, 2.0)
     assert ahead.expected(1) == 2.0 < single.expected(1)
     assert ahead.expected(16) == single.expected(16)  # wide passes take too long to go ahead
+
+
+@pytest.mark.parametrize(("experts", "used", "nodes"), [(4, 2, 1), (4, 2, 3), (5, 1, 4), (3, 3, 2)])
+def test_nodes_read_as_many_experts_as_they_choose_on_average(experts, used, nodes):
+    """Over all choices that the nodes may make. The cost of a pass grows with the experts that it reads."""
+    choices = product(combinations(range(experts), used), repeat=nodes)
+    mean = np.mean([len(set().union(*chosen)) for chosen in choices])
+    assert ExpertUse(0.5, experts, used).growth(nodes) == pytest.approx(mean / used)
+    expected = PassTimes(experts=ExpertUse(0.5, experts, used)).expected(nodes)
+    dense = PassTimes().expected(nodes)
+    assert expected == pytest.approx(dense + UNMEASURED_SECONDS * 0.5 * (mean / used - 1))
+
+
+def test_a_model_says_what_its_passes_read_of_experts():
+    parts = Experts(num_experts=8, experts_per_token=2, intermediate_size=30), MLP(intermediate_size=40)
+    config = Config("tiny", 50, 20, tuple((part,) for part in parts), 64, 1e-5)
+    of_experts, others = 2 * 3 * 30 * 20, 8 * 20 + 3 * 40 * 20 + 50 * 20 + 3 * 20
+    assert expert_use(config) == pytest.approx((of_experts / (of_experts + others), 8, 2))
+    assert expert_use(Config("tiny", 50, 20, (parts[1:],), 64, 1e-5)) is None

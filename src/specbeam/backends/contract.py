@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends import devices
+from specbeam.checkpoints.parts.experts import ExpertUse
 from specbeam.core.selection import AttentionProbe, Logits, NextBeams, Selection, SelectionRequest
 
 Source = NDArray[np.int64] | NDArray[np.float32]
@@ -76,6 +77,8 @@ class Backend(Protocol):
     """The longest window of attention in any layer, in tokens. None if a layer sees all tokens."""
     slot_bytes: int
     """Bytes of keys and values per slot."""
+    expert_use: ExpertUse | None = None
+    """What a pass reads of its experts. None for a model without experts."""
     has_threads: bool = False
     """Whether its passes run on its own threads, not on PyTorch's."""
     encoder_reads: Literal["tokens", "audio"] | None = None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts.experts import Experts
 from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.stems import PLAIN_STEM, TokenStem
@@ -219,6 +220,7 @@ class Usual(NamedTuple):
 
     attention: partial[Attention]
     mlp: partial[MLP]
+    experts: partial[Experts]
 
 
 class Architecture:
@@ -234,16 +236,23 @@ class Architecture:
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
         tokenizer_class: of its folders, as transformers knows it; None if it knows none.
-        attention, mlp, features: fields of :class:`Attention`, :class:`MLP` and :class:`Config` that all its models
-            share. A config.json names its activation itself.
+        attention, mlp, experts, features: fields of :class:`Attention`, :class:`MLP`, :class:`Experts` and
+            :class:`Config` that all its models share. A config.json names its activation itself.
+        has_experts: whether its GGUF files may have experts.
+        yarn_truncated: whether YaRN's blend in its GGUF files begins and ends at integers of features.
         layer_kinds: the values of ``layer_types`` in config.json that it has.
         allowed_flags: values of keys of config.json that are true, and change no text.
         has_heads_by_kind: whether the heads of layers with a window have sizes of their own, which its GGUF files name.
         folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
-            ``{q,k,v}`` stands for several modules, whose rows are stacked in this order. A name that ends with ``!`` is
+            ``{q,k,v}`` stands for several modules, whose rows are stacked in this order. ``*`` stands for all experts,
+            also where one tensor has them all. A name that ends with ``!`` is
             that of a tensor; other tensors have ``.weight`` or ``.bias`` after the name of their module.
         gguf_keys: the keys that only its GGUF files have, with the types that llama.cpp takes.
         gguf_tensors: the same as ``folder_tensors`` for GGUF files.
+        folder_renamed: pieces of the names of tensors that transformers 5 writes, and what ``folder_tensors`` has in
+            their place.
+        experts_transposed: where a folder stacks the matrices of experts, they are [in, out], and the rows of gate and
+            up alternate.
         folder_ignored, gguf_ignored: ends of the names of tensors in files that are no parameters.
         folder_zeros, gguf_zeros: ends of the names of biases that a folder or a GGUF file leaves out, because they are
             zeros.
@@ -263,6 +272,9 @@ class Architecture:
     tokenizer_class: ClassVar[str | None] = None
     attention: ClassVar[dict[str, Any]] = {}
     mlp: ClassVar[dict[str, Any]] = {}
+    experts: ClassVar[dict[str, Any]] = {}
+    has_experts: ClassVar[bool] = False
+    yarn_truncated: ClassVar[bool] = True
     features: ClassVar[dict[str, Any]] = {}
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
     allowed_flags: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -277,6 +289,11 @@ class Architecture:
         "blocks.N.mlp_norm": "model.layers.N.post_attention_layernorm",
         "blocks.N.mlp.gate_up": "model.layers.N.mlp.{gate,up}_proj",
         "blocks.N.mlp.down": "model.layers.N.mlp.down_proj",
+        "blocks.N.experts_norm": "model.layers.N.post_attention_layernorm",
+        "blocks.N.experts.router": "model.layers.N.mlp.gate",
+        "blocks.N.experts.gate": "model.layers.N.mlp.experts.*.gate_proj",
+        "blocks.N.experts.up": "model.layers.N.mlp.experts.*.up_proj",
+        "blocks.N.experts.down": "model.layers.N.mlp.experts.*.down_proj",
         "norm": "model.norm",
         "head": "lm_head",
     }
@@ -295,9 +312,17 @@ class Architecture:
         "blocks.N.mlp.up": "blk.N.ffn_up",
         "blocks.N.mlp.down": "blk.N.ffn_down",
         "blocks.N.post_mlp_norm": "blk.N.post_ffw_norm",
+        "blocks.N.experts_norm": "blk.N.ffn_norm",
+        "blocks.N.experts.router": "blk.N.ffn_gate_inp",
+        "blocks.N.experts.selection_bias": "blk.N.exp_probs_b.bias!",
+        "blocks.N.experts.gate": "blk.N.ffn_gate_exps",
+        "blocks.N.experts.up": "blk.N.ffn_up_exps",
+        "blocks.N.experts.down": "blk.N.ffn_down_exps",
         "norm": "output_norm",
         "head": "output",
     }
+    folder_renamed: ClassVar[dict[str, str]] = {}
+    experts_transposed: ClassVar[bool] = False
     folder_ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     gguf_ignored: ClassVar[tuple[str, ...]] = ()
     folder_zeros: ClassVar[tuple[str, ...]] = ()

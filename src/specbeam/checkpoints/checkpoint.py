@@ -204,7 +204,10 @@ class Checkpoint(ABC):
         return DTYPES.get(commonest, commonest)
 
     def read(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows start to stop of a tensor, float32, dequantized and in our order. Several threads may call it."""
+        """Rows start to stop of a tensor, float32, dequantized and in our order. Several threads may call it.
+
+        The matrices of experts lie one below the other.
+        """
         order = self.order(source)
         if order is None:
             return self.read_stored(source, start, stop)
@@ -267,8 +270,8 @@ class Checkpoint(ABC):
         """The kind of blocks in which a tensor is stored, by llama.cpp's numbers; None for a tensor without blocks."""
         return None
 
-    def raw(self, source: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor in blocks, in the order of the file."""
+    def raw(self, source: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows start to stop of a tensor in blocks, in the order of the file, as GGUF files have them."""
         raise NotImplementedError
 
     def place(self, source: str) -> tuple[Path, str]:

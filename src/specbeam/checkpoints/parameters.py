@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.parts.experts import Experts, ExpertUse
 from specbeam.checkpoints.parts.part import Parameter, Parameters, Part, norm
 from specbeam.errors import SpecbeamError
 
@@ -16,7 +19,8 @@ from specbeam.errors import SpecbeamError
 def parameters(config: Config) -> dict[str, Parameter]:
     """Each parameter by its name, in the order in which packed weights have them.
 
-    Matrices are [out, in]. Query, key and value weights are stacked into one matrix, and so are gate and up.
+    Matrices are [out, in], and the matrices of experts are [experts, out, in]. Query, key and value weights are stacked
+    into one matrix, and so are gate and up.
     """
     own = dict(_parameters(config))
     if not config.tied_head:
@@ -48,6 +52,23 @@ def parts_by_parameter(config: Config) -> dict[str, Part]:
     if config.encoder is not None:
         parts |= {f"encoder.{name}": part for name, part in parts_by_parameter(config.encoder).items()}
     return parts
+
+
+def expert_use(config: Config) -> ExpertUse | None:
+    """What a pass of a decoder reads of its experts; None without any. Of an embedding alone it reads little."""
+    layers = [part for part in config.parts if isinstance(part, Experts)]
+    if not layers:
+        return None
+    owners = parts_by_parameter(config)
+    of_experts = others = 0.0
+    for name, (shape, *_) in parameters(config).items():
+        part = owners.get(name)
+        if isinstance(part, Experts) and len(shape) == 3:
+            of_experts += prod(shape) * part.experts_per_token / part.num_experts
+        elif config.tied_head or name != "embedding.weight":
+            others += prod(shape)
+    count, used = (mean(getattr(part, name) for part in layers) for name in ("num_experts", "experts_per_token"))
+    return ExpertUse(of_experts / (of_experts + others), count, used)
 
 
 def are_finite(weights: NDArray[np.float32]) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
+from specbeam.checkpoints.parts.experts import ExpertUse
 from specbeam.errors import SpecbeamError, shown
 
 NODES_PER_NOMINAL_COST = 32
@@ -30,9 +31,10 @@ MAX_NODE_COST_RATIO = 2
 """One pass changes the seconds per node by at most this factor: another program may have slowed it down."""
 
 
-def nominal_cost(nodes: float) -> float:
-    """The estimated cost of a pass, in passes over one node."""
-    return 1 + nodes / NODES_PER_NOMINAL_COST
+def nominal_cost(nodes: float, experts: ExpertUse | None = None) -> float:
+    """The estimated cost of a pass, in passes over one node. More nodes read more of the experts, if there are any."""
+    cost = 1 + nodes / NODES_PER_NOMINAL_COST
+    return cost if experts is None else cost + experts.share * (experts.growth(nodes) - 1)
 
 
 class Costs(Protocol):
@@ -100,10 +102,11 @@ class PassTimes:
 
     Args:
         fallback: the times to expect for sizes that were not measured.
+        experts: what the backend's passes read of experts.
     """
 
-    def __init__(self, fallback: PassTimes | None = None) -> None:
-        self._fallback = fallback
+    def __init__(self, fallback: PassTimes | None = None, experts: ExpertUse | None = None) -> None:
+        self._fallback, self._experts = fallback, experts
         self._measured: list[Measured] = []  # by size, ascending. Replaced as a whole, because other threads read it
         self._first: dict[float, tuple[float, int]] = {}  # by size, the first pass, which may have been slow
         self._expected: dict[int, float] = {}  # since the last measurement
@@ -164,24 +167,27 @@ class PassTimes:
     def _estimate(self, nodes: int) -> float:
         measured = self._measured
         if not measured:
-            return UNMEASURED_SECONDS * nominal_cost(nodes)
+            return UNMEASURED_SECONDS * self._nominal(nodes)
         smallest = measured[0]
         smaller = [entry for entry in measured if entry.nodes <= nodes]
         if not smaller and _size(max(1, nodes)) >= smallest.size:  # in the first bin
-            return smallest.seconds * nominal_cost(nodes) / nominal_cost(smallest.nodes)
+            return smallest.seconds * self._nominal(nodes) / self._nominal(smallest.nodes)
         if not smaller:  # below all measured sizes: a share of the smallest, and little for each further node
             one_node = smallest.seconds / smallest.nodes
-            return min(one_node * nominal_cost(nodes) / nominal_cost(1), smallest.seconds)
+            return min(one_node * self._nominal(nodes) / self._nominal(1), smallest.seconds)
         below = smaller[-1]
         above = measured[len(smaller)] if len(smaller) < len(measured) else None
         if above is not None and above.size <= MAX_SIZE_RATIO * below.size:
             return below.seconds + _slope(below, above) * (nodes - below.nodes)
-        growth = nominal_cost(nodes) / nominal_cost(below.nodes)
+        growth = self._nominal(nodes) / self._nominal(below.nodes)
         if len(smaller) > 1 and below.size <= MAX_SIZE_RATIO * smaller[-2].size:
             further = _slope(smaller[-2], below) * (nodes - below.nodes)  # on with the slope between the last two
             growth = max(growth, min(1 + further / below.seconds, nodes / below.nodes))
         expected = below.seconds * growth
         return expected if above is None else min(expected, above.seconds)
+
+    def _nominal(self, nodes: float) -> float:
+        return nominal_cost(nodes, self._experts)
 
 
 def _size(nodes: int) -> float:
@@ -201,5 +207,6 @@ _pass_times: WeakKeyDictionary[Backend, tuple[PassTimes, PassTimes]] = WeakKeyDi
 
 def pass_times(backend: Backend, ahead: bool = False) -> PassTimes:
     """Measured costs, as :class:`Costs` says. They outlive an engine, and all engines share them."""
-    single, several = _pass_times.setdefault(backend, (single := PassTimes(), PassTimes(single)))
+    single = PassTimes(experts=backend.expert_use)
+    single, several = _pass_times.setdefault(backend, (single, PassTimes(single, backend.expert_use)))
     return several if ahead else single

@@ -29,6 +29,7 @@ from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.description import description
+from specbeam.checkpoints.parameters import expert_use
 from specbeam.core.selection import AttentionProbe, NextBeams, Selection, SelectionRequest
 from specbeam.errors import SpecbeamError, not_allowed, wrong_value
 from specbeam.system.fork_guard import fork_guard
@@ -50,7 +51,7 @@ class CpuBackend(Backend):
 
     Args:
         quantize: "keep" (the values of a quantized GGUF file), "int8", "int4", "float32" or "auto". "auto" is "keep"
-            for a quantized GGUF file, else "int8".
+            for a quantized GGUF file, else "int8". Both keep MXFP4's values.
         threads: the number of threads per pass [$SPECBEAM_THREADS, else the processors this process may use].
         isa: the instruction set, "avx512", "avxvnni", "avx2", "neon" or "portable" [the best of this machine].
 
@@ -77,6 +78,7 @@ class CpuBackend(Backend):
         self.weights_digest = hashlib.sha256(f"{self._weights.digest} {description(config)}".encode()).hexdigest()
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window
+        self.expert_use = expert_use(config)
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so integers are enough.
         integer_cache = self.quantize != "float32"
         try:
@@ -272,7 +274,15 @@ class CpuBackend(Backend):
         else:
             status = any(
                 self._library.specbeam_model_matrix(
-                    self._model, layer, own.encode(), p.format, p.rows, p.columns, self._weights.address(p), p.size
+                    self._model,
+                    layer,
+                    own.encode(),
+                    p.format,
+                    p.matrices,
+                    p.rows,
+                    p.columns,
+                    self._weights.address(p),
+                    p.size,
                 )
                 for p in parts
             )
@@ -303,7 +313,8 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
         needs = f"needs a quantized GGUF file, and {checkpoint.path} is not quantized: give int8, int4 or float32"
         raise wrong_value("quantize", quantize, needs)
     if quantize == "auto":
-        return "keep" if checkpoint.quantized else "int8"
+        # Of a folder, only experts are quantized (MXFP4), which int8 keeps. Other matrices would become float32.
+        return "keep" if checkpoint.quantized and not checkpoint.path.is_dir() else "int8"
     return quantize
 
 

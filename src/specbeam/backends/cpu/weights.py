@@ -10,7 +10,10 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +25,7 @@ from specbeam.checkpoints.files import Extent, fingerprint
 from specbeam.checkpoints.parameters import not_finite, parameters
 from specbeam.checkpoints.sources import packed
 from specbeam.errors import SpecbeamError
-from specbeam.system.machine import keep_in_memory, usable_processors
+from specbeam.system.machine import keep_in_memory, usable_memory, usable_processors
 
 logger = logging.getLogger("specbeam")
 
@@ -49,6 +52,7 @@ class Part:
         source: the name of the checkpoint's tensor.
         raw: whether the blocks of the GGUF file keep their values.
         offset, size: of its bytes in the packed data.
+        matrices: how many of this size there are, one after the other: one for each expert.
     """
 
     name: str
@@ -59,11 +63,17 @@ class Part:
     raw: bool
     offset: int
     size: int
+    matrices: int = 1
 
     @property
     def is_vector(self) -> bool:
         """A matrix has whole blocks of 16 rows, even if there is only one row."""
         return self.size == 4 * self.columns
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """Its fields as the header of a packed file has them: without ``matrices`` where there is one."""
+        return {name: value for name, value in asdict(self).items() if name != "matrices" or value != 1}
 
 
 class Weights:
@@ -122,14 +132,20 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
         mode: "keep", "int8", "int4" or "float32". "keep" takes the blocks of a quantized GGUF file with the same
             values, and other tensors in float32. Blocks without a format here, such as Q3_K, become int8. "int8" is
             groups of 32 with a scale. "int4" is groups of 32 with a scale and a minimum, but int8 for embedding and
-            head.
+            head. In both, MXFP4 keeps its values.
 
     Raises:
-        SpecbeamError: a tensor is missing or unknown, the configuration asks for another shape, or weights are not
-            finite.
+        SpecbeamError: a tensor is missing or unknown, the configuration asks for another shape, weights are not finite,
+            or all of them are larger than the memory.
     """
     tables = _tables(checkpoint)
     plan, size = _plan(checkpoint, mode)
+    if size > (memory := usable_memory().total):
+        raise SpecbeamError(
+            f"{checkpoint.path}: the weights take {size / 1e9:.3g} GB with quantize={mode!r}, and this process may use "
+            f"{memory / 1e9:.3g} GB of memory: load it in fewer bits, or give a smaller model",
+            option="quantize",
+        )
     if mode == "float32" or size < MIN_FILE_BYTES:  # float32 weights would copy the checkpoint
         return Weights(plan, tables, _pack(checkpoint, plan, _room(size)))
     path = _path(checkpoint, mode)
@@ -142,7 +158,7 @@ def _digest(parts: list[Part], tables: Mapping[str, Table], data: NDArray[np.uin
 
     def hashed(part: Part) -> str:
         content = hashlib.sha256(data[part.offset : part.offset + part.size].data).hexdigest()
-        return f"{part.name} {part.format} {part.rows} {part.columns} {content}\n"
+        return f"{part.name} {part.format} {part.matrices * part.rows} {part.columns} {content}\n"
 
     with ThreadPoolExecutor(usable_processors()) as threads:
         of_tables = threads.map(lambda name: f"{name} {tables[name].digest()}\n", sorted(tables))
@@ -184,25 +200,27 @@ def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
     described = parameters(checkpoint.config)
     checkpoint.check_tensors(described)
     formats = library().enums["Format"]
-    f32, q8, q4 = (formats[name] for name in ("f32_rows", "q8", "q4_min"))
+    f32, q8, q4, mxfp4 = (formats[name] for name in ("f32_rows", "q8", "q4_min", "mxfp4"))
     parts, offset, tables = [], 0, _tables(checkpoint)
     for name, parameter in described.items():
         if name in tables:
             continue
         shape, min_bits = parameter.shape, parameter.min_bits
         for source in checkpoint.sources(name):
-            rows = checkpoint.shape(source)[0]
+            *matrices, rows = checkpoint.shape(source)[: max(1, len(shape) - 1)]
             if len(shape) == 1:
                 parts.append(Part(name, source, f32, 1, rows, False, offset, 4 * rows))
             else:
                 kind = checkpoint.blocks(source)
                 own = -1 if kind is None else library().specbeam_format_of(kind)
-                raw = mode == "keep" and own >= 0 and min_bits < 32
+                kept = own >= 0 if mode == "keep" else own == mxfp4 and mode != "float32"
+                raw = kept and min_bits < 32
                 other = q8 if kind is not None else f32  # a quantized file is too large in float32
                 chosen = own if raw else {"keep": other, "int8": q8, "int4": q4 if min_bits < 8 else q8}.get(mode, f32)
                 chosen = f32 if min_bits == 32 else chosen
-                size = library().specbeam_matrix_bytes(chosen, rows, shape[1])
-                parts.append(Part(name, source, chosen, rows, shape[1], raw, offset, size))
+                count = prod(matrices)
+                size = count * library().specbeam_matrix_bytes(chosen, rows, shape[-1])
+                parts.append(Part(name, source, chosen, rows, shape[-1], raw, offset, size, count))
             offset += -(-parts[-1].size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return parts, offset
 
@@ -230,29 +248,36 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
 
         yield part.columns, vector
         return
-    blocks = -(-part.rows // 16)
-    block_size = part.size // blocks
+    matrix_size = part.size // part.matrices
+    block_size = matrix_size // -(-part.rows // 16)
     step = max(1, PIECE_ELEMENTS // (16 * part.columns)) * 16  # whole blocks
-    for start in range(0, part.rows, step):
+    for number, start in product(range(part.matrices), range(0, part.rows, step)):
         stop = min(start + step, part.rows)
 
-        def fill(start: int = start, stop: int = stop) -> None:
-            if part.raw:
-                data, order = checkpoint.raw(part.source), checkpoint.order(part.source)
+        def fill(number: int = number, start: int = start, stop: int = stop) -> None:
+            own = out[number * matrix_size : (number + 1) * matrix_size]
+            first, to = number * part.rows, own[start // 16 * block_size :]
+            if part.raw and (order := checkpoint.order(part.source)) is not None:
+                data = checkpoint.raw(part.source, 0, part.rows)
                 status = library().specbeam_pack(
                     checkpoint.blocks(part.source),
                     data.ctypes.data,
                     data.size,
                     part.rows,
                     part.columns,
-                    None if order is None else order.ctypes.data,
+                    order.ctypes.data,
                     start // 16,
                     -(-stop // 16),
-                    out.ctypes.data,
+                    own.ctypes.data,
+                )
+            elif part.raw:
+                data, rows = checkpoint.raw(part.source, first + start, first + stop), stop - start
+                kind, blocks = checkpoint.blocks(part.source), -(-rows // 16)
+                status = library().specbeam_pack(
+                    kind, data.ctypes.data, data.size, rows, part.columns, None, 0, blocks, to.ctypes.data
                 )
             else:
-                values = _floats(checkpoint, part.source, start, stop)
-                to = out[start // 16 * block_size :]
+                values = _floats(checkpoint, part.source, first + start, first + stop)
                 status = library().specbeam_quantize(
                     part.format, values.ctypes.data, stop - start, part.columns, to.ctypes.data
                 )
@@ -296,7 +321,7 @@ def _read(path: Path, plan: list[Part], tables: Mapping[str, Table], size: int) 
             if head[:8] != FILE_MAGIC or length > 1 << 26:
                 raise ValueError("its header is wrong")
             header, start = json.loads(file.read(length)), _data_start(length)
-            if header["parts"] != [asdict(part) for part in plan]:
+            if header["parts"] != [part.stated for part in plan]:
                 raise ValueError("it holds other tensors")
             if os.fstat(file.fileno()).st_size != start + size:
                 raise ValueError("its size is wrong")
@@ -366,7 +391,7 @@ def _data_start(header: int) -> int:
 def _header(parts: list[Part], fingerprint: str, digest: str) -> bytes:
     """The header, whose length does not depend on the digests. The fingerprint is of samples, the digest of all."""
     digests = {"fingerprint": f"{fingerprint:32}", "digest": f"{digest:64}"}
-    return json.dumps({**digests, "parts": [asdict(part) for part in parts]}).encode()
+    return json.dumps({**digests, "parts": [part.stated for part in parts]}).encode()
 
 
 def _fingerprint(path: Path, parts: list[Part], start: int) -> str:

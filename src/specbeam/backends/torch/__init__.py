@@ -21,7 +21,7 @@ from specbeam.backends.torch.tensors import are_finite, digest_of, to_device
 from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.description import description
-from specbeam.checkpoints.parameters import not_finite, parameters
+from specbeam.checkpoints.parameters import expert_use, not_finite, parameters
 from specbeam.errors import SpecbeamError
 
 PIECE_ELEMENTS = 1 << 20
@@ -53,6 +53,7 @@ class TorchBackend(TensorBackend):
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.window = config.window
+        self.expert_use = expert_use(config)
         self.features_shape = config.features_shape
         self.cross_heads = config.cross_heads
         if (encoder := config.encoder) is not None:
@@ -158,8 +159,11 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: str, dtype:
 def _pieces(checkpoint: Checkpoint, name: str, parameter: Tensor) -> Iterator[Piece]:
     """Jobs that each fill some rows of a parameter."""
     row = 0
+    if parameter.ndim == 3:  # the matrices of experts, one below the other
+        parameter = parameter.flatten(0, 1)
     for source in checkpoint.sources(name):
-        rows = checkpoint.shape(source)[0]
+        shape = checkpoint.shape(source)
+        rows = prod(shape[:-1]) if len(shape) == 3 else shape[0]
         step = max(1, PIECE_ELEMENTS // prod(parameter.shape[1:]))
         for start in range(0, rows, step):
             stop = min(start + step, rows)

@@ -46,6 +46,28 @@ class Weights(nn.Module):
         return linear(x, self.weight[:rows], None if self.bias is None else self.bias[:rows])
 
 
+class ExpertWeights(nn.Module):
+    """A matrix [out, in] for each expert, and perhaps a bias [out]."""
+
+    def __init__(self, experts: int, rows: int, columns: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, rows, columns), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(experts * rows), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        """The product [n, out] of an expert."""
+        bias = None if self.bias is None else self.bias.view(len(self.weight), -1)[expert]
+        return linear(x, self.weight[expert], bias)
+
+
+class Vector(nn.Module):
+    """Numbers [n] that are no norm's."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+
 class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019), or LayerNorm (Ba et al. 2016), over the last dimension."""
 
@@ -73,13 +95,16 @@ class Scale(nn.Module):
 
 
 def add_modules(module: nn.Module, parameters: Parameters, config: Config) -> None:
-    """Give a module the products and norms that have these parameters, each under its own name.
+    """Give a module the products, norms and vectors that have these parameters, each under its own name.
 
     Tables that stay in the checkpoint's file are no parameters here.
     """
     shapes = {name: parameter.shape for name, parameter in parameters if not parameter.mapped}
-    for name, (rows, *columns) in shapes.items():
+    for name, shape in shapes.items():
         own, _, kind = name.partition(".")
-        if kind == "weight":
-            has_bias = f"{own}.bias" in shapes
-            module.add_module(own, Weights(rows, columns[0], has_bias) if columns else Norm(rows, config))
+        if kind != "weight":
+            continue
+        if len(shape) == 1:
+            module.add_module(own, Norm(*shape, config) if own.endswith("norm") else Vector(*shape))
+        else:
+            module.add_module(own, (Weights if len(shape) == 2 else ExpertWeights)(*shape, f"{own}.bias" in shapes))

@@ -1,4 +1,4 @@
-"""LFM2 (Liquid AI 2025). Most layers have a gated short convolution in place of attention.
+"""LFM2 (Liquid AI 2025). Most layers have a gated short convolution in place of attention. Some models have experts.
 
 GGUF files say which by the number of key heads of each layer, which is 0 there. Their last norm is ``token_embd_norm``.
 """
@@ -11,9 +11,12 @@ from typing import ClassVar
 
 from specbeam.checkpoints.architecture import Architecture, Metadata, Usual
 from specbeam.checkpoints.config import Config, Layer
-from specbeam.checkpoints.parts.part import size
+from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.parts.short_convolution import MAX_KERNEL_SIZE, ShortConvolution
-from specbeam.errors import Unsupported
+from specbeam.errors import SpecbeamError, Unsupported
+
+SIGMOID = 2
+"""``expert_gating_func`` of GGUF files whose routers score by sigmoids."""
 
 
 class LFM2(Architecture):
@@ -82,11 +85,17 @@ class LFM2(Architecture):
             width = int(keys.block_ffn_dim_multiplier * int(2 * width / 3))
             width = -(-width // multiple) * multiple
         mlp = usual.mlp(intermediate_size=width, activation="silu", bias=False)
+        return self._attention_or_convolution(number, usual, keys), mlp
+
+    def _attention_or_convolution(self, number: int, usual: Usual, keys: SimpleNamespace) -> Part:
+        """The first part of a layer of a folder."""
+        if keys.layer_types is None:
+            raise SpecbeamError(f"config.json has no 'layer_types': it does not describe a {self.name} model")
         if keys.layer_types[number] == "full_attention":
-            return usual.attention(), mlp
+            return usual.attention()
         if keys.conv_bias:
-            raise Unsupported("conv_bias is not supported for lfm2")
-        return ShortConvolution(kernel_size=size("conv_L_cache", keys.conv_L_cache, MAX_KERNEL_SIZE)), mlp
+            raise Unsupported(f"conv_bias is not supported for {self.name}")
+        return ShortConvolution(kernel_size=size("conv_L_cache", keys.conv_L_cache, MAX_KERNEL_SIZE))
 
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         return replace(config, norm_eps=keys.norm_eps)
@@ -97,4 +106,65 @@ class LFM2(Architecture):
         return usual.attention() if has_attention else ShortConvolution(kernel_size=kernel_size), usual.mlp()
 
 
-ARCHITECTURES = (LFM2(),)
+class LFM2MoE(LFM2):
+    """LFM2-8B-A1B: experts in place of MLPs, but for the first layers. A bias takes part in the choice of experts."""
+
+    name = "lfm2_moe"
+    gguf_name = "lfm2moe"
+    keys: ClassVar = {
+        "conv_L_cache": (int, 3),
+        "conv_bias": (bool, False),
+        "intermediate_size": (int, 7168),
+        "layer_types": (list[str] | None, None),
+        "max_position_embeddings": (int, 128_000),
+        "moe_intermediate_size": (int, 1792),
+        "norm_eps": (float, 1e-5),
+        "norm_topk_prob": (bool, True),
+        "num_dense_layers": (int, 2),
+        "num_experts": (int, 32),
+        "num_experts_per_tok": (int, 4),
+        "num_key_value_heads": (int, 8),
+        "routed_scaling_factor": (float | int, 1.0),
+        "tie_embedding": (bool, None),
+        "tie_word_embeddings": (bool, True),
+        "use_expert_bias": (bool, True),
+    }
+    older_names: ClassVar = {"num_experts": "num_local_experts"}
+    experts: ClassVar = {"scoring": "sigmoid"}
+    has_experts = True
+    folder_tensors: ClassVar = LFM2.folder_tensors | {
+        "blocks.N.experts_norm": "model.layers.N.ffn_norm",
+        "blocks.N.experts.router": "model.layers.N.feed_forward.gate",
+        "blocks.N.experts.selection_bias": "model.layers.N.feed_forward.expert_bias!",
+        "blocks.N.experts.gate": "model.layers.N.feed_forward.experts.*.w1",
+        "blocks.N.experts.up": "model.layers.N.feed_forward.experts.*.w3",
+        "blocks.N.experts.down": "model.layers.N.feed_forward.experts.*.w2",
+    }
+    gguf_keys: ClassVar = LFM2.gguf_keys | {"leading_dense_block_count": ("uint32",)}
+
+    def derive(self, keys: SimpleNamespace) -> None:
+        if keys.tie_embedding is not None:
+            keys.tie_word_embeddings = keys.tie_embedding
+
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
+        attention = self._attention_or_convolution(number, usual, keys)
+        if number < keys.num_dense_layers:
+            return attention, usual.mlp(activation="silu", bias=False)
+        experts = usual.experts(
+            activation="silu",
+            normalized=keys.norm_topk_prob,
+            selection_bias=keys.use_expert_bias,
+            weight_scale=float(keys.routed_scaling_factor),
+        )
+        return attention, experts
+
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        attention, mlp = super().gguf_layer(number, usual, metadata)
+        metadata.require("expert_gating_func", SIGMOID)
+        if number < metadata.need("leading_dense_block_count", 0):
+            return attention, mlp
+        has_bias = "exp_probs_b.bias" in metadata.in_layers
+        return attention, usual.experts(normalized=True, selection_bias=has_bias)
+
+
+ARCHITECTURES = (LFM2(), LFM2MoE())

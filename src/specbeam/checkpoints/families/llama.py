@@ -1,4 +1,4 @@
-"""Llama and its closest relatives. Mistral adds a sliding window, SmolLM3 leaves some layers without rotation."""
+"""Llama and its closest relatives. Mistral adds a sliding window, Mixtral experts. SmolLM3 lacks some rotations."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Llama(Architecture):
     name = "llama"
     gguf_name = "llama"
     sizes = (32000, 4096, 32, 32)
+    has_experts = True
     keys: ClassVar = {
         "attention_bias": (bool, False),
         "head_dim": (int | None, None),
@@ -35,7 +36,8 @@ class Llama(Architecture):
         require_whole_heads(keys)
 
     def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
-        return whole_heads_rotated(usual.attention(), metadata), usual.mlp()
+        feed_forward = usual.experts(normalized=True) if metadata.need("expert_count", 0) else usual.mlp()
+        return whole_heads_rotated(usual.attention(), metadata), feed_forward
 
     def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
         return rows_of_pairs(source, part)
@@ -57,6 +59,38 @@ class Mistral(Architecture):
         "rms_norm_eps": (float, 1e-6),
         "sliding_window": (int | None, 4096),
     }
+
+
+class Mixtral(Architecture):
+    """Mixtral (Jiang et al. 2024). Its GGUF files carry Llama's name."""
+
+    name = "mixtral"
+    gguf_name = None
+    tokenizer_class = "TokenizersBackend"
+    rope_theta = 1_000_000.0
+    keys: ClassVar = {
+        "head_dim": (int | None, None),
+        "hidden_act": (str, "silu"),
+        "intermediate_size": (int, 14336),
+        "max_position_embeddings": (int, 131072),
+        "num_experts_per_tok": (int, 2),
+        "num_key_value_heads": (int, 8),
+        "num_local_experts": (int, 8),
+        "rms_norm_eps": (float, 1e-5),
+        "sliding_window": (int | None, None),
+    }
+    older_names: ClassVar = {"num_local_experts": "num_experts"}
+    experts: ClassVar = {"normalized": True}
+    folder_tensors: ClassVar = Architecture.folder_tensors | {
+        "blocks.N.experts.router": "model.layers.N.block_sparse_moe.gate",
+        "blocks.N.experts.gate": "model.layers.N.block_sparse_moe.experts.*.w1",
+        "blocks.N.experts.up": "model.layers.N.block_sparse_moe.experts.*.w3",
+        "blocks.N.experts.down": "model.layers.N.block_sparse_moe.experts.*.w2",
+    }
+    folder_renamed: ClassVar = {".mlp.": ".block_sparse_moe."}
+
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
+        return usual.attention(), usual.experts()
 
 
 class SmolLM3(Architecture):
@@ -126,4 +160,4 @@ def whole_heads_rotated(attention: Attention, metadata: Metadata) -> Attention:
     return attention
 
 
-ARCHITECTURES = (Llama(), Mistral(), SmolLM3())
+ARCHITECTURES = (Llama(), Mistral(), Mixtral(), SmolLM3())

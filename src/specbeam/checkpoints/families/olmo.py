@@ -1,4 +1,5 @@
-"""OLMo 2 and 3. Attention and MLP read the hidden states as they are, and their outputs are normed.
+"""OLMo 2 and 3, and OLMoE. In OLMo 2 and 3, attention and MLP read the hidden states as they are, and their outputs are
+normed.
 
 GGUF files of both carry the name of OLMo 2. A file of OLMo 3 has a window.
 """
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 from specbeam.checkpoints.architecture import Architecture, Metadata, Usual, rope_parameters_by_kind
 from specbeam.checkpoints.config import Layer
 from specbeam.checkpoints.rope import Rope
+from specbeam.errors import Unsupported
 
 PERIOD = 4
 """Every how many layers one of OLMo 3 sees the whole text."""
@@ -70,4 +72,36 @@ class OLMo3(OLMo2):
         return rope_parameters_by_kind(keys, thetas)
 
 
-ARCHITECTURES = (OLMo2(), OLMo3())
+class OLMoE(Architecture):
+    """OLMoE (Muennighoff et al. 2024). Norms go over all queries of a node, and over all of its keys."""
+
+    name = "olmoe"
+    gguf_name = "olmoe"
+    tokenizer_class = "GPTNeoXTokenizer"
+    keys: ClassVar = {
+        "attention_bias": (bool, False),
+        "clip_qkv": (float | int | None, None),
+        "hidden_act": (str, "silu"),
+        "intermediate_size": (int, 2048),
+        "max_position_embeddings": (int, 4096),
+        "norm_topk_prob": (bool, False),
+        "num_experts": (int, 64),
+        "num_experts_per_tok": (int, 8),
+        "num_key_value_heads": (int | None, None),
+        "rms_norm_eps": (float, 1e-5),
+    }
+    older_names: ClassVar = {"num_experts": "num_local_experts"}
+    attention: ClassVar = {"qk_norm": "all"}
+    has_experts = True
+
+    def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
+        if keys.clip_qkv is not None:
+            raise Unsupported("clip_qkv is not supported for olmoe")
+        return usual.attention(), usual.experts(normalized=keys.norm_topk_prob)
+
+    def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        metadata.require("attention.clamp_kqv", 0)
+        return usual.attention(), usual.experts()
+
+
+ARCHITECTURES = (OLMo2(), OLMo3(), OLMoE())

@@ -34,6 +34,7 @@ from specbeam.checkpoints.files import (
 from specbeam.checkpoints.formats.adapter import Adapter
 from specbeam.checkpoints.formats.composite import text_model
 from specbeam.checkpoints.formats.folder_config import check_counts, config_from_hugging_face
+from specbeam.checkpoints.formats.folder_experts import MXFP4, MXFP4Tensor, Tensor, with_stacked_experts
 from specbeam.checkpoints.formats.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
 from specbeam.checkpoints.parts.part import Parameter
 from specbeam.checkpoints.tokenizers.folder_tokenizer import tokenizer_from_folder
@@ -66,20 +67,25 @@ class FolderCheckpoint(Checkpoint):
             raise SpecbeamError(f"{path} has no config.json: fetch it, or give a folder as transformers saves models")
         self._config = read_json(path, "config.json")
         named = weight_map(path)
-        self._tensors: dict[str, StoredTensor] = {}
-        self.shapes = {}
+        stored: dict[str, StoredTensor] = {}
         self.weights_by_type = Counter()
         self._weights = sorted(set(named.values())) or [path / WEIGHTS]
         for file in self._weights:
             if not file.is_file():
                 raise missing_weights(path, file)
             for name, tensor in tensors_of(file).items():
-                self._tensors[name], self.shapes[name] = tensor, tensor.shape
-        lost = sorted(set(named) - set(self.shapes))
+                stored[name] = tensor
+        lost = sorted(set(named) - set(stored))
         if lost:
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
-        if not self.shapes:
+        if not stored:
             raise SpecbeamError(f"{path} holds no tensors")
+        architecture = ARCHITECTURES.get(str(self._config.get("model_type")))
+        self._tensors: dict[str, Tensor] = {**stored}
+        if architecture is not None:
+            with refusing(f"{path} cannot be read"):
+                self._tensors = with_stacked_experts(stored, architecture)
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         check_counts(self._config, self.shapes)
         self._text = text_model(self._config, self.shapes)
         for name in self._text.passed_over:
@@ -128,7 +134,8 @@ class FolderCheckpoint(Checkpoint):
 
     @cached_property
     def config(self) -> Config:
-        check_not_quantized(self.path, self._config, self._dtypes)
+        if MXFP4.name not in self.weights_by_type:  # which the kernels multiply as they are
+            check_not_quantized(self.path, self._config, self._dtypes)
         config = config_from_hugging_face(self._text.config, self._text.names or self.shapes)
         if config.tied_head:
             config = self._tied_or_not(config)
@@ -269,6 +276,14 @@ class FolderCheckpoint(Checkpoint):
             return None
         size = prod(tensor.shape) * (4 if tensor.dtype == "F32" else 2)
         return Table(tensor.file, NUMBERS[tensor.dtype], tensor.shape, tensor.begin, size)
+
+    def blocks(self, source: str) -> int | None:
+        return MXFP4.number if isinstance(self._tensors.get(source), MXFP4Tensor) else None
+
+    def raw(self, source: str, start: int, stop: int) -> NDArray[np.uint8]:
+        tensor = self._tensors[source]
+        assert isinstance(tensor, MXFP4Tensor)
+        return tensor.raw(start, stop).ravel()
 
     def read_stored(self, source: str, start: int, stop: int) -> Floats:
         if source in self._zeros:

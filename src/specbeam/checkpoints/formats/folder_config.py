@@ -23,6 +23,7 @@ from specbeam.checkpoints.config import Config, Layer, layer_count
 from specbeam.checkpoints.families import ARCHITECTURES, require_supported
 from specbeam.checkpoints.files import dictionaries, refusing
 from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
+from specbeam.checkpoints.parts.experts import Experts
 from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import size
 from specbeam.checkpoints.rope import (
@@ -162,6 +163,14 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
         "activation": ACTIVATIONS[activation],
     }
 
+    experts_fields: dict[str, Any] = {
+        "num_experts": get("num_experts", "num_local_experts"),
+        "experts_per_token": get("num_experts_per_tok"),
+        "intermediate_size": get("moe_intermediate_size", "intermediate_size"),
+        **architecture.experts,
+        "activation": ACTIVATIONS[activation],
+    }
+
     def layer(i: int) -> Layer:
         kind = kinds[i] if kinds else "sliding_attention" if window else "full_attention"
         if kind not in architecture.layer_kinds:
@@ -182,7 +191,9 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
             **architecture.attention,
             **biases,
         }
-        usual = Usual(partial(Attention, **attention_fields), partial(MLP, **mlp_fields))
+        usual = Usual(
+            partial(Attention, **attention_fields), partial(MLP, **mlp_fields), partial(Experts, **experts_fields)
+        )
         return architecture.folder_layer(i, usual, keys)
 
     layers = tuple(map(layer, range(layer_count(keys.num_hidden_layers, tensors))))

@@ -104,7 +104,7 @@ class GGUFCheckpoint(Checkpoint):
             raise
         except Exception as error:  # anything may follow from wrong bytes
             raise SpecbeamError(f"{path} is damaged: its header cannot be read ({error}). Fetch it again") from error
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.shapes = {name: _shape(name, tensor.shape) for name, tensor in self._tensors.items()}
         architecture = GGUF_ARCHITECTURES.get(str(self.metadata.get("general.architecture")))
         self._zeros = left_out(self.shapes, () if architecture is None else architecture.gguf_zeros)
         self.shapes |= self._zeros
@@ -213,9 +213,10 @@ class GGUFCheckpoint(Checkpoint):
         kind = self._tensors[source].type
         return None if kind.name in DTYPES else kind.number
 
-    def raw(self, source: str) -> NDArray[np.uint8]:
+    def raw(self, source: str, start: int, stop: int) -> NDArray[np.uint8]:
         tensor = self._tensors[source]
-        return np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.shape[0] * tensor.row_bytes,))
+        size, offset = (stop - start) * tensor.row_bytes, tensor.offset + start * tensor.row_bytes
+        return np.memmap(self.path, np.uint8, "r", offset, (size,))
 
     def table(self, source: str) -> Table | None:
         tensor = self._tensors[source]
@@ -228,8 +229,8 @@ class GGUFCheckpoint(Checkpoint):
         if source in self._zeros:
             return np.zeros(stop - start, np.float32)
         tensor = self._tensors[source]
-        vector = len(tensor.shape) == 1  # one row of the file, and many of ours
-        first, last = (0, 1) if vector else (start, stop)
+        vector = len(self.shapes[source]) == 1  # a row of the file is many of ours
+        first, last = (0, prod(tensor.shape[:-1])) if vector else (start, stop)
         count, offset = (last - first) * tensor.row_bytes, tensor.offset + first * tensor.row_bytes
         raw = np.fromfile(self.path, np.uint8, count, offset=offset).reshape(last - first, tensor.row_bytes)
         try:
@@ -239,7 +240,12 @@ class GGUFCheckpoint(Checkpoint):
             raise SpecbeamError(
                 f"{self.path}: tensor {source} is of type {tensor.type.name}, which cannot be dequantized"
             ) from error
-        return values.ravel()[start:stop] if vector else values.reshape(last - first, *tensor.shape[1:])
+        return values.ravel()[start:stop] if vector else values.reshape(last - first, tensor.shape[-1])
+
+
+def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor as it is read: the biases of all experts are one vector."""
+    return (prod(shape),) if name.endswith("_exps.bias") else shape
 
 
 def _split(path: Path) -> SpecbeamError:

@@ -18,6 +18,7 @@ from specbeam.checkpoints.families import GGUF_ARCHITECTURES, require_supported
 from specbeam.checkpoints.files import refusing
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
+from specbeam.checkpoints.parts.experts import Experts
 from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.rope import Rope, yarn_divisors, yarn_scale
@@ -42,7 +43,8 @@ NO_EFFECT = frozenset(
 KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            *("context_length", "embedding_length", "block_count", "expert_count", "attention.sliding_window"),
+            *("context_length", "embedding_length", "block_count", "attention.sliding_window"),
+            *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_gating_func"),
             *(
                 "attention.key_length",
                 "attention.value_length",
@@ -60,7 +62,7 @@ KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             *("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
-            *("attn_logit_softcapping", "final_logit_softcapping"),
+            *("attn_logit_softcapping", "final_logit_softcapping", "expert_weights_scale"),
             *("rope.freq_base", "rope.freq_base_swa", "rope.scale_linear", "rope.scaling.factor"),
             *("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"),
             *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier"),
@@ -140,7 +142,7 @@ def _read(
     divisors: Mapping[str, tuple[float, ...]],
 ) -> Config:
     get = metadata.need
-    if get("expert_count", 0):
+    if get("expert_count", 0) and not architecture.has_experts:
         raise SpecbeamError(f"{metadata.architecture} models with experts are not supported")
     if not get("attention.causal", True):
         raise SpecbeamError(f"{metadata.architecture} models whose attention is not causal are not supported")
@@ -157,12 +159,15 @@ def _read(
         metadata.require("rope.dimension_count_swa", rotated)
 
     context, window = get("context_length"), get("attention.sliding_window", 0) or None
-    rope = _rope(metadata, rotated, divisors, context) if architecture.has_rope else None
+    truncated = architecture.yarn_truncated
+    rope = _rope(metadata, rotated, divisors, context, truncated) if architecture.has_rope else None
     if LONGROPE_DIVISORS in divisors:  # a longer text would change the rotation of all of its tokens
         context = min(context, get("rope.scaling.original_context_length", context))
     elif rope is not None and get("rope.scaling.type", "linear") == "yarn":  # as for the folder of the file
         trained = get("rope.scaling.original_context_length", None)
         context = context if trained is None else int(_factor(metadata) * trained)
+
+    no_mlp = (0,) if architecture.has_experts else ()  # the width may be missing
 
     def layer(i: int) -> Layer:
         heads = metadata.of_layer(i, "attention.head_count")
@@ -178,11 +183,20 @@ def _read(
             "output_bias": "attn_output.bias" in metadata.in_layers,
         }
         mlp_fields: dict[str, Any] = {
-            "intermediate_size": metadata.of_layer(i, "feed_forward_length"),
+            "intermediate_size": metadata.of_layer(i, "feed_forward_length", *no_mlp),
             **architecture.mlp,
             "bias": "ffn_down.bias" in metadata.in_layers,
         }
-        usual = Usual(partial(Attention, **attention_fields), partial(MLP, **mlp_fields))
+        experts_fields: dict[str, Any] = {
+            "num_experts": get("expert_count", 0),
+            "experts_per_token": get("expert_used_count", 0),
+            "intermediate_size": get("expert_feed_forward_length", metadata.of_layer(i, "feed_forward_length", 0)),
+            "weight_scale": float(get("expert_weights_scale", 0.0)) or 1.0,
+            **architecture.experts,
+            "bias": "ffn_down_exps.bias" in metadata.in_layers,
+        }
+        parts = (Attention, attention_fields), (MLP, mlp_fields), (Experts, experts_fields)
+        usual = Usual(*(partial(part, **numbers) for part, numbers in parts))
         return architecture.gguf_layer(i, usual, metadata)
 
     epsilon = "layer_norm_epsilon" if architecture.features.get("norm") == "layer" else "layer_norm_rms_epsilon"
@@ -204,7 +218,9 @@ def _factor(metadata: Metadata) -> float:
     return float(metadata.need("rope.scaling.factor", metadata.need("rope.scale_linear", 0.0))) or 1.0
 
 
-def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]], context: int) -> Rope:
+def _rope(
+    metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]], context: int, truncated: bool
+) -> Rope:
     """The rotation of a file's layers, as llama.cpp makes it: the factor of a scaling divides all frequencies."""
     get = metadata.need
     theta, kind = float(get("rope.freq_base", 10000.0)), get("rope.scaling.type", "linear")
@@ -220,7 +236,7 @@ def _rope(metadata: Metadata, dim: int, divisors: Mapping[str, tuple[float, ...]
         fast, slow = get("rope.scaling.yarn_beta_fast", 32.0), get("rope.scaling.yarn_beta_slow", 1.0)
         usual = yarn_scale(factor, 1.0, float(get("rope.scaling.yarn_log_multiplier", 0.0))) if mix else 1.0
         scale *= float(get("rope.scaling.yarn_attn_factor", usual))
-        stretched = yarn_divisors(theta, dim, factor, trained, float(fast), float(slow), mix=mix)
+        stretched = yarn_divisors(theta, dim, factor, trained, float(fast), float(slow), truncated, mix)
     elif kind != "none" and factor != 1:
         stretched = (factor,) * (dim // 2)
     factors = divisors.get(LONGROPE_DIVISORS, divisors.get(LLAMA3_DIVISORS))

@@ -49,6 +49,13 @@ class StoredTensor(NamedTuple):
             values = values.reshape(stop - start, *self.shape[1:])
         return _float32(values, self.dtype)
 
+    def raw(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Rows ``start`` to ``stop`` of a tensor of bytes, [stop - start, ...]."""
+        columns = prod(self.shape[1:])
+        with self._as_it_was_opened():
+            values = np.fromfile(self.file, np.uint8, (stop - start) * columns, offset=self.begin + start * columns)
+            return values.reshape(stop - start, *self.shape[1:])
+
     def columns(self, start: int, stop: int) -> Floats:
         """Columns ``start`` to ``stop`` of a matrix [out, in], float32 [out, stop - start]."""
         self._check_dtype()

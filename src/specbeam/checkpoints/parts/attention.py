@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specbeam.checkpoints.parts.part import Memory, Parameters, Part, Sizes, norm, product, size
+from specbeam.checkpoints.parts.part import Memory, Parameter, Parameters, Part, Sizes, norm, product, size
 from specbeam.checkpoints.rope import Rope
 from specbeam.errors import SpecbeamError
 
@@ -74,6 +74,7 @@ class Attention(Heads):
         keys_are_values: the values are the keys before norm and rotation, so there is no product for them.
         shares_keys_of: the number of an earlier layer, whose keys and values are read in place of own ones; None where
             it has its own.
+        sinks: a number for each query head is one more score in the softmax, and has no value (OpenAI 2025).
     """
 
     name: ClassVar = "attention"
@@ -85,6 +86,7 @@ class Attention(Heads):
     value_norm: bool = False
     keys_are_values: bool = False
     shares_keys_of: int | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,6 +125,8 @@ class Attention(Heads):
             yield from norm("q_norm", self.query_size if self.qk_norm == "all" else self.head_dim, config)
         if self.qk_norm and own:
             yield from norm("k_norm", self.key_size if self.qk_norm == "all" else self.head_dim, config)
+        if self.sinks:
+            yield "sinks.weight", Parameter((self.num_heads,))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ class Parameter(NamedTuple):
     """One parameter of a model.
 
     Attributes:
-        shape: [out, in] of a matrix, or [n] of a vector.
+        shape: [out, in] of a matrix, [n] of a vector, or [experts, out, in] of a matrix for each expert.
         rows: of the matrices that are stacked to it, such as query, key and value. Empty for a matrix that is one.
         min_bits: a quantized model keeps at least this many bits per weight: 4, 8 or 32.
         mapped: it is a table that stays in the checkpoint's file, from which only the rows are read that a pass needs.

@@ -163,16 +163,18 @@ void specbeam_model_delete(void *model) {
 // The number of threads that the model's passes have: fewer than were asked for where the system makes no more.
 int32_t specbeam_model_threads(void *model) { return static_cast<Loaded *>(model)->pool().count(); }
 
-// Adds rows to the matrix of a product. `name` is the name in checkpoints/parameters.py, in the layer of this number,
+// Adds matrices of one size to a product. `name` is the name in checkpoints/parameters.py, in the layer of this number,
 // or in no layer if that is -1. Data is not copied: the caller keeps it alive. Returns 0, or -1 if the name or the size
 // is wrong.
-int32_t specbeam_model_matrix(void *model, int64_t layer, const char *name, int32_t format, int64_t rows,
-                              int64_t columns, const uint8_t *data, int64_t bytes) {
+int32_t specbeam_model_matrix(void *model, int64_t layer, const char *name, int32_t format, int64_t matrices,
+                              int64_t rows, int64_t columns, const uint8_t *data, int64_t bytes) {
   const Parameter parameter = parameter_named(static_cast<Loaded *>(model)->model, layer, name);
   Product *product = parameter.is_bias ? nullptr : parameter.product;
-  if (!product || !data || uintptr_t(data) % alignof(float) || product->parts.size() >= MAX_PARTS) return -1;
-  if (bytes < 1 || bytes != specbeam_matrix_bytes(format, rows, columns)) return -1;
-  product->parts.push_back({Format(format), rows, columns, data});
+  if (!product || !data || uintptr_t(data) % alignof(float)) return -1;
+  if (matrices < 1 || matrices > int64_t(product->most_parts - product->parts.size())) return -1;
+  const int64_t size = specbeam_matrix_bytes(format, rows, columns);
+  if (bytes < 1 || bytes / matrices != size || bytes % matrices) return -1;
+  for (int64_t i = 0; i < matrices; i++) product->parts.push_back({Format(format), rows, columns, data + i * size});
   return 0;
 }
 

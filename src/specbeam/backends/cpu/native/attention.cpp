@@ -120,8 +120,13 @@ struct Sums {
     *most = larger;
   }
 
-  void finish(float *out, int64_t head_dim) const {
-    const float share = 1.0f / *total;
+  // sink: null for none
+  void finish(float *out, int64_t head_dim, const float *sink) const {
+    float share = 1.0f / *total;
+    if (sink) {
+      const float larger = *most > *sink ? *most : *sink, own = exp(all(*most - larger))[0];
+      share = own / (*total * own + exp(all(*sink - larger))[0]);
+    }
     for (int64_t i = 0; i < head_dim; i += LANES) store_some(out + i, load<F32>(values + i) * share, head_dim - i);
   }
 };
@@ -199,11 +204,11 @@ template <bool WHOLE> class Work {
     }
     if (!whole) return;
     const int64_t head_dim = a.heads.head_dim;
-    for (int64_t row = 0; row < rows; row++)
-      Sums(sums + row * sums_size(width), width)
-          .finish(
-              a.out + ((tile.node + row / group) * a.heads.num_heads + item.kv_head * group + row % group) * head_dim,
-              head_dim);
+    for (int64_t row = 0; row < rows; row++) {
+      const int64_t head = item.kv_head * group + row % group;
+      float *to = a.out + ((tile.node + row / group) * a.heads.num_heads + head) * head_dim;
+      Sums(sums + row * sums_size(width), width).finish(to, head_dim, a.heads.sink(head));
+    }
   }
 
  private:
@@ -607,7 +612,7 @@ void join(const AttentionJob &a, int64_t node) {
     Sums sums(parts, width);
     for (int64_t split = 1; split < splits; split++)
       sums.add(Sums(parts + split * rows * sums_size(width), width), width);
-    sums.finish(a.out + (node * a.heads.num_heads + h) * a.heads.head_dim, a.heads.head_dim);
+    sums.finish(a.out + (node * a.heads.num_heads + h) * a.heads.head_dim, a.heads.head_dim, a.heads.sink(h));
   }
 }
 

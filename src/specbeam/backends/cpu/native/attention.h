@@ -33,6 +33,8 @@ struct AttentionItem {
 struct Heads {
   int64_t num_heads = 0, num_kv_heads = 0, head_dim = 0;
   double scale = 1, softcap = 0;  // softcap: 0 for none
+  Norm sinks;                     // a number for each query head, or none: see checkpoints/parts/attention.py
+  const float *sink(int64_t head) const { return sinks ? sinks.weight + head : nullptr; }
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t query_size() const { return num_heads * head_dim; }
   int64_t key_size() const { return num_kv_heads * head_dim; }

@@ -9,11 +9,13 @@
 // - scales, group by group, as Format says. The formats of llama.cpp's K kind have super scales, too: 16 or 2 x 16 half
 //   floats before each 8 groups.
 //
-// A weight is scale * (q - zero) or scale * q + minimum. The weights of a quantized GGUF file keep their values.
+// A weight is scale * (q - zero) or scale * q + minimum. The four bits of an MXFP4 weight are the number of a value,
+// which is looked up when it is multiplied. The weights of a quantized GGUF file keep their values.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "half.h"
 #include "interface.h"
@@ -29,8 +31,19 @@ struct Layout {
 };
 
 constexpr Layout LAYOUTS[FORMAT_COUNT] = {
-    {32, 0, 0}, {8, 32, 0}, {6, 32, 32}, {6, 32, 0}, {6, 64, 0}, {6, 32, 64}, {4, 64, 0}, {4, 32, 64},
+    {32, 0, 0}, {8, 32, 0}, {6, 32, 32}, {6, 32, 0}, {6, 64, 0}, {6, 32, 64}, {4, 64, 0}, {4, 32, 64}, {4, 16, 0},
 };
+
+// Twice the values of a float of 4 bits: a sign, two bits of exponent, and one of mantissa (Rouhani et al. 2023).
+constexpr int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// Half of the power of two that a group's byte stands for: the factor of twice the values.
+inline float mxfp4_scale(uint8_t exponent) {
+  const uint32_t bits = uint32_t(exponent) << 23 | (exponent ? 0 : 1u << 22);  // without a mantissa, 0 is no power
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return power * 0.5f;
+}
 
 inline int64_t groups_of(int64_t columns) { return (columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS; }
 inline int64_t blocks_of(int64_t rows) { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
@@ -106,6 +119,7 @@ inline float weight_at(const Matrix &w, int64_t row, int64_t column) {
   switch (w.format) {
     case Q8: return half(g, 0) * float(q - 128);
     case Q5: return half(g, 0) * float(q - 16);
+    case MXFP4: return mxfp4_scale(g[lane]) * float(MXFP4_VALUES[q]);
     case Q5_MIN:
     case Q4_MIN: return half(g, 0) * float(q) + half(g, 1);
     case Q6_K:

@@ -15,14 +15,15 @@
 
 namespace specbeam {
 
-constexpr int MAX_PARTS = 8, MAX_THREADS = 1024;
+constexpr int MAX_PARTS = 8, MAX_EXPERTS = 4096, MAX_THREADS = 1024;
 constexpr int64_t MAX_LAYERS = 1 << 16, MAX_ROTATED = 1 << 15;
 
-// Matrices stacked along their rows, at most MAX_PARTS. They may have different formats.
+// Matrices stacked along their rows. They may have different formats.
 struct Product {
   std::vector<Matrix> parts;
   const float *bias = nullptr;
   int64_t bias_size = 0;
+  size_t most_parts = MAX_PARTS;
   int64_t rows() const {
     int64_t n = 0;
     for (const Matrix &part : parts) n += part.rows;

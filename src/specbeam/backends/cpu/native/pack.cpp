@@ -95,6 +95,13 @@ void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
     }
     return;
   }
+  if (type == MXFP4_BLOCKS) {
+    for (int64_t g = 0; g < groups; g++, p += 17) {
+      to.byte(g, 0, p[0]);
+      for (int i = 0; i < GROUP_COLUMNS; i++) to.weight(g * GROUP_COLUMNS + i, p[1 + i % 16] >> (i / 16 * 4) & 15);
+    }
+    return;
+  }
   for (int64_t g = 0; g < groups; g++) {
     const uint16_t d = half_at(p);
     to.half(g, 0, d);
@@ -185,9 +192,14 @@ void quantize_int4(const Lane &to, int64_t g, const float *x, int n) {
   for (int i = 0; i < GROUP_COLUMNS; i++) to.weight(g * GROUP_COLUMNS + i, i < n ? best[i] : 0);
 }
 
-// Whether the half-float scales of a block are finite. The K kind has half floats in its super scales.
+// Whether the scales of a block are finite. The K kind has half floats in its super scales. The largest byte of an
+// MXFP4 group stands for no number.
 bool scales_are_finite(Format format, int64_t columns, const uint8_t *block) {
   const Layout &layout = LAYOUTS[format];
+  if (format == MXFP4) {
+    const uint8_t *first = block + group_scales(format, columns, 0), *end = first + groups_of(columns) * BLOCK_ROWS;
+    return std::find(first, end, 255) == end;
+  }
   const int64_t step = layout.super_scales ? GROUPS_PER_SUPER : 1;
   const int bytes = layout.super_scales ? layout.super_scales : layout.group_scales;
   bool finite = true;
@@ -210,6 +222,7 @@ Format format_of(int32_t type) {
     case Q4_0_BLOCKS:
     case Q4_1_BLOCKS: return Q4_MIN;
     case Q4_K_BLOCKS: return Q4_K;
+    case MXFP4_BLOCKS: return MXFP4;
     default: return FORMAT_COUNT;
   }
 }
@@ -220,6 +233,7 @@ int64_t columns_per_block(int32_t type) {
 
 int64_t row_bytes(int32_t type, int64_t columns) {
   switch (type) {
+    case MXFP4_BLOCKS: return columns / 32 * 17;
     case Q4_0_BLOCKS: return columns / 32 * 18;
     case Q4_1_BLOCKS: return columns / 32 * 20;
     case Q5_0_BLOCKS: return columns / 32 * 22;

@@ -15,6 +15,7 @@ enum Blocks : int32_t {
   Q4_K_BLOCKS = 12,
   Q5_K_BLOCKS = 13,
   Q6_K_BLOCKS = 14,
+  MXFP4_BLOCKS = 39,
 };
 
 Format format_of(int32_t type);                    // FORMAT_COUNT for a type without a format

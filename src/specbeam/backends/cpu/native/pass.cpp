@@ -42,27 +42,47 @@ Rotation rotation(double angle) {
 
 }  // namespace
 
-void multiply(const Product &p, Threads &threads, const Activations &x, float *out, int64_t stride) {
-  int64_t blocks = 0, items = 0;
-  for (const Matrix &part : p.parts) blocks += blocks_of(part.rows);
+void multiply(const Product &p, Threads &threads, const ActivationRows &x, float *out, int64_t stride) {
+  Job job{x, out, int64_t(p.parts.size()), {}, {}};
+  const float *bias = p.bias;
+  for (size_t i = 0; i < p.parts.size(); i++) {
+    job.parts[i] = &p.parts[i], job.bias[i] = bias;
+    if (bias) bias += p.parts[i].rows;
+  }
+  multiply(&job, 1, threads, stride);
+}
+
+void multiply(Job *jobs, int64_t count, Threads &threads, int64_t stride) {
+  int64_t blocks = 0, all = 0;
+  for (const Job *job = jobs; job < jobs + count; job++)
+    for (int64_t i = 0; i < job->count; i++) blocks += blocks_of(job->parts[i]->rows);
   // An item is some neighbouring blocks, where there are enough items for all threads.
-  const int64_t together = x.rows >= TILE_ROWS && blocks >= threads.count() * BLOCKS_PER_THREAD ? TILE_BLOCKS : 1;
-  std::array<int64_t, MAX_PARTS> starts{};
-  for (size_t i = 0; i < p.parts.size(); i++)
-    starts[i] = items, items += (blocks_of(p.parts[i].rows) + together - 1) / together;
-  // Rows go in sweeps. A sweep's activations stay in the second-level cache while all weights go by.
-  const int64_t most = std::max<int64_t>(MIN_SWEEP_ROWS, SWEEP_BYTES / x.columns), least = (x.rows + most - 1) / most;
-  const int64_t sweep = (x.rows + least * TILE_ROWS - 1) / (least * TILE_ROWS) * TILE_ROWS,
-                sweeps = (x.rows + sweep - 1) / sweep;
-  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, sweeps * items / (threads.count() * 8)));
-  threads.each(sweeps * items, chunk, [&](int64_t number) {
-    const int64_t item = number % items, first = number / items * sweep, end = std::min(first + sweep, x.rows);
-    size_t i = 0;
-    while (i + 1 < p.parts.size() && item >= starts[i + 1]) i++;
-    int64_t row = 0;
-    for (size_t j = 0; j < i; j++) row += p.parts[j].rows;
-    const int64_t block = (item - starts[i]) * together, count = std::min(together, blocks_of(p.parts[i].rows) - block);
-    product_blocks(p.parts[i], block, count, x, first, end, out + row, stride, p.bias ? p.bias + row : nullptr);
+  const bool enough = blocks >= threads.count() * BLOCKS_PER_THREAD;
+  const auto together = [enough](const Job &job) -> int64_t {
+    return job.x.rows >= TILE_ROWS && enough ? TILE_BLOCKS : 1;
+  };
+  for (Job *job = jobs; job < jobs + count; job++) {
+    job->items = 0;
+    for (int64_t i = 0; i < job->count; i++)
+      job->starts[i] = job->items, job->items += (blocks_of(job->parts[i]->rows) + together(*job) - 1) / together(*job);
+    // Rows go in sweeps. A sweep's activations stay in the second-level cache while all weights go by.
+    const int64_t rows = job->x.rows, most = std::max<int64_t>(MIN_SWEEP_ROWS, SWEEP_BYTES / job->x.columns),
+                  least = (rows + most - 1) / most;
+    job->sweep = (rows + least * TILE_ROWS - 1) / (least * TILE_ROWS) * TILE_ROWS;
+    job->start = all, all += (rows + job->sweep - 1) / job->sweep * job->items;
+  }
+  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, all / (threads.count() * 8)));
+  threads.each(all, chunk, [&](int64_t number) {
+    const Job &job =
+        *(std::upper_bound(jobs, jobs + count, number, [](int64_t n, const Job &one) { return n < one.start; }) - 1);
+    const int64_t item = (number - job.start) % job.items, first = (number - job.start) / job.items * job.sweep,
+                  end = std::min(first + job.sweep, job.x.rows);
+    int64_t i = 0, row = 0;
+    while (i + 1 < job.count && item >= job.starts[i + 1]) row += job.parts[i++]->rows;
+    const Matrix &part = *job.parts[i];
+    const int64_t step = together(job), block = (item - job.starts[i]) * step;
+    product_blocks(part, block, std::min(step, blocks_of(part.rows) - block), job.x, first, end, job.out + row, stride,
+                   job.bias[i]);
   });
 }
 

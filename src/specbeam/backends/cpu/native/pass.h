@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -23,6 +24,26 @@ struct Tiling {
   std::vector<int32_t> tile_of;  // by row
 };
 
+// Some rows of activations, and the matrices that they are multiplied with.
+struct Job {
+  ActivationRows x;
+  float *out;                                   // of the first row
+  int64_t count;                                // of the matrices
+  std::array<const Matrix *, MAX_PARTS> parts;  // stacked along their rows
+  std::array<const float *, MAX_PARTS> bias;    // of each; null for none
+  // How its work is divided: see multiply.
+  int64_t start = 0, items = 0, sweep = 0;
+  std::array<int64_t, MAX_PARTS> starts{};
+};
+
+// The experts of the nodes that go on. A row has `most` experts, ascending.
+struct Routes {
+  std::vector<int32_t> expert, place;  // [rows, most]; the place of a row among all rows of all experts
+  Buffer<float> weight;                // [rows, most]
+  std::vector<int64_t> first;          // by expert, where its rows begin; at the end the number of all rows
+  std::vector<int32_t> job;            // by expert
+};
+
 struct Workspace {
   Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts, per_layer;
   std::vector<int32_t> segment_of, row_in;  // by node
@@ -32,6 +53,8 @@ struct Workspace {
   std::vector<int64_t> last_positions;      // of its source, by node
   std::vector<AttentionItem> attention_items;
   Activations activations;
+  Routes routes;
+  std::vector<Job> jobs;
 };
 
 constexpr int64_t ACTIVATIONS_AHEAD = 1024;  // numbers that are prefetched, over the ends of rows
@@ -41,7 +64,9 @@ constexpr int64_t ACTIVATIONS_AHEAD = 1024;  // numbers that are prefetched, ove
 inline int64_t stride_of(int64_t columns) { return ((columns + LANES - 1) / LANES | 1) * LANES; }
 
 // Writes the first p.rows() columns of out[x.rows, stride].
-void multiply(const Product &p, Threads &, const Activations &x, float *out, int64_t stride);
+void multiply(const Product &p, Threads &, const ActivationRows &x, float *out, int64_t stride);
+// The same for several jobs, whose outputs have the same stride. It fills in how their work is divided.
+void multiply(Job *jobs, int64_t count, Threads &, int64_t stride);
 
 inline F32 activate(Activation activation, F32 x) {
   if (activation == SILU) return x / (1.0f + exp(-x));

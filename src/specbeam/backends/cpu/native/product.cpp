@@ -19,6 +19,9 @@ template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uin
   if constexpr (FORMAT == Q8 || FORMAT == Q5) {
     const Register d = half(group, 0);
     return {d, d, Register{}};
+  } else if constexpr (FORMAT == MXFP4) {
+    const Register d = load_powers(group + lane);
+    return {d, d, Register{}};
   } else if constexpr (FORMAT == Q5_MIN || FORMAT == Q4_MIN) {
     const Register d = half(group, 0);
     return {d, d, half(group, 1)};
@@ -31,9 +34,17 @@ template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uin
   }
 }
 
-template <Format FORMAT> constexpr int ZERO_POINT = FORMAT == Q8 ? 128 : FORMAT == Q6_K ? 32 : FORMAT == Q5 ? 16 : 0;
+// Of an MXFP4 weight, twice its value is at least -12.
+template <Format FORMAT> constexpr int ZERO_POINT = FORMAT == Q8      ? 128
+                                                    : FORMAT == Q6_K  ? 32
+                                                    : FORMAT == Q5    ? 16
+                                                    : FORMAT == MXFP4 ? 12
+                                                                      : 0;
 template <Format FORMAT> constexpr bool HAS_MINIMUM =
     FORMAT == Q5_MIN || FORMAT == Q5_K || FORMAT == Q4_MIN || FORMAT == Q4_K;
+
+// MXFP4_VALUES plus the zero point, by the number of a value.
+constexpr uint8_t MXFP4_UNSIGNED[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 constexpr int PREFETCH_BYTES_AHEAD = 20480;
 
@@ -65,6 +76,9 @@ constexpr int MAX_FEW_ROWS = 6;  // with more, GCC moves sums to memory and back
 // - Four-bit weights leave room for all eight vectors of a group: 8 * 2 * 15 * 127 = 30,480.
 // - Six-bit weights leave room for two vectors: 2 * 2 * 63 * 127 = 32,004.
 // - Eight-bit weights leave none. They are multiplied as shorts (pairs_product).
+//
+// MXFP4 weights are looked up as numbers up to 24. They count as six-bit weights.
+template <Format FORMAT> constexpr int BITS_OF_PRODUCT = FORMAT == MXFP4 ? 6 : LAYOUTS[FORMAT].bits;
 template <int BITS> constexpr bool HAS_SHORT_SUMS = BITS == 4 && !HAS_DOT4;
 template <int BITS> constexpr int VECTORS_PER_SUM = BITS == 6 && !HAS_DOT4 ? 2 : 1;
 
@@ -77,6 +91,11 @@ template <int BITS> __attribute__((always_inline)) inline __m256i unpack(const u
   const __m256i four = at(4 + half);
   const __m256i upper = j < 2 ? _mm256_slli_epi16(four, 4 - 2 * j) : _mm256_srli_epi16(four, 2 * j - 4);
   return _mm256_or_si256(lower, _mm256_and_si256(upper, _mm256_set1_epi8(48)));
+}
+
+// Values by their numbers, plus the zero point.
+inline __m256i mxfp4_values(__m256i numbers) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)MXFP4_UNSIGNED)), numbers);
 }
 
 // Adds the dot products of VECTORS_PER_SUM vectors of weights, each with four bytes of a row.
@@ -95,8 +114,8 @@ __attribute__((always_inline)) inline __m256i add_dots(__m256i sum, const __m256
 // halves: the sums of the row's bytes in the halves of the group.
 template <Format FORMAT>
 __attribute__((always_inline)) inline Register finished(__m256i sum, const int32_t *halves, int half) {
-  constexpr int BITS = LAYOUTS[FORMAT].bits, ZERO = ZERO_POINT<FORMAT>;
-  if constexpr (HAS_SHORT_SUMS<BITS>) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  constexpr int ZERO = ZERO_POINT<FORMAT>;
+  if constexpr (HAS_SHORT_SUMS<BITS_OF_PRODUCT<FORMAT>>) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
   if constexpr (ZERO != 0) {
     I32::Half zeros = (I32::Half)_mm256_set1_epi32(halves[half]);
     if constexpr (FORMAT != Q6_K) zeros += (I32::Half)_mm256_set1_epi32(halves[0]);
@@ -108,7 +127,7 @@ __attribute__((always_inline)) inline Register finished(__m256i sum, const int32
 // The same as block_product, of 8-bit weights as shorts: the even columns of a vector, and then the odd ones. Of
 // ROWS rows at a time, the sums over a group stay in registers.
 template <int M>
-inline void pairs_product(const uint8_t *weights, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
+inline void pairs_product(const uint8_t *weights, int64_t columns, const ActivationRows &x, int64_t row, Ahead ahead,
                           F32 (*out)[1]) {
   constexpr int ROWS = std::min(M, 5), VECTORS = GROUP_COLUMNS / 4;
   Register y[M][2] = {};
@@ -162,11 +181,12 @@ inline void pairs_product(const uint8_t *weights, int64_t columns, const Activat
 
 // The product of M rows of activations, from `row` on, with a block: sixteen outputs per row.
 template <Format FORMAT, int M, int B>
-inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
+inline void block_product(const uint8_t *block, int64_t columns, const ActivationRows &x, int64_t row, Ahead ahead,
                           F32 (*out)[B]) {
   static_assert(B == 1);
   if constexpr (FORMAT == Q8 && HAS_PAIRS) return pairs_product<M>(block, columns, x, row, ahead, out);
-  constexpr int BITS = LAYOUTS[FORMAT].bits, VECTORS = VECTORS_PER_SUM<BITS>;
+  constexpr int BITS = LAYOUTS[FORMAT].bits, PRODUCT_BITS = BITS_OF_PRODUCT<FORMAT>;
+  constexpr int VECTORS = VECTORS_PER_SUM<PRODUCT_BITS>;
   constexpr int KEPT = M <= MAX_FEW_ROWS ? VECTORS : 4;  // vectors of weights in registers, of each part
   const int64_t groups = x.groups;
   Register y[M][2] = {};
@@ -186,7 +206,10 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
 #pragma GCC unroll 2
         for (int part = 0; part < 2; part++)
 #pragma GCC unroll 4
-          for (int i = 0; i < KEPT; i++) w[part][i] = unpack<BITS>(weights + 32 * part, half, j + i);
+          for (int i = 0; i < KEPT; i++) {
+            w[part][i] = unpack<BITS>(weights + 32 * part, half, j + i);
+            if constexpr (FORMAT == MXFP4) w[part][i] = mxfp4_values(w[part][i]);
+          }
       };
       const auto add = [&](int m, int j, const __m256i(*w)[KEPT]) __attribute__((always_inline)) {
         const int32_t *bytes = (const int32_t *)&x.bytes[(at + m) * GROUP_COLUMNS] + 4 * half + j;
@@ -197,7 +220,7 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
         for (int part = 0; part < 2; part++) {
           __m256i sum = begins && j == 0 ? _mm256_setzero_si256() : sums[m][part];
 #pragma GCC unroll 4
-          for (int i = 0; i < KEPT; i += VECTORS) sum = add_dots<BITS>(sum, &w[part][i], &q[i]);
+          for (int i = 0; i < KEPT; i += VECTORS) sum = add_dots<PRODUCT_BITS>(sum, &w[part][i], &q[i]);
           sums[m][part] = sum;
         }
       };
@@ -267,9 +290,27 @@ template <int BITS> __attribute__((always_inline)) inline void unpack(const uint
   }
 }
 
+// Values by their numbers, plus the zero point.
+inline U8 mxfp4_values(U8 numbers) {
+#if defined(__AVX512F__)
+  const __m128i values = _mm_loadu_si128((const __m128i *)MXFP4_UNSIGNED);
+  return (U8)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)numbers);
+#elif defined(__aarch64__)
+  U8 found;
+  for (int quarter = 0; quarter < 4; quarter++)
+    vst1q_u8((uint8_t *)&found + 16 * quarter,
+             vqtbl1q_u8(vld1q_u8(MXFP4_UNSIGNED), vld1q_u8((const uint8_t *)&numbers + 16 * quarter)));
+  return found;
+#else
+  U8 found;
+  for (int i = 0; i < 64; i++) found[i] = MXFP4_UNSIGNED[numbers[i]];
+  return found;
+#endif
+}
+
 // The product of M rows of activations, from `row` on, with B neighbouring blocks: sixteen outputs per row and block.
 template <Format FORMAT, int M, int B>
-inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
+inline void block_product(const uint8_t *block, int64_t columns, const ActivationRows &x, int64_t row, Ahead ahead,
                           F32 (*out)[B]) {
   const int64_t groups = x.groups, size = block_bytes(FORMAT, columns);
   F32 y[M][B] = {};
@@ -305,7 +346,11 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
       }
       U8 w[B][4];
 #pragma GCC unroll 2
-      for (int b = 0; b < B; b++) unpack<LAYOUTS[FORMAT].bits>(weights + b * size, half, w[b]);
+      for (int b = 0; b < B; b++) {
+        unpack<LAYOUTS[FORMAT].bits>(weights + b * size, half, w[b]);
+        if constexpr (FORMAT == MXFP4)
+          for (int j = 0; j < 4; j++) w[b][j] = mxfp4_values(w[b][j]);
+      }
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
 #pragma GCC unroll 8
@@ -345,7 +390,7 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
 
 #endif
 
-template <int M> inline void block_product_float(const uint8_t *block, const Activations &x, int64_t row,
+template <int M> inline void block_product_float(const uint8_t *block, const ActivationRows &x, int64_t row,
                                                  F32 (*out)[1]) {
 #if defined(SPECBEAM_EIGHT_LANES)
   if constexpr (M > 4) {  // the sums of four rows stay in registers
@@ -370,7 +415,7 @@ template <int M> inline void block_product_float(const uint8_t *block, const Act
 }
 
 template <Format FORMAT, int M = TILE_ROWS>
-inline void tile(int m, const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead,
+inline void tile(int m, const Matrix &w, const uint8_t *block, const ActivationRows &x, int64_t row, Ahead ahead,
                  F32 (*out)[1]) {
   if constexpr (M > 1)
     if (m < M) return tile<FORMAT, M - 1>(m, w, block, x, row, ahead, out);
@@ -380,7 +425,7 @@ inline void tile(int m, const Matrix &w, const uint8_t *block, const Activations
 
 // Multiplies the rows from `row` up to `end` with B neighbouring blocks. With more than one block, all tiles are full.
 template <Format FORMAT, int B>
-inline void rows_product(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
+inline void rows_product(const Matrix &w, int64_t block, const ActivationRows &x, int64_t row, int64_t end, float *out,
                          int64_t stride, const float *bias) {
   const uint8_t *data = w.data + block * block_bytes(FORMAT, w.columns);
   const int64_t first = block * BLOCK_ROWS;
@@ -412,7 +457,7 @@ inline void rows_product(const Matrix &w, int64_t block, const Activations &x, i
 }  // namespace
 
 template <Format FORMAT>
-void block_rows(const Matrix &w, int64_t block, int64_t count, const Activations &x, int64_t row, int64_t end,
+void block_rows(const Matrix &w, int64_t block, int64_t count, const ActivationRows &x, int64_t row, int64_t end,
                 float *out, int64_t stride, const float *bias) {
   // Q6_K has a scale for each half of a group. Two blocks would need more registers than there are. A single tile is
   // left to one block: its prefetches go straight on.
@@ -427,7 +472,7 @@ void block_rows(const Matrix &w, int64_t block, int64_t count, const Activations
     for (int64_t i = 0; i < count; i++) rows_product<FORMAT, 1>(w, block + i, x, row, end, out, stride, bias);
 }
 
-template void block_rows<SPECBEAM_FORMAT>(const Matrix &, int64_t, int64_t, const Activations &, int64_t, int64_t,
+template void block_rows<SPECBEAM_FORMAT>(const Matrix &, int64_t, int64_t, const ActivationRows &, int64_t, int64_t,
                                           float *, int64_t, const float *);
 
 }  // namespace specbeam

@@ -54,34 +54,30 @@ inline int64_t tile_start(int64_t row, int64_t rows) {
 }
 
 // Rows of activations, quantized or in float32, as the formats of the matrices require. The bytes, scales and sums of a
-// tile lie together group by group, because a kernel reads them group by group.
-struct Activations {
+// tile lie together group by group, because a kernel reads them group by group. The arrays are another's.
+struct ActivationRows {
   int64_t rows = 0, columns = 0, groups = 0;
   bool quantized = false, exact = false, paired = false;
-  Buffer<float> values;    // [rows, columns]
-  Buffer<int8_t> bytes;    // [tile, group, row of the tile, 32]
-  Buffer<int16_t> pairs;   // [tile, group, row of the tile, 32]: of each four bytes the even ones, then the odd ones
-  Buffer<float> scales;    // [tile, group, row of the tile]
-  Buffer<float> sums;      // [tile, group, row of the tile]: the sum of the quantized values, for the minimum
-  Buffer<int32_t> halves;  // [tile, group, row of the tile, 2]: the sums of 16 bytes each, for the zero point
+  float *values = nullptr;    // [rows, columns]
+  int8_t *bytes = nullptr;    // [tile, group, row of the tile, 32]
+  int16_t *pairs = nullptr;   // [tile, group, row of the tile, 32]: of each four bytes the even ones, then the odd ones
+  float *scales = nullptr;    // [tile, group, row of the tile]
+  float *sums = nullptr;      // [tile, group, row of the tile]: the sum of the quantized values, for the minimum
+  int32_t *halves = nullptr;  // [tile, group, row of the tile, 2]: the sums of 16 bytes each, for the zero point
 
-  void resize(int64_t n, const std::vector<Matrix> &parts) {
-    rows = n, columns = parts[0].columns, groups = groups_of(columns);
-    quantized = exact = paired = false;
-    for (const Matrix &part : parts) {
-      (part.format == F32_ROWS ? exact : quantized) = true;
-      if (part.format == Q8) paired = HAS_PAIRS;
-    }
-    if (exact) room(values, n * columns);
-    if (!quantized) return;
-    room(bytes, n * groups * GROUP_COLUMNS);
-    if (paired) room(pairs, n * groups * GROUP_COLUMNS);
-    room(scales, n * groups);
-    room(sums, n * groups);
-    room(halves, n * groups * 2);
+  // The rows from `first` on, with tiles of their own. Rows are set in the one or the other.
+  ActivationRows part(int64_t first, int64_t count) const {
+    ActivationRows own = *this;
+    own.rows = count;
+    if (exact) own.values += first * columns;
+    if (!quantized) return own;
+    own.bytes += first * groups * GROUP_COLUMNS;
+    if (paired) own.pairs += first * groups * GROUP_COLUMNS;
+    own.scales += first * groups, own.sums += first * groups, own.halves += first * groups * 2;
+    return own;
   }
 
-  void set(int64_t row, const float *x) {
+  void set(int64_t row, const float *x) const {
     if (exact) std::memcpy(&values[row * columns], x, columns * sizeof(float));
     if (quantized) quantize(row, x);
   }
@@ -92,7 +88,7 @@ struct Activations {
     return to_int(multiply_add(x, all(inverse), all(ROUNDER)) - ROUNDER, 127.0f);
   }
 
-  void quantize(int64_t row, const float *x) {
+  void quantize(int64_t row, const float *x) const {
     const int64_t first = tile_start(row, rows), m = tile_rows(first, rows);
     for (int64_t g = 0; g < groups; g++) {
       const int64_t at = first * groups + g * m + row - first;
@@ -119,13 +115,38 @@ struct Activations {
   }
 };
 
+// Activations with their arrays, which stay for the next ones.
+struct Activations : ActivationRows {
+  void resize(int64_t n, const std::vector<Matrix> &parts) {
+    rows = n, columns = parts[0].columns, groups = groups_of(columns);
+    quantized = exact = paired = false;
+    for (const Matrix &part : parts) {
+      (part.format == F32_ROWS ? exact : quantized) = true;
+      if (part.format == Q8) paired = HAS_PAIRS;
+    }
+    if (exact) values = room(all_values, n * columns);
+    if (!quantized) return;
+    bytes = room(all_bytes, n * groups * GROUP_COLUMNS);
+    if (paired) pairs = room(all_pairs, n * groups * GROUP_COLUMNS);
+    scales = room(all_scales, n * groups);
+    sums = room(all_sums, n * groups);
+    halves = room(all_halves, n * groups * 2);
+  }
+
+ private:
+  Buffer<float> all_values, all_scales, all_sums;
+  Buffer<int8_t> all_bytes;
+  Buffer<int16_t> all_pairs;
+  Buffer<int32_t> all_halves;
+};
+
 // Multiplies the rows from `row` up to `end` with `count` blocks of outputs, at most TILE_BLOCKS:
 // out[row * stride + output]. bias may be null.
 template <Format FORMAT>
-void block_rows(const Matrix &w, int64_t block, int64_t count, const Activations &x, int64_t row, int64_t end,
+void block_rows(const Matrix &w, int64_t block, int64_t count, const ActivationRows &x, int64_t row, int64_t end,
                 float *out, int64_t stride, const float *bias);
 
-inline void product_blocks(const Matrix &w, int64_t block, int64_t count, const Activations &x, int64_t row,
+inline void product_blocks(const Matrix &w, int64_t block, int64_t count, const ActivationRows &x, int64_t row,
                            int64_t end, float *out, int64_t stride, const float *bias) {
   switch (w.format) {
     case F32_ROWS: return block_rows<F32_ROWS>(w, block, count, x, row, end, out, stride, bias);
@@ -136,6 +157,7 @@ inline void product_blocks(const Matrix &w, int64_t block, int64_t count, const 
     case Q5_K: return block_rows<Q5_K>(w, block, count, x, row, end, out, stride, bias);
     case Q4_MIN: return block_rows<Q4_MIN>(w, block, count, x, row, end, out, stride, bias);
     case Q4_K: return block_rows<Q4_K>(w, block, count, x, row, end, out, stride, bias);
+    case MXFP4: return block_rows<MXFP4>(w, block, count, x, row, end, out, stride, bias);
     default: return;
   }
 }

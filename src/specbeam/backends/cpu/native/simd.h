@@ -242,6 +242,22 @@ inline Register load_bytes(const uint8_t *p) {
 #endif
 }
 
+// Half of the powers of two that bytes stand for, biased by 127.
+inline Register load_powers(const uint8_t *p) {
+#if defined(__AVX512F__)
+  const I32 x = (I32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+  return (F32)(x << 23 | ((x == 0) & (1 << 22))) * 0.5f;
+#elif defined(SPECBEAM_EIGHT_LANES)
+  const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  const __m256i none = _mm256_and_si256(_mm256_cmpeq_epi32(x, _mm256_setzero_si256()), _mm256_set1_epi32(1 << 22));
+  return (Register)_mm256_or_si256(_mm256_slli_epi32(x, 23), none) * 0.5f;
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  const I32 x = __builtin_convertvector(load<Bytes>(p), I32);
+  return (F32)(x << 23 | ((x == 0) & (1 << 22))) * 0.5f;
+#endif
+}
+
 inline Register load_bytes(const int8_t *p) {
 #if defined(__AVX512F__)
   return to_float((I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.torch.cache import KeyValues
-from specbeam.backends.torch.modules import Norm, Weights, cap
+from specbeam.backends.torch.modules import Norm, Vector, Weights, cap
 from specbeam.backends.torch.parts.part import Batch, PartModule
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.parts import attention as described
@@ -29,7 +29,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat([right, left], dim=-1), sin)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of the nodes of one tree to its slots.
 
     The query heads that share a key head (grouped-query attention) become further queries of this head. So keys and
@@ -40,6 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
         k, v: [kv_heads, slots, head_dim].
         visible: bool [n, slots], true where a node attends; None if everywhere.
         scale: factor of the products of queries and keys.
+        sinks: [heads], a further score of each query head; None for none.
 
     Returns: [n, heads * head_dim].
     """
@@ -48,13 +57,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
     group = heads // kv_heads
     q = q.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, head_dim)
     mask = None if visible is None else visible.repeat(group, 1)
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, scale=scale)
     else:
         scores = cap(q @ k[None].transpose(-1, -2) * scale, softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        out = scores.float().softmax(-1).to(v.dtype) @ v[None]
+        if sinks is not None:
+            own = sinks.view(1, kv_heads, group, 1, 1).expand(-1, -1, -1, n, -1).reshape(1, kv_heads, group * n, 1)
+            scores = torch.cat([scores, own], dim=-1)
+        out = scores.float().softmax(-1)[..., : k.shape[1]].to(v.dtype) @ v[None]
     return out.view(kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, heads * head_dim)
 
 
@@ -68,6 +80,7 @@ class Attention(PartModule):
     output: Weights
     q_norm: Norm
     k_norm: Norm
+    sinks: Vector
 
     def __init__(self, part: described.Attention, config: Config) -> None:
         super().__init__(part, config)
@@ -77,8 +90,9 @@ class Attention(PartModule):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         part = self.part
         heads, scale, softcap = part.num_heads, part.scale, part.softcap
+        sinks = self.sinks.weight if part.sinks else None
         if part.shares_keys_of is not None:
-            return self._with_shared_keys(x, batch)
+            return self._with_shared_keys(x, batch, sinks)
         qkv = (self.query_key if part.keys_are_values else self.qkv)(x).view(len(x), -1, part.head_dim)
         qk, v = qkv if part.keys_are_values else qkv[:, : -part.num_kv_heads], qkv[:, -part.num_kv_heads :]
         if part.value_norm:
@@ -98,12 +112,12 @@ class Attention(PartModule):
         q = self._grown(q, batch)
         if not batch.segments:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
-            return self.output(attend(q, k, v, None, scale, softcap))
+            return self.output(attend(q, k, v, None, scale, softcap, sinks))
         outs = []
         for s in batch.segments:
             keys, values = s.store.store(self.memory, s.slots, k[s.rows], v[s.rows])
             visible = s.visible[part.window]
-            outs.append(attend(q[s.rows], keys[:, s.seen], values[:, s.seen], visible, scale, softcap))
+            outs.append(attend(q[s.rows], keys[:, s.seen], values[:, s.seen], visible, scale, softcap, sinks))
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
 
     def _grown(self, q: Tensor, batch: Batch) -> Tensor:
@@ -114,7 +128,7 @@ class Attention(PartModule):
         periods = batch.positions // part.query_growth_period
         return q * (1 + part.query_growth * periods.float().log1p()).to(q.dtype)[:, None, None]
 
-    def _with_shared_keys(self, x: Tensor, batch: Batch) -> Tensor:
+    def _with_shared_keys(self, x: Tensor, batch: Batch, sinks: Tensor | None) -> Tensor:
         """The same with keys and values that an earlier layer has stored."""
         part = self.part
         q = self.query(x)
@@ -131,7 +145,7 @@ class Attention(PartModule):
         outs = []
         for s in batch.segments:
             keys, values = (kept[:, s.seen] for kept in s.store.tensors(self.memory))
-            outs.append(attend(q[s.rows], keys, values, s.visible[part.window], part.scale, part.softcap))
+            outs.append(attend(q[s.rows], keys, values, s.visible[part.window], part.scale, part.softcap, sinks))
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
 
 

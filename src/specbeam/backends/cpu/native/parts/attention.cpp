@@ -66,7 +66,8 @@ class Attention final : public WithHeads {
   int64_t query_growth_period = 0;
   Flag value_norm = NO, keys_are_values = NO;
   int64_t shares_keys_of = -1;  // the layer whose keys and values are read, or -1
-  Product qkv;                  // without the products that it lacks
+  Flag has_sinks = NO;
+  Product qkv;  // without the products that it lacks
   Norm q_norm, k_norm;
   std::vector<float> ones;  // the weight of the norm of values
 
@@ -75,9 +76,9 @@ class Attention final : public WithHeads {
     number("rope", rope), number("window", window), number("qk_norm", qk_norm);
     number("query_growth", query_growth), number("query_growth_period", query_growth_period);
     number("value_norm", value_norm), number("keys_are_values", keys_are_values);
-    number("shares_keys_of", shares_keys_of);
+    number("shares_keys_of", shares_keys_of), number("sinks", has_sinks);
     product("qkv", qkv), product("query_key", qkv), product("query", qkv);
-    norm_of("q_norm", q_norm), norm_of("k_norm", k_norm);
+    norm_of("q_norm", q_norm), norm_of("k_norm", k_norm), norm_of("sinks", heads.sinks);
   }
   friend class CrossAttention;
 
@@ -113,6 +114,7 @@ class Attention final : public WithHeads {
     for (const auto &[one, all] :
          {std::pair(q_norm, heads.query_size()), {k_norm, shares_keys_of < 0 ? heads.key_size() : 0}})
       if (qk_norm && all ? !is_sized(one, qk_norm == ALL ? all : heads.head_dim) : bool(one)) return "a norm of heads";
+    if (has_sinks ? !is_sized(heads.sinks, heads.num_heads) : bool(heads.sinks)) return "the sinks of heads";
     return nullptr;
   }
 

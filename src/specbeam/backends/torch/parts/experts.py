@@ -1,0 +1,60 @@
+"""A mixture of experts. The nodes of a batch are grouped by expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbeam.backends.torch.modules import ExpertWeights, Vector, Weights
+from specbeam.backends.torch.parts.mlp import ACTIVATIONS
+from specbeam.backends.torch.parts.part import Batch, PartModule
+from specbeam.checkpoints.parts import experts as described
+
+SUM_OF_SIGMOIDS = 1e-6
+"""Is added to the sum by which weights are divided, as in LFM2."""
+
+
+class Experts(PartModule):
+    """A router gives each node a few of many gated MLPs, whose outputs are added in the order of the experts."""
+
+    part: described.Experts
+    router: Weights
+    selection_bias: Vector
+    gate: ExpertWeights
+    up: ExpertWeights
+    down: ExpertWeights
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        weights = self._weights(x)
+        out = torch.zeros_like(x)
+        for expert in weights.any(dim=0).nonzero()[:, 0].tolist():
+            nodes = weights[:, expert].nonzero()[:, 0]
+            own = x[nodes]
+            made = self.down(self._activated(self.gate(own, expert), self.up(own, expert)), expert)
+            out[nodes] += made * weights[nodes, expert, None].to(x.dtype)
+        return out
+
+    def _weights(self, x: Tensor) -> Tensor:
+        """The weights [n, experts] of each node's experts; 0 for the others."""
+        part = self.part
+        logits = self.router(x).float()
+        shares = logits.sigmoid() if part.scoring == "sigmoid" else logits.softmax(-1)
+        ranks = shares if part.scoring == "sigmoid" else logits
+        if part.selection_bias:
+            ranks = ranks + self.selection_bias.weight.float()
+        # A stable sort: of equal scores, the lower experts are first.
+        chosen = ranks.sort(dim=-1, descending=True, stable=True).indices[:, : part.experts_per_token]
+        weights = shares.gather(1, chosen)
+        if part.normalized:
+            total = weights.sum(dim=-1, keepdim=True)
+            weights = weights / (total + SUM_OF_SIGMOIDS if part.scoring == "sigmoid" else total)
+        return torch.zeros_like(shares).scatter(1, chosen, weights * part.weight_scale)
+
+    def _activated(self, gate: Tensor, values: Tensor) -> Tensor:
+        if (limit := self.part.swiglu_limit) is None:
+            return ACTIVATIONS[self.part.activation](gate) * values
+        gate, values = gate.clamp(max=limit), values.clamp(-limit, limit)
+        return (values + 1) * gate * torch.sigmoid(self.part.swiglu_alpha * gate)
+
+
+PARTS = {described.Experts: Experts}
