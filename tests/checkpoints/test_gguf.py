@@ -188,7 +188,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         array = array.squeeze(1) if filters else array
         exact = filters or array.ndim == 1 or name.endswith((".gate.weight", ".router.weight"))
         name = name.replace("expert_bias", "expert_bias.bias").replace(".sinks", ".sinks.weight")
-        there, form = names.get_name(name, try_suffixes=(".weight", ".bias")), Type.F32 if exact else kind
+        there = (
+            names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
+        )  # of lfm2moe it lacks the head
+        form = Type.F32 if exact else kind
         writer.add_tensor(there, quants.quantize(array, form), raw_dtype=form)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)

@@ -14,7 +14,7 @@ from tests.fuzz.toys import SIZES, load_and_generate, room
 __all__ = ["mutate", "run", "seeds"]
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "stablelm", "smollm3", "lfm2", "olmo2")),
-    *((name, {}) for name in ("qwen3_moe", "gpt_oss", "lfm2_moe")),
+    *((name, {}) for name in ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe")),
     *((name, {"sliding_window": 5}) for name in ("mistral", "gemma2", "gemma3", "olmo3")),
     ("llama", {"rope_parameters": LLAMA3_ROPE}),
     ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [2.0, 4.0]}}),
@@ -27,7 +27,7 @@ GENERATION = {
     **{"encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 2, "renormalize_logits": True},
     **{"early_stopping": True, "top_h": 0.4, "stop_strings": ["x"], "max_time": 9.0},
 }
-OTHERS = ["falcon", "bloom", "opt", "mamba", "mixtral", "t5", "bert", "gpt_oss", "llava", "bart"]
+OTHERS = ["falcon", "bloom", "opt", "mamba", "phimoe", "t5", "bert", "deepseek_v3", "llava", "bart"]
 """Architectures of transformers without one here."""
 
 
