@@ -125,7 +125,7 @@ ARCHITECTURES = {
         "rope_parameters": YARN | {"truncate": False},
     },
     "lfm2_moe": {
-        **{"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "pad_token_id": EOS},
+        **{"num_dense_layers": 1, "pad_token_id": EOS},
         **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
     },
 }
@@ -236,6 +236,9 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
         "bos_token_id": BOS,
         "tie_word_embeddings": False,
     }
+    if architecture == "lfm2_moe":  # it has no other key for its kinds of layers
+        layers = changes.get("num_hidden_layers", sizes["num_hidden_layers"])
+        sizes["layer_types"] = (["conv", "full_attention"] * layers)[:layers]
     given = {"model_type": architecture} | sizes | ARCHITECTURES[architecture] | changes
     if architecture == "gemma4":
         given["vocab_size_per_layer_input"] = given["vocab_size"]

@@ -232,7 +232,7 @@ HEADS = {
     "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
     "gpt2": ("transformer.wte.weight", "lm_head.weight"),
 }
-TIED_BY_DEFAULT = ("gemma2", "gemma3", "gpt2", "lfm2", "smollm3")
+TIED_BY_DEFAULT = ("gemma2", "gemma3", "gpt2", "lfm2", "lfm2_moe", "smollm3")
 
 
 @pytest.mark.parametrize("stored", ["another head", "the same head", "the head alone"])

@@ -228,7 +228,8 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         exact = filters or array.ndim == 1 or name.endswith((".gate.weight", ".router.weight"))
         name += ".weight" if name.endswith(("layer_scalar", ".sinks")) else ""
         name = name.replace("expert_bias", "expert_bias.bias")
-        there, form = names.get_name(name, try_suffixes=(".weight", ".bias")), Type.F32 if exact else kind
+        there = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"  # lfm2moe's lack the head
+        form = Type.F32 if exact else kind
         array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
         writer.add_tensor(there, array, raw_dtype=form)
     if rope.get("rope_type") == "llama3":

@@ -14,7 +14,7 @@ from tests.fuzz.toys import SIZES, load_and_generate, room
 __all__ = ["mutate", "run", "seeds"]
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "stablelm", "smollm3", "lfm2", "olmo2")),
-    *((name, {}) for name in ("qwen3_moe", "gpt_oss", "lfm2_moe")),
+    *((name, {}) for name in ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe")),
     *((name, {"sliding_window": 5}) for name in ("mistral", "ministral3", "gemma2", "gemma3", "olmo3")),
     ("gemma4", {"sliding_window": 5, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 3}),
     ("gemma4_unified", {"sliding_window": 5, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
@@ -32,7 +32,7 @@ GENERATION = {
     **{"encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 2, "renormalize_logits": True},
     **{"early_stopping": True, "top_h": 0.4, "stop_strings": ["x"], "max_time": 9.0},
 }
-OTHERS = ["falcon", "bloom", "opt", "mamba", "mixtral", "t5", "bert", "gpt_oss", "llava", "bart"]
+OTHERS = ["falcon", "bloom", "opt", "mamba", "phimoe", "t5", "bert", "deepseek_v3", "llava", "bart"]
 """Architectures of transformers without one here."""
 
 
