@@ -47,6 +47,7 @@ FOLDERS = {
     "smollm3": ("smollm3", 61),
     "gemma2": ("gemma2", 20),
     "gemma3": ("gemma3", 61),
+    "gemma4": ("gemma4", 61),
     "olmo2": ("olmo2", 20),
     "olmo3": ("olmo3", 61),
     "hunyuan": ("hunyuan", 61),
@@ -66,6 +67,7 @@ FILES = {
     "gpt2, F16": ("gpt2", "F16"),
     "lfm2, Q4_0": ("lfm2", "Q4_0"),
     "olmo2, Q8_0": ("olmo2", "Q8_0"),
+    "gemma4, Q8_0": ("gemma4", "Q8_0"),
     "hunyuan, Q4_0": ("hunyuan_v1_dense", "Q4_0"),
 }
 """The same for GGUF files, with the types of their weights."""

@@ -97,6 +97,13 @@ ARCHITECTURES = {
     "gpt_neox": {},
     "olmo2": {"pad_token_id": EOS},
     "olmo3": {"pad_token_id": EOS},
+    "gemma4": {
+        **{"head_dim": 8, "global_head_dim": 16, "model_type": "gemma4_text", "hidden_size_per_layer_input": 32},
+        "pad_token_id": EOS,
+    },
+    "gemma4_unified": {
+        **{"head_dim": 8, "global_head_dim": 16, "model_type": "gemma4_unified_text", "pad_token_id": EOS},
+    },
     "hunyuan_v1_dense": {"head_dim": 8, "pad_token_id": EOS},
     "granite": {
         **{"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2},
@@ -105,6 +112,10 @@ ARCHITECTURES = {
     "glm": {"head_dim": 8, "pad_token_id": EOS},
     "glm4": {"head_dim": 8, "pad_token_id": EOS},
     "exaone4": {"pad_token_id": EOS},
+    "ernie4_5": {"head_dim": 8, "pad_token_id": EOS},
+    "seed_oss": {"head_dim": 8, "pad_token_id": EOS},
+    "starcoder2": {"pad_token_id": EOS},
+    "cohere2": {"logit_scale": 0.5, "pad_token_id": EOS},
     "lfm2": {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 2], "pad_token_id": EOS},
 }
 
@@ -215,6 +226,8 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
         "tie_word_embeddings": False,
     }
     given = {"model_type": architecture} | sizes | ARCHITECTURES[architecture] | changes
+    if architecture == "gemma4":
+        given["vocab_size_per_layer_input"] = given["vocab_size"]
     if torch is None:
         return WrittenModel(given, seed)
     if architecture == "gemma2":
@@ -231,6 +244,9 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros, which hide mistakes
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.add_(torch.randn_like(buffer) * 0.2)
     model.generation_config.pad_token_id = EOS
     return model
 

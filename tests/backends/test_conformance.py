@@ -31,6 +31,18 @@ BACKENDS = ["torch", "cpu", "transformers", "transformers, eager"]
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 TWO_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 SOME_SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+GEMMA4 = {"sliding_window": 5, "final_logit_softcapping": 6.0}
+PER_LAYER = {
+    **GEMMA4,
+    **{"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1},
+    "hidden_size_per_layer_input": 12,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
+KEYS_ARE_VALUES = {
+    **GEMMA4,
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -75,6 +87,10 @@ FAMILIES = {
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3_ROPE},
     ),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "seed_oss": ("seed_oss", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": 5}),
+    "cohere2": ("cohere2", SOME_SLIDING | {"tie_word_embeddings": True}),
     "lfm2": ("lfm2", {}),
     "lfm2, convolutions first and last": (
         "lfm2",
@@ -88,6 +104,9 @@ FAMILIES = {
             **{"block_ffn_dim_multiplier": 1.25, "block_multiple_of": 16},
         },
     ),
+    "gemma4": ("gemma4", PER_LAYER),
+    "gemma4, keys are values": ("gemma4", KEYS_ARE_VALUES),
+    "gemma4_unified, tied": ("gemma4_unified", KEYS_ARE_VALUES | {"tie_word_embeddings": True}),
     "gemma3, linear rope": ("gemma3", {**SOME_SLIDING, "rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 24}),
 }
 WITH_IMAGES = {
@@ -100,11 +119,11 @@ WITH_IMAGES = {
 ALL = FAMILIES | WITH_IMAGES
 SOME = [
     *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
-    "lfm2",
+    *("gemma4", "lfm2"),
 ]
 ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
-ONE_PER_ARCHITECTURE += ["hunyuan", "granite", "glm4", "exaone4", "ministral3"]
-WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3", "hunyuan_v1_dense", "granite", "exaone4", "ministral3")
+ONE_PER_ARCHITECTURE += ["hunyuan", "granite", "glm4", "exaone4", "ministral3", "gemma4, keys are values"]
+WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3", "hunyuan_v1_dense", "granite", "exaone4", "ministral3", "gemma4")
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
 NATIVE_ALONE = ("lfm2", "lfm2_vl with images")

@@ -47,6 +47,7 @@ def by_transformers(given):
         return None  # transformers has defaults for them, and specbeam does not take these
     try:
         complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
+        complete.allow_global_per_layer_attribute_access = True  # layers of Gemma 4 have their own numbers
         for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
             check_rope(parameters)  # models of transformers fail later where this refuses
         return folder_config._read(architecture, complete, TENSORS)

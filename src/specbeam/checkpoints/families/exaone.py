@@ -37,6 +37,7 @@ class EXAONE4(Architecture):
         "blocks.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
         "blocks.N.post_mlp_norm": "model.layers.N.post_feedforward_layernorm",
     }
+    gguf_keys: ClassVar = {"nextn_predict_layers": ("uint32",)}
 
     def derive(self, keys: SimpleNamespace) -> None:
         if keys.layer_types is None:
@@ -51,6 +52,7 @@ class EXAONE4(Architecture):
         return attention if rotates else replace(attention, rope=None), usual.mlp()
 
     def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        metadata.require("nextn_predict_layers", 0)
         otherwise = WINDOW_OF_32B if metadata.need("block_count") == LAYERS_OF_32B else 0
         attention = usual.attention(window=metadata.need("attention.sliding_window", otherwise) or None)
         if attention.window is None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts, as_matrix, matrix_shape
+from specbeam.checkpoints.checkpoint import NUMBERS, Checkpoint, Facts, Table, as_matrix, left_out, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import (
@@ -87,15 +87,9 @@ class FolderCheckpoint(Checkpoint):
         for tensor in self._tensors.values():
             self.weights_by_type[tensor.dtype] += prod(tensor.shape)
         self._changes = None if adapter is None else adapter.for_tensors(self._text.name)
-        self._zeros = self._left_out()
-        self.shapes |= self._zeros
-
-    def _left_out(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the biases that its architecture leaves out, because they are zeros."""
         architecture = ARCHITECTURES.get(str(self._text.config.get("model_type")))
-        ends = () if architecture is None else architecture.folder_zeros
-        weights = ((f"{name.removesuffix('.weight')}.bias", shape) for name, shape in self.shapes.items())
-        return {bias: shape[:1] for bias, shape in weights if bias.endswith(ends) and bias not in self.shapes}
+        self._zeros = left_out(self.shapes, () if architecture is None else architecture.folder_zeros)
+        self.shapes |= self._zeros
 
     def _stored(self, name: str) -> str:
         """The name of a tensor in the files. Saved without its head, as the first GPT-2 was, a model's lack a part."""
@@ -268,6 +262,13 @@ class FolderCheckpoint(Checkpoint):
 
     def order(self, source: str) -> NDArray[np.int64] | None:
         return self.architecture.folder_rows(source, self.parts.get(source))
+
+    def table(self, source: str) -> Table | None:
+        tensor = self._tensors[source]
+        if source in self._updates or tensor.dtype not in NUMBERS:
+            return None
+        size = prod(tensor.shape) * (4 if tensor.dtype == "F32" else 2)
+        return Table(tensor.file, NUMBERS[tensor.dtype], tensor.shape, tensor.begin, size)
 
     def read_stored(self, source: str, start: int, stop: int) -> Floats:
         if source in self._zeros:

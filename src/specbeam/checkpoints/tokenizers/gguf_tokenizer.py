@@ -115,8 +115,10 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: GGUFVocabulary)
         tokenizer, begins = _byte_level(vocabulary, get("merges"), pre), pre.adds_bos
     elif kind == "llama":
         tokenizer, begins = _sentencepiece(vocabulary, get), True
+    elif kind == "gemma4":
+        tokenizer, begins = _characters(vocabulary, get("merges")), True
     else:
-        raise SpecbeamError(f"{path} carries a tokenizer of kind {kind!r}: supported are gpt2 and llama")
+        raise SpecbeamError(f"{path} carries a tokenizer of kind {kind!r}: supported are gemma4, gpt2 and llama")
 
     name = str(metadata.get("general.name")).lower()
     _add_special(tokenizer, vocabulary, strips=any(part in name for part in STRIPPING))
@@ -179,11 +181,7 @@ def _pre(name: str | None, vocabulary: GGUFVocabulary) -> Pre:
 
 def _byte_level(vocabulary: GGUFVocabulary, merges: list[str] | None, pre: Pre) -> Backend:
     """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
-    if merges is None:
-        raise SpecbeamError(
-            f"{vocabulary.path}: its tokenizer has no merges (tokenizer.ggml.merges), without which each byte would be "
-            "a token: convert the model again"
-        )
+    merges = _needed(merges, vocabulary, "byte")
     tokenizer = Backend(models.BPE(vocabulary.ids, _pairs(merges), ignore_merges=pre.ignores_merges))
     if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
@@ -195,6 +193,36 @@ def _byte_level(vocabulary: GGUFVocabulary, merges: list[str] | None, pre: Pre) 
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _needed(merges: list[str] | None, vocabulary: GGUFVocabulary, unit: str) -> list[str]:
+    if merges is None:
+        raise SpecbeamError(
+            f"{vocabulary.path}: its tokenizer has no merges (tokenizer.ggml.merges), without which each {unit} would "
+            "be a token: convert the model again"
+        )
+    return merges
+
+
+def _characters(vocabulary: GGUFVocabulary, given: list[str] | None) -> Backend:
+    """Byte-pair encoding over characters, as Gemma 4 has it. Spaces are written as U+2581, and runs of newlines apart.
+
+    A run of newlines that is a token stays whole, as in llama.cpp, whichever merges lead to it.
+    """
+    pairs = _pairs(_needed(given, vocabulary, "character"))
+    runs = {token: i for token, i in vocabulary.ids.items() if token.strip("\n") == ""}
+    whole = [(left, right) for _, left, right in cuts(dict(sorted(runs.items(), key=lambda run: len(run[0]))))]
+    merges, unknown = [*dict.fromkeys([*pairs, *whole])], _unknown(vocabulary)
+    tokenizer = Backend(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    tokenizer.decoder = sentencepiece_decoder(strips=False)
+    return tokenizer
+
+
+def _unknown(vocabulary: GGUFVocabulary) -> str:
+    """The token of characters without a token."""
+    return vocabulary.tokens[vocabulary.special["unk_token"]] if "unk_token" in vocabulary.special else "<unk>"
 
 
 def _pairs(merges: list[str]) -> list[tuple[str, str]]:
@@ -216,7 +244,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary, get: Any) -> Backend:
     else:
         names = np.array(tokens, object)
         merges = [*zip(names[implied[:, 0]], names[implied[:, 1]], strict=True)]
-    unknown = tokens[vocabulary.special["unk_token"]] if "unk_token" in vocabulary.special else "<unk>"
+    unknown = _unknown(vocabulary)
     tokenizer = Backend(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     space_prefix = get("add_space_prefix", True)
     spaces = [normalizers.Prepend("▁")] if space_prefix else []
