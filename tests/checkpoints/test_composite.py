@@ -16,8 +16,9 @@ from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.formats.composite import text_model
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
-from specbeam.checkpoints.tokenizers.folder_tokenizer import OF_SEVERAL_PARTS
+from specbeam.checkpoints.tokenizers.folder_tokenizer import OF_MODEL, OF_SEVERAL_PARTS
 from specbeam.cli import main
+from specbeam.server.chat import Message
 from tests.checkpoints.test_folder import change_tensors
 from tests.conftest import BOS, EOS, random_model, rewrite
 
@@ -160,16 +161,20 @@ def test_the_chat_template_of_a_processor(folder, file, kind):
 @pytest.mark.parametrize("architecture", OF_SEVERAL_PARTS)
 @pytest.mark.parametrize("kind", [..., "TokenizersBackend", "LlamaTokenizer", "GemmaTokenizer"])
 def test_the_tokenizer_is_that_of_transformers(folder, architecture, kind):
+    """The two versions of transformers write the token of images under different keys."""
     content = json.loads((folder / "config.json").read_text())
     parts = {name: content[name] for name in ("text_config", "vision_config")} if architecture == "gemma3" else {}
     (folder / "config.json").write_text(json.dumps({"model_type": architecture, **parts}))
-    rewrite(folder, "tokenizer_config.json", tokenizer_class=kind, unk_token="ÿ", image_token="<unused>")
+    images = {"image_token": "<unused>"}
+    images = {OF_MODEL: images} if kind == "TokenizersBackend" else images
+    rewrite(folder, "tokenizer_config.json", tokenizer_class=kind, unk_token="ÿ", **images)
     (folder / "tekken.json").write_text("{}")  # which only mistral_common reads beside a tokenizer.json
     ours = open_checkpoint(folder).tokenizer
     theirs = AutoTokenizer.from_pretrained(folder)
     assert isinstance(ours, specbeam.Tokenizer)
     for text in ("Hello, world", " two  spaces", "<bos>a<unused>"):
         assert ours(text).input_ids == theirs(text).input_ids
+    assert ours.special_tokens_map == {name: str(token) for name, token in theirs.special_tokens_map.items()}
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id) == (BOS, EOS)
 
 
@@ -179,3 +184,18 @@ def test_a_folder_without_a_text_model_of_ours_is_not_native(folder, text):
     with pytest.raises(SpecbeamError, match="architecture 'gemma3' is not supported"):
         _ = open_checkpoint(folder).config
     assert open_checkpoint(folder).facts.architecture == "gemma3"
+
+
+def test_the_languages_of_translategemma(folder):
+    """Its template reads them beside the text, in the only part of a message."""
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.content is string or not m.content[0].source_lang_code %}"
+        "{{ raise_exception('a part with languages is needed') }}{% endif %}"
+        "{% set p = m.content[0] %}{{ p.source_lang_code }} to {{ p.target_lang_code }}: {{ p.text }}{% endfor %}"
+    )
+    lm = specbeam.load(folder)
+    part = {"type": "text", "source_lang_code": "cs", "target_lang_code": "de-DE", "text": "Ahoj"}
+    for given in ([part], Message(role="user", content=[part]).for_template["content"]):
+        assert specbeam.show_prompt(lm, [{"role": "user", "content": given}]) == "cs to de-DE: Ahoj"
+    with pytest.raises(SpecbeamError, match="a part with languages is needed"):
+        specbeam.show_prompt(lm, "Ahoj")

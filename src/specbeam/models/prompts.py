@@ -25,7 +25,8 @@ Message = dict[str, Any]
 """A chat message: a dictionary with the text "role" and the "content", a text or a list of parts.
 
 A part is ``{"type": "text", "text": ...}``. A line break joins the parts, as in vLLM and llama.cpp. A chat template
-that reads only lists of parts gets the text as one part (:mod:`specbeam.text.chat_templates`).
+that reads only lists of parts gets the text as one part (:mod:`specbeam.text.chat_templates`). The only part of a
+message may have ``source_lang_code`` and ``target_lang_code``, which TranslateGemma needs.
 """
 CHARACTERS_PER_TOKEN = 8
 """A text with fewer characters for each token of the limit is tokenized as a whole."""
@@ -399,7 +400,13 @@ def too_long(lm: LanguageModel, tokens: str, max_tokens: int) -> PromptTooLong:
 
 def _messages(prompt: Sequence[Message]) -> list[Message]:
     """The messages, with the content of each as one text."""
-    return [message | {"content": _content(message)} for message in prompt]
+    return [message | {"content": _content(message)} | _languages(message.get("content")) for message in prompt]
+
+
+def _languages(content: Any) -> dict[str, Any]:
+    """The languages of a text to be translated, which a message has in its only part (TranslateGemma)."""
+    parts = content if isinstance(content, list) and len(content) == 1 else [{}]
+    return {name: parts[0][name] for name in chat_templates.LANGUAGES if name in parts[0]}
 
 
 def _content(message: Message) -> str:

@@ -42,6 +42,8 @@ class TextPart(Fields):
 
     type: Annotated[Literal["text"], TextAlone]
     text: str
+    source_lang_code: str | None = Field(None, description="For the chat template of TranslateGemma.")
+    target_lang_code: str | None = Field(None, description="For the chat template of TranslateGemma.")
 
 
 @with_ignored_fields
@@ -62,7 +64,10 @@ class Message(AsSent):
         """The message as chat templates read it."""
         content: Any = self.content
         if isinstance(content, list):
-            content = [{"type": part.type, "text": part.text} for part in content]
+            content = [
+                part.model_dump(include={"type", "text", *chat_templates.LANGUAGES}, exclude_none=True)
+                for part in content
+            ]
         more = {
             "name": self.name,
             "reasoning_content": self.reasoning_content,

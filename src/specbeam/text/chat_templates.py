@@ -43,6 +43,8 @@ END = "CONTINUE_FINAL_MESSAGE_TAG "
 """transformers' mark for the end of a message that is to be continued. A template that trims it removes the space."""
 PROBE = "zqprobezq"
 """A text that no template has of its own. No filter that is usual in templates changes more than its case."""
+LANGUAGES = ("source_lang_code", "target_lang_code")
+"""The fields of a part that TranslateGemma's template reads. A text with one of them is always given as a part."""
 MAX_PROBED = 1024
 """Templates and roles whose form of content is remembered."""
 OUT_OF_MEMORY, TOO_LONG = 64, 65
@@ -166,7 +168,10 @@ def _in_form_of_template(task: dict[str, Any]) -> dict[str, Any]:
 
 def _readable(message: dict[str, Any], template: str, variables: str) -> dict[str, Any]:
     """A message as a template reads its content."""
+    languages = {name: message.pop(name) for name in LANGUAGES if name in message}
     content, role = message.get("content"), message.get("role")
+    if languages:
+        return message | {"content": [{"type": "text", "text": content, **languages}]}
     if not isinstance(content, str) or not isinstance(role, str):
         return message
     if (in_parts := _reads_parts(template, variables, role)) is None and content.strip():

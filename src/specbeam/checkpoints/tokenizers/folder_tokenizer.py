@@ -57,9 +57,11 @@ WITHOUT_EFFECT = {
     *("use_default_system_prompt", "local_files_only", "use_fast", "return_attention_mask"),
 }
 """Keys of tokenizer_config.json that beside a tokenizer.json change no text and no token id."""
+OF_MODEL = "model_specific_special_tokens"
+"""The key under which transformers 5 writes special tokens such as ``image_token``, by their names."""
 WITH_EFFECT = {
     *("add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "chat_template"),
-    *("clean_up_tokenization_spaces", "extra_special_tokens", "legacy", "split_special_tokens"),
+    *("clean_up_tokenization_spaces", "extra_special_tokens", "legacy", "split_special_tokens", OF_MODEL),
 }
 
 
@@ -294,7 +296,11 @@ def _special_tokens(
     of_model = {name: _token(value) for name, value in options.items() if name.endswith("_token") and name not in NAMED}
     _demand(all(isinstance(token, str) for token in of_model.values()))
     name = "extra_special_tokens" if "extra_special_tokens" in options else "additional_special_tokens"
-    extra = options.get(name) or []
+    extra, specific = options.get(name) or [], options.get(OF_MODEL) or {}
+    if specific:
+        _demand(isinstance(specific, dict) and not of_model and not isinstance(extra, dict))
+        of_model |= {name: _token(value) for name, value in specific.items()}
+        _demand(not {*of_model} & {*NAMED})
     if isinstance(extra, dict):
         of_model |= {name: _token(value) for name, value in extra.items()}
         _demand(not {*of_model} & {*NAMED})
