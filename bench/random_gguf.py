@@ -2,13 +2,15 @@
 
     python bench/random_gguf.py FILE.gguf --shape lfm2-350m [--seed 0]
 
-Layers are Q4_0, the embedding, which is the head too, is Q8_0, and norms and filters are F32. The vocabulary has all
-bytes and made-up words, so that llama.cpp takes the file. `bench/cpu.py FILE.gguf` then compares both engines on it.
+Layers are Q4_0, and norms and filters are F32. The embedding, which is the head too, is Q8_0, as are the embeddings of
+Gemma 4's layers. The vocabulary has all bytes and made-up words, so that llama.cpp takes the file.
+`bench/cpu.py FILE.gguf` then compares both engines on it.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Container, Iterable, Iterator
 from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
@@ -25,13 +27,17 @@ SPREAD = 0.02
 """The standard deviation of the weights, about that of trained ones."""
 SPECIAL = ("<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS, EOS = 1, 4
+GEMMA_SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>")
+GEMMA_BOS, GEMMA_EOS, GEMMA_UNKNOWN = 2, 1, 3
 
 
 class Shape(NamedTuple):
-    """The sizes of an LFM2.
+    """The sizes of a model.
 
     Attributes:
+        architecture: "lfm2" or "hunyuan-dense".
         attention: the layers with attention. The others have short convolutions.
+        filter: positions of a convolution.
     """
 
     hidden: int
@@ -39,19 +45,52 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     layers: int
-    attention: tuple[int, ...]
+    attention: Container[int]
+    architecture: str = "lfm2"
     filter: int = 3
     vocab: int = 65_536
     context: int = 128_000
 
 
-SHAPES = {
+class GemmaShape(NamedTuple):
+    """The sizes of a Gemma 4 whose layers have embeddings of their own.
+
+    Attributes:
+        head, full_head: the size of a head in layers with a window, and in the others.
+        period: every how many layers one sees the whole text.
+        shared: how many last layers read the keys and values of earlier ones.
+        wide: how many times as wide the MLPs of these layers are.
+    """
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int
+    period: int
+    shared: int
+    wide: int
+    head: int = 256
+    full_head: int = 512
+    per_layer: int = 256
+    window: int = 512
+    vocab: int = 262_144
+    context: int = 131_072
+
+
+SHAPES: dict[str, Shape | GemmaShape] = {
     "lfm2-350m": Shape(1024, 4608, 16, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-700m": Shape(1536, 6912, 24, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-1.2b": Shape(2048, 8192, 32, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-2.6b": Shape(2048, 10752, 32, 8, 30, (2, 5, 9, 13, 17, 21, 24, 27)),
+    "hy-mt-1.8b": Shape(2048, 6144, 16, 4, 32, range(32), "hunyuan-dense", vocab=120_818, context=262_144),
+    "hy-mt-7b": Shape(4096, 14336, 32, 8, 32, range(32), "hunyuan-dense", vocab=128_256, context=262_144),
+    "gemma4-e2b": GemmaShape(1536, 6144, 8, 1, 35, 5, 20, 2),
+    "gemma4-e4b": GemmaShape(2560, 10240, 8, 2, 42, 6, 18, 1),
 }
-"""By the configurations that LiquidAI publishes."""
+"""By the configurations that LiquidAI, Tencent and Google publish."""
+ROPE_THETA = {"lfm2": 1e6, "hunyuan-dense": 1e4 * 1000 ** (128 / 126)}
+LAST_NORM = {"lfm2": "token_embd_norm", "hunyuan-dense": "output_norm"}
 
 
 def main() -> None:
@@ -60,24 +99,40 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    write_lfm2(given.file, SHAPES[given.shape], given.shape, given.seed)
+    shape = SHAPES[given.shape]
+    architecture = shape.architecture if isinstance(shape, Shape) else "gemma4"
+    writer, draw = GGUFWriter(given.file, architecture), np.random.default_rng(given.seed)
+    writer.add_name(f"random {given.shape}")
+    if isinstance(shape, Shape):
+        write(writer, shape, draw)
+    else:
+        write_gemma4(writer, shape, draw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def write_lfm2(file: Path, shape: Shape, name: str, seed: int) -> None:
-    """Write a file as llama.cpp's converter and quantizer write it."""
-    writer, draw = GGUFWriter(file, "lfm2"), np.random.default_rng(seed)
-    writer.add_name(f"random {name}")
+def write(writer: GGUFWriter, shape: Shape, draw: np.random.Generator) -> None:
+    """Add what llama.cpp's converter and quantizer write."""
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv([shape.kv_heads * (i in shape.attention) for i in range(shape.layers)])
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e6)
-    writer.add_shortconv_l_cache(shape.filter)
+    writer.add_rope_freq_base(ROPE_THETA[shape.architecture])
     writer.add_vocab_size(shape.vocab)
-    add_vocabulary(writer, shape.vocab)
+    if shape.architecture == "lfm2":
+        writer.add_head_count_kv([shape.kv_heads * (i in shape.attention) for i in range(shape.layers)])
+        writer.add_shortconv_l_cache(shape.filter)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
+    add_vocabulary(writer, SPECIAL, sorted(pre_tokenizers.ByteLevel.alphabet()), shape.vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(shape.architecture)
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
 
     def matrix(name: str, rows: int, columns: int, kind: GGMLQuantizationType = Q4_0) -> None:
         writer.add_tensor(f"{name}.weight", blocks(draw, rows, columns, kind), raw_dtype=kind)
@@ -87,7 +142,7 @@ def write_lfm2(file: Path, shape: Shape, name: str, seed: int) -> None:
 
     hidden, head = shape.hidden, shape.hidden // shape.heads
     matrix("token_embd", shape.vocab, hidden, Q8_0)
-    norm("token_embd_norm", hidden)
+    norm(LAST_NORM[shape.architecture], hidden)
     for layer in range(shape.layers):
         at = f"blk.{layer}"
         norm(f"{at}.attn_norm", hidden)
@@ -107,10 +162,74 @@ def write_lfm2(file: Path, shape: Shape, name: str, seed: int) -> None:
         matrix(f"{at}.ffn_gate", shape.inner, hidden)
         matrix(f"{at}.ffn_up", shape.inner, hidden)
         matrix(f"{at}.ffn_down", hidden, shape.inner)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+
+def write_gemma4(writer: GGUFWriter, shape: GemmaShape, draw: np.random.Generator) -> None:
+    """The same for Gemma 4."""
+    own, slides = shape.layers - shape.shared, [(i + 1) % shape.period != 0 for i in range(shape.layers)]
+    inner = [shape.inner * (1 if i < own else shape.wide) for i in range(shape.layers)]
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_embedding_length_per_layer_input(shape.per_layer)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.full_head)
+    writer.add_value_length(shape.full_head)
+    writer.add_key_length_swa(shape.head)
+    writer.add_value_length_swa(shape.head)
+    writer.add_shared_kv_layers(shape.shared)
+    writer.add_sliding_window(shape.window)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(shape.full_head)
+    writer.add_rope_dimension_count_swa(shape.head)
+    writer.add_rope_freq_base(1e6)
+    writer.add_float32("gemma4.rope.freq_base_swa", 1e4)
+    writer.add_final_logit_softcapping(30.0)
+    units = [*(f"<0x{i:02X}>" for i in range(256)), "▁", "\n", *map(chr, range(33, 127))]
+    add_vocabulary(writer, GEMMA_SPECIAL, units, shape.vocab)
+    writer.add_tokenizer_model("gemma4")
+    writer.add_add_space_prefix(False)
+    writer.add_bos_token_id(GEMMA_BOS)
+    writer.add_eos_token_id(GEMMA_EOS)
+    writer.add_unk_token_id(GEMMA_UNKNOWN)
+
+    def matrix(name: str, rows: int, columns: int, kind: GGMLQuantizationType = Q4_0) -> None:
+        writer.add_tensor(f"{name}.weight", blocks(draw, rows, columns, kind), raw_dtype=kind)
+
+    def vector(name: str, size: int, value: float = 1.0) -> None:
+        writer.add_tensor(f"{name}.weight", np.full(size, value, np.float32))
+
+    hidden, turning = shape.hidden, shape.full_head // 8
+    factors = np.where(np.arange(shape.full_head // 2) < turning, 1, 1e30).astype(np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    matrix("token_embd", shape.vocab, hidden, Q8_0)
+    matrix("per_layer_token_embd", shape.vocab, shape.layers * shape.per_layer, Q8_0)
+    matrix("per_layer_model_proj", shape.layers * shape.per_layer, hidden, Q8_0)
+    vector("per_layer_proj_norm", shape.per_layer)
+    vector("output_norm", hidden)
+    for layer in range(shape.layers):
+        at, head = f"blk.{layer}", shape.head if slides[layer] else shape.full_head
+        vector(f"{at}.attn_norm", hidden)
+        matrix(f"{at}.attn_q", shape.heads * head, hidden)
+        matrix(f"{at}.attn_output", hidden, shape.heads * head)
+        vector(f"{at}.attn_q_norm", head)
+        if layer < own:
+            matrix(f"{at}.attn_k", shape.kv_heads * head, hidden)
+            matrix(f"{at}.attn_v", shape.kv_heads * head, hidden)
+            vector(f"{at}.attn_k_norm", head)
+        vector(f"{at}.post_attention_norm", hidden)
+        vector(f"{at}.ffn_norm", hidden)
+        matrix(f"{at}.ffn_gate", inner[layer], hidden)
+        matrix(f"{at}.ffn_up", inner[layer], hidden)
+        matrix(f"{at}.ffn_down", hidden, inner[layer])
+        vector(f"{at}.post_ffw_norm", hidden)
+        matrix(f"{at}.inp_gate", shape.per_layer, hidden)
+        matrix(f"{at}.proj", hidden, shape.per_layer)
+        vector(f"{at}.post_norm", hidden)
+        vector(f"{at}.layer_output_scale", 1, 0.5)
 
 
 def blocks(draw: np.random.Generator, rows: int, columns: int, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
@@ -123,21 +242,25 @@ def blocks(draw: np.random.Generator, rows: int, columns: int, kind: GGMLQuantiz
     return made.reshape(rows, -1)
 
 
-def add_vocabulary(writer: GGUFWriter, size: int) -> None:
-    """Special tokens, all bytes, words of four letters that no merge leads to, and one merge."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = islice(map("".join, product(letters, repeat=4)), size - len(SPECIAL) - len(alphabet))
-    tokens = [*SPECIAL, *alphabet, *words]
+def add_vocabulary(writer: GGUFWriter, special: Iterable[str], units: Iterable[str], size: int) -> None:
+    """Special tokens, all bytes or characters, words of letters that no merge leads to, and one merge."""
+    special, units = [*special], [*units]
+    tokens = [*special, *units, *islice(words(), size - len(special) - len(units))]
     tokens[-1] = "ab"  # of the one merge, without which llama.cpp refuses the file
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("lfm2")
+    of_bytes = [TokenType.BYTE if unit.startswith("<0x") else TokenType.NORMAL for unit in units]
+    types = [TokenType.CONTROL] * len(special) + of_bytes
     writer.add_token_list(tokens)
-    writer.add_token_types([TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (size - len(SPECIAL)))
+    writer.add_token_types(types + [TokenType.NORMAL] * (size - len(types)))
     writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(BOS)
-    writer.add_eos_token_id(EOS)
     writer.add_add_bos_token(True)
+
+
+def words() -> Iterator[str]:
+    """Words of four letters, then of more."""
+    letters, length = "abcdefghijklmnopqrstuvwxyz", 4
+    while True:
+        yield from map("".join, product(letters, repeat=length))
+        length += 1
 
 
 if __name__ == "__main__":

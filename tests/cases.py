@@ -47,8 +47,13 @@ FOLDERS = {
     "smollm3": ("smollm3", 61),
     "gemma2": ("gemma2", 20),
     "gemma3": ("gemma3", 61),
+    "gemma4": ("gemma4", 61),
     "olmo2": ("olmo2", 20),
     "olmo3": ("olmo3", 61),
+    "hunyuan": ("hunyuan", 61),
+    "granite": ("granite", 20),
+    "glm4": ("glm4", 61),
+    "exaone4": ("exaone4", 20),
     "lfm2": ("lfm2", 61),
     "lfm2, confident": ("lfm2, convolutions first and last", 20),
 }
@@ -62,6 +67,8 @@ FILES = {
     "gpt2, F16": ("gpt2", "F16"),
     "lfm2, Q4_0": ("lfm2", "Q4_0"),
     "olmo2, Q8_0": ("olmo2", "Q8_0"),
+    "gemma4, Q8_0": ("gemma4", "Q8_0"),
+    "hunyuan, Q4_0": ("hunyuan_v1_dense", "Q4_0"),
 }
 """The same for GGUF files, with the types of their weights."""
 CONFIDENT = tuple(name for name in FOLDERS if name.endswith("confident"))

@@ -61,6 +61,10 @@ LLAMA3_ROPE = {
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
+ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+"""Hunyuan's, whose frequencies are the same at all lengths."""
+GROWING = YARN | {"factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
@@ -83,6 +87,7 @@ ARCHITECTURES = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "mistral": {},
+    "ministral3": {"head_dim": 8, "rope_parameters": GROWING, "pad_token_id": EOS},
     "gemma2": {"head_dim": 8},
     "gemma3": {"head_dim": 8, "model_type": "gemma3_text"},
     "phi3": {"pad_token_id": EOS},
@@ -92,7 +97,37 @@ ARCHITECTURES = {
     "gpt_neox": {},
     "olmo2": {"pad_token_id": EOS},
     "olmo3": {"pad_token_id": EOS},
+    "gemma4": {
+        **{"head_dim": 8, "global_head_dim": 16, "model_type": "gemma4_text", "hidden_size_per_layer_input": 32},
+        "pad_token_id": EOS,
+    },
+    "gemma4_unified": {
+        **{"head_dim": 8, "global_head_dim": 16, "model_type": "gemma4_unified_text", "pad_token_id": EOS},
+    },
+    "hunyuan_v1_dense": {"head_dim": 8, "pad_token_id": EOS},
+    "granite": {
+        **{"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2},
+        **{"pad_token_id": EOS},
+    },
+    "glm": {"head_dim": 8, "pad_token_id": EOS},
+    "glm4": {"head_dim": 8, "pad_token_id": EOS},
+    "exaone4": {"pad_token_id": EOS},
+    "ernie4_5": {"head_dim": 8, "pad_token_id": EOS},
+    "seed_oss": {"head_dim": 8, "pad_token_id": EOS},
+    "starcoder2": {"pad_token_id": EOS},
+    "cohere2": {"logit_scale": 0.5, "pad_token_id": EOS},
     "lfm2": {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 2], "pad_token_id": EOS},
+}
+
+# By its model_type, the text model of a model that also reads images, and its encoder of images.
+COMPOSITES = {
+    "gemma3": ("gemma3", "siglip_vision_model"),
+    "mistral3": ("mistral", "pixtral"),
+    "lfm2_vl": ("lfm2", "siglip2_vision_model"),
+}
+VISION = {
+    **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    **{"head_dim": 8, "image_size": 16, "patch_size": 8, "num_patches": 4},
 }
 
 
@@ -169,7 +204,14 @@ def of_transformers(tokenizer):
 
 
 def random_model(architecture, seed=0, attention="sdpa", **changes):
-    """A tiny model with random weights, wide enough that its likeliest tokens are no near-ties."""
+    """A tiny model with random weights, wide enough that its likeliest tokens are no near-ties.
+
+    ``"gemma3 with images"`` is the model of :data:`COMPOSITES` whose text model has the changes.
+    """
+    composite = architecture.removesuffix(" with images") if architecture.endswith(" with images") else None
+    if composite is not None:
+        architecture, images = COMPOSITES[composite]
+        architecture = changes.pop("text", architecture)
     sizes = {
         "vocab_size": 259,
         "hidden_size": 32,
@@ -184,20 +226,33 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
         "tie_word_embeddings": False,
     }
     given = {"model_type": architecture} | sizes | ARCHITECTURES[architecture] | changes
+    if architecture == "gemma4":
+        given["vocab_size_per_layer_input"] = given["vocab_size"]
     if torch is None:
         return WrittenModel(given, seed)
     if architecture == "gemma2":
         attention = "eager"  # nothing else has its softcap
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(**given)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attention
-    ).eval()
+    config, kind = transformers.AutoConfig.for_model(**given), transformers.AutoModelForCausalLM
+    if composite is not None:
+        of_all = {name: getattr(config, name) for name in ("tie_word_embeddings", "initializer_range")}
+        of_all |= {"projector_hidden_size": 8} if composite == "lfm2_vl" else {}
+        parts = {"text_config": config.to_dict(), "vision_config": VISION | {"model_type": images}}
+        config = transformers.AutoConfig.for_model(composite, **of_all, **parts)
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros, which hide mistakes
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.add_(torch.randn_like(buffer) * 0.2)
     model.generation_config.pad_token_id = EOS
     return model
+
+
+def vocab_size_of(model):
+    return getattr(model.config, "text_config", model.config).vocab_size
 
 
 def head_of(model):
@@ -244,7 +299,7 @@ def save(tmp_path_factory):
     def save(model, tokenizer=None, **how):
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder, **how)
-        (tokenizer or byte_tokenizer(vocab_size=model.config.vocab_size)).save_pretrained(folder)
+        (tokenizer or byte_tokenizer(vocab_size=vocab_size_of(model))).save_pretrained(folder)
         return folder
 
     return save
@@ -293,7 +348,7 @@ def tiny(save):
         key = (architecture, chat, backend, repr(sorted(changes.items())))
         if key not in made:
             model = random_model(architecture, **changes)
-            folder = save(model, byte_tokenizer(CHAT_TEMPLATE if chat else None, model.config.vocab_size))
+            folder = save(model, byte_tokenizer(CHAT_TEMPLATE if chat else None, vocab_size_of(model)))
             made[key] = model, specbeam.load(folder, backend=backend, device="cpu", dtype="float32")
         return made[key]
 

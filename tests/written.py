@@ -94,7 +94,8 @@ def random_tensors(given, seed):
     config = config_from_hugging_face(given, range(10_000))
     deviation = given.get("init_std", given.get("initializer_range"))
     draw, tensors = np.random.default_rng([WEIGHTS, seed]), {}
-    for parameter, (shape, stacked, _) in parameters(config).items():
+    for parameter, described in parameters(config).items():
+        shape, stacked = described.shape, described.rows
         names = tensor_names(parameter, architecture.folder_tensors)
         for name, count in zip(names, shape[:1] if len(names) == 1 else stacked, strict=True):
             if name.endswith(architecture.folder_zeros):

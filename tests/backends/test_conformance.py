@@ -15,6 +15,7 @@ from specbeam.cache.slots import Slots
 from specbeam.core.tree import Tree
 from specbeam.errors import SpecbeamError
 from tests.conftest import (
+    ALPHA,
     LLAMA3_ROPE,
     LONGROPE,
     YARN,
@@ -30,6 +31,18 @@ BACKENDS = ["torch", "cpu", "transformers", "transformers, eager"]
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 TWO_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 SOME_SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+GEMMA4 = {"sliding_window": 5, "final_logit_softcapping": 6.0}
+PER_LAYER = {
+    **GEMMA4,
+    **{"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1},
+    "hidden_size_per_layer_input": 12,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
+KEYS_ARE_VALUES = {
+    **GEMMA4,
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -45,6 +58,8 @@ FAMILIES = {
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
     "qwen2, some layers sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "mistral, sliding window": ("mistral", {"sliding_window": 5}),
+    "ministral3": ("ministral3", {}),
+    "ministral3, sliding window": ("ministral3", {"sliding_window": 5, "num_key_value_heads": 4}),
     "gpt2": ("gpt2", {}),
     "gpt2, own width": ("gpt2", {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", {}),
@@ -61,6 +76,21 @@ FAMILIES = {
     "olmo2, biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "olmo3": ("olmo3", SOME_SLIDING),
     "olmo3, yarn": ("olmo3", {**SOME_SLIDING, "rope_parameters": TWO_ROPES | {"full_attention": YARN}}),
+    "hunyuan": ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
+    "hunyuan, biases": ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 12, "tie_word_embeddings": True}),
+    "granite": ("granite", {}),
+    "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": ("glm", {"attention_bias": False}),
+    "glm4": ("glm4", {}),
+    "exaone4": ("exaone4", SOME_SLIDING),
+    "exaone4, no windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "seed_oss": ("seed_oss", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": 5}),
+    "cohere2": ("cohere2", SOME_SLIDING | {"tie_word_embeddings": True}),
     "lfm2": ("lfm2", {}),
     "lfm2, convolutions first and last": (
         "lfm2",
@@ -74,17 +104,29 @@ FAMILIES = {
             **{"block_ffn_dim_multiplier": 1.25, "block_multiple_of": 16},
         },
     ),
+    "gemma4": ("gemma4", PER_LAYER),
+    "gemma4, keys are values": ("gemma4", KEYS_ARE_VALUES),
+    "gemma4_unified, tied": ("gemma4_unified", KEYS_ARE_VALUES | {"tie_word_embeddings": True}),
     "gemma3, linear rope": ("gemma3", {**SOME_SLIDING, "rope_parameters": TWO_ROPES, "query_pre_attn_scalar": 24}),
 }
+WITH_IMAGES = {
+    "gemma3 with images": ("gemma3 with images", SOME_SLIDING),
+    "mistral3 with images": ("mistral3 with images", {"sliding_window": 5}),
+    "mistral3 with images, ministral3": ("mistral3 with images", {"text": "ministral3"}),
+    "lfm2_vl with images": ("lfm2_vl with images", {"tie_word_embeddings": True}),
+}
+"""Models that read images, too, by the architectures of their text models."""
+ALL = FAMILIES | WITH_IMAGES
 SOME = [
     *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
-    "lfm2",
+    *("gemma4", "lfm2"),
 ]
 ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
-WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3")
+ONE_PER_ARCHITECTURE += ["hunyuan", "granite", "glm4", "exaone4", "ministral3", "gemma4, keys are values"]
+WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3", "hunyuan_v1_dense", "granite", "exaone4", "ministral3", "gemma4")
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
-NATIVE_ALONE = ("lfm2",)
+NATIVE_ALONE = ("lfm2", "lfm2_vl with images")
 """Architectures that the transformers backend refuses, because their caches are no keys and values."""
 
 
@@ -94,15 +136,14 @@ def pair(request, tiny):
 
     @cache
     def pair(family):
-        architecture, changes = FAMILIES[family]
+        architecture, changes = ALL[family]
         if request.param.startswith("transformers"):
             if architecture in NATIVE_ALONE:
                 pytest.skip(f"the transformers backend refuses {architecture}: tests/backends/test_transformers.py")
             attention = "eager" if request.param.endswith("eager") else "sdpa"
             model = random_model(architecture, attention=attention, **changes)
             return model, specbeam.hf.wrap(model)
-        model, lm = tiny(architecture, **changes)
-        return model, specbeam.load(lm.source, backend="cpu", quantize="float32") if request.param == "cpu" else lm
+        return tiny(architecture, backend=request.param, **changes)
 
     return pair
 
@@ -118,7 +159,7 @@ def alone(lm, tokens):
     return evaluate(Slots(Tree(tokens), lm.backend), [len(tokens) - 1])[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_logits_equal_the_logits_of_transformers(pair, family):
     theirs, lm = pair(family)
     tokens = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(1))
@@ -131,11 +172,11 @@ def test_logits_equal_the_logits_of_transformers(pair, family):
 
 @pytest.mark.parametrize(
     "family",
-    [f if f in ONE_PER_ARCHITECTURE else pytest.param(f, marks=pytest.mark.thorough) for f in FAMILIES],
+    [f if f in {*ONE_PER_ARCHITECTURE, *WITH_IMAGES} else pytest.param(f, marks=pytest.mark.thorough) for f in ALL],
 )
 def test_texts_equal_the_texts_of_transformers(tiny, family):
     """Greedy and beams, across the edges of the sliding windows. Drafts change nothing."""
-    architecture, changes = FAMILIES[family]
+    architecture, changes = ALL[family]
     theirs, native = tiny(architecture, **changes)
     assert native.backend.name == "cpu"
     _, by_torch = tiny(architecture, backend="torch", **changes)

@@ -43,6 +43,7 @@ from specbeam.checkpoints.parameters import parameters
 from specbeam.checkpoints.parts.attention import Attention
 from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import Part
+from specbeam.checkpoints.parts.per_layer_embedding import PerLayerEmbedding
 from specbeam.checkpoints.parts.short_convolution import ShortConvolution
 from specbeam.checkpoints.rope import Rope
 from specbeam.core.tree import Tree
@@ -552,7 +553,10 @@ def add_part(model, layer, name, count=None, **changes):
         ("attention", {"num_heads": 2**20, "head_dim": 2**20}, "too wide"),
         ("attention", {"window": -1}, "a window is negative"),
         ("attention", {"rope": 0}, "a rotation is missing"),
-        ("attention", {"qk_norm": 3}, "a number is wrong"),
+        ("attention", {"qk_norm": 4}, "a number is wrong"),
+        ("mlp", {"output_scale": -1.0}, "a number is wrong"),
+        ("attention", {"query_growth": -1.0}, "a number is wrong"),
+        ("attention", {"query_growth": 0.1}, "the period in which queries grow is below 1"),
         ("cross_attention", {}, "there is no encoder"),
         ("short_convolution", {"kernel_size": 0}, "the filter of a convolution"),
         ("short_convolution", {"kernel_size": 17}, "the filter of a convolution"),
@@ -617,6 +621,7 @@ def test_a_layer_with_two_parts_of_one_kind_is_refused():
 
 HIDDEN, VOCAB = 40, 50
 ROPES = Rope(100.0, 8), Rope(1000.0, 12, scale=1.25)
+VALUES = {"keys_are_values": True, "qk_norm": "head"}
 AFTER = {"norm": False, "output_norm": True}
 LAYERS = {  # each layer has other heads, and not each has an attention and an MLP
     "window": (
@@ -625,6 +630,9 @@ LAYERS = {  # each layer has other heads, and not each has an attention and an M
     ),
     "attention alone": (
         Attention(num_heads=3, num_kv_heads=1, head_dim=24, scale=0.3, rope=ROPES[1], softcap=2.0, qk_norm="head"),
+    ),
+    "growing queries": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, query_growth=0.5, query_growth_period=3),
     ),
     "mlp alone": (MLP(intermediate_size=70, gated=False, activation="gelu_tanh", output_norm=True, bias=True),),
     "convolution": (
@@ -648,7 +656,27 @@ LAYERS = {  # each layer has other heads, and not each has an attention and an M
         Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, norm=False, sum_norm=True),
         MLP(intermediate_size=24, parallel=True, norm=False, output_norm=True, sum_norm=True),
     ),
+    "norms after the rotation, scaled outputs": (
+        Attention(
+            **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "scale": 0.3, "rope": ROPES[0]},
+            **{"qk_norm": "rotated_head", "output_scale": 0.25},
+        ),
+        MLP(intermediate_size=24, output_norm=True, output_scale=0.5),
+    ),
     "no window": (Attention(num_heads=4, num_kv_heads=4, head_dim=8, scale=0.35), MLP(intermediate_size=24)),
+    "keys are values": (
+        Attention(num_heads=4, num_kv_heads=2, head_dim=12, scale=0.4, rope=ROPES[1], value_norm=True, **VALUES),
+        MLP(intermediate_size=24, sum_scale=True),
+    ),
+    "reads layer 0": (
+        Attention(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, rope=ROPES[0], window=5, shares_keys_of=0),
+        MLP(intermediate_size=24),
+        PerLayerEmbedding(size=6, norm=False, output_norm=True, sum_scale=True),
+    ),
+    "reads layer 1": (
+        Attention(num_heads=3, num_kv_heads=1, head_dim=24, scale=0.3, qk_norm="all", shares_keys_of=1),
+        PerLayerEmbedding(size=6, activation="gelu_tanh"),
+    ),
 }
 ORDERS = {
     "each of its own": [*LAYERS],
@@ -659,6 +687,8 @@ ORDERS = {
     "norms after": ["norms after", "norms after", "norms after"],
     "norms of sums": ["norms of sums", "norms of sums", "norms of sums"],
     "parallel without a norm": ["no window", "parallel without a norm", "parallel without a norm"],
+    "keys of earlier layers": ["window", "attention alone", "reads layer 1", "reads layer 0", "reads layer 1"],
+    "keys are values": ["keys are values", "mlp alone", "keys are values"],
 }
 
 
@@ -715,7 +745,11 @@ class Reference:
         self.config, self.own = config, {name: values.astype(np.float64) for name, values in parameters.items()}
 
     def logits(self, tokens):
-        x = self.own["embedding.weight"][tokens]
+        x, self.stored = self.own["embedding.weight"][tokens], {}
+        if (size := self.config.per_layer_size) is not None:
+            projected = (self.product("per_layer_projection", x) / HIDDEN**0.5).reshape(len(x), -1, size)
+            table = self.own["per_layer_embedding.weight"][tokens].reshape(projected.shape)
+            self.per_layer = (self.norm("per_layer_norm", projected) + table * size**0.5) / 2**0.5
         for number, layer in enumerate(self.config.layers):
             source = normed = None
             for part in layer:
@@ -727,9 +761,11 @@ class Reference:
                 made = getattr(self, part.name)(name, part, normed)
                 if part.output_norm:
                     made = self.norm(f"blocks.{number}.post_{part.name}_norm", made)
-                x = x + made
+                x = x + part.output_scale * made
                 if part.sum_norm:
                     x = self.norm(f"{name}_sum_norm", x)
+                if part.sum_scale:
+                    x = x * self.own[f"{name}_sum_scale.weight"]
         return self.product("head", self.norm("norm", x) if self.config.final_norm else x)
 
     def norm(self, name, x):
@@ -741,14 +777,21 @@ class Reference:
     def attention(self, name, part, x):
         n = len(x)
         sizes = part.query_size, part.query_size + part.key_size
-        queries, keys, values = np.split(self.product(f"{name}.qkv", x), sizes, axis=1)
-        if part.qk_norm == "all":
-            queries, keys = self.norm(f"{name}.q_norm", queries), self.norm(f"{name}.k_norm", keys)
-        queries, keys, values = (one.reshape(n, -1, part.head_dim) for one in (queries, keys, values))
-        if part.qk_norm == "head":
-            queries, keys = self.norm(f"{name}.q_norm", queries), self.norm(f"{name}.k_norm", keys)
-        if part.rope is not None:
-            queries, keys = rotated(queries, part.rope), rotated(keys, part.rope)
+        if part.shares_keys_of is not None:
+            queries = self.turned(f"{name}.q_norm", part, self.product(f"{name}.query", x))
+            keys, values = self.stored[f"blocks.{part.shares_keys_of}.attention"]
+        else:
+            if part.keys_are_values:
+                queries, keys = np.split(self.product(f"{name}.query_key", x), sizes[:1], axis=1)
+                values = keys
+            else:
+                queries, keys, values = np.split(self.product(f"{name}.qkv", x), sizes, axis=1)
+            values = values.reshape(n, -1, part.head_dim)
+            if part.value_norm:
+                values = values / np.sqrt((values * values).mean(-1, keepdims=True) + self.config.norm_eps)
+            queries = self.turned(f"{name}.q_norm", part, queries)
+            keys = self.turned(f"{name}.k_norm", part, keys)
+        self.stored[name] = keys, values
         keys, values = (one.repeat(part.num_heads // part.num_kv_heads, axis=1) for one in (keys, values))
         scores = np.einsum("qhd,khd->hqk", queries, keys) * part.scale
         if part.softcap:
@@ -759,14 +802,26 @@ class Reference:
         shares /= shares.sum(-1, keepdims=True)
         return self.product(f"{name}.output", np.einsum("hqk,khd->qhd", shares, values).reshape(n, -1))
 
+    def turned(self, norm, part, heads):
+        """Queries or keys, [n, all features], as normed and rotated heads."""
+        heads = self.norm(norm, heads) if part.qk_norm == "all" else heads
+        heads = heads.reshape(len(heads), -1, part.head_dim)
+        heads = self.norm(norm, heads) if part.qk_norm == "head" else heads
+        heads = heads if part.rope is None else rotated(heads, part.rope)
+        heads = self.norm(norm, heads) if part.qk_norm == "rotated_head" else heads
+        if not part.query_growth or norm.endswith("k_norm"):
+            return heads
+        growth = 1 + part.query_growth * np.log(1 + np.arange(len(heads)) // part.query_growth_period)
+        return heads * growth[:, None, None]
+
+    def per_layer_embedding(self, name, part, x):
+        gated = activated(part, self.product(f"{name}.gate", x)) * self.per_layer[:, int(name.split(".")[1])]
+        return self.product(f"{name}.projection", gated)
+
     def mlp(self, name, part, x):
         up = self.product(f"{name}.{'gate_up' if part.gated else 'up'}", x)
         gate, up = np.split(up, 2, axis=1) if part.gated else (up, 1)
-        if part.activation == "silu":
-            active = gate / (1 + np.exp(-gate))
-        else:
-            active = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-        return self.product(f"{name}.down", active * up)
+        return self.product(f"{name}.down", activated(part, gate) * up)
 
     def short_convolution(self, name, part, x):
         before, after, x = np.split(self.product(f"{name}.input", x), 3, axis=1)
@@ -774,6 +829,12 @@ class Reference:
         taps = self.own[f"{name}.filter.weight"].T
         convolved = sum(taps[k] * padded[k : k + len(x)] for k in range(part.kernel_size))
         return self.product(f"{name}.output", after * convolved)
+
+
+def activated(part, x):
+    if part.activation == "silu":
+        return x / (1 + np.exp(-x))
+    return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 def rotated(heads, rope):
@@ -832,6 +893,7 @@ def test_the_torch_backend_runs_them_as_numpy_does(order):
         sources=lambda name: [name],
         shape=lambda name: own[name].shape,
         read=lambda name, start, stop: own[name][start:stop],
+        rows=lambda name, numbers: own[name][numbers],
     )
     backend, tokens = TorchBackend(checkpoint, "cpu", "float32"), np.random.default_rng(3).integers(0, VOCAB, 60)
     backend.reserve(len(tokens))
@@ -869,6 +931,8 @@ def test_a_slot_has_the_bytes_of_all_parts(order):
     def of_part(part, integers):
         if not isinstance(part, Attention):
             return 4 * 48 if isinstance(part, ShortConvolution) else 0
+        if part.shares_keys_of is not None:
+            return 0
         width = -(-part.head_dim // 16) * 16
         return part.num_kv_heads * (3 * width + 8 if integers else 8 * width)
 

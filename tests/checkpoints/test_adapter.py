@@ -103,6 +103,7 @@ KINDS = {  # an architecture and its sizes, modules with factors, modules that a
     "gpt2, saved": ("gpt2", {}, ["c_attn"], ["lm_head", "c_fc", "wpe", "ln_1"], {}),
     "gpt_neox": ("gpt_neox", {}, ["query_key_value", "dense", "dense_4h_to_h"], [], {}),
     "gemma3": ("gemma3", {}, ["embed_tokens", "k_proj"], ["q_norm", "post_feedforward_layernorm"], {}),
+    "gemma3 with images": ("gemma3 with images", {}, ["q_proj", "down_proj"], ["lm_head"], {}),
     "phi3, stacked": ("phi3", {}, ["qkv_proj", "gate_up_proj"], [], {}),
 }
 

@@ -6,7 +6,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 from transformers import CONFIG_MAPPING
 
 from specbeam.checkpoints import families
-from specbeam.checkpoints.architecture import tensor_names
+from specbeam.checkpoints.architecture import SIZES, tensor_names
 from tests.backends.test_conformance import FAMILIES
 from tests.conftest import ARCHITECTURES, random_model
 from tests.written import random_tensors
@@ -29,6 +29,12 @@ def test_models_of_the_core_suite_have_the_tensors_of_transformers(family):
     how = {"config": model.config, "state_dict": tensors, "output_loading_info": True}
     _, report = type(model).from_pretrained(None, **how)
     assert not any(report.values())
+
+
+@pytest.mark.parametrize("name", [name for name, one in families.ARCHITECTURES.items() if one.sizes])
+def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers(name):
+    default = CONFIG_MAPPING[name]()
+    assert [getattr(default, size) for size in SIZES] == [*families.ARCHITECTURES[name].sizes]
 
 
 def test_names_are_names_of_transformers_and_of_llama_cpp():

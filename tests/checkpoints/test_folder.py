@@ -141,7 +141,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 200), "damaged or not a safetensors file"),
         (lambda f: os.truncate(f / "model.safetensors", 60_000), "damaged or not a safetensors file"),
-        (config(model_type="mamba"), "'mamba' is not supported: supported are gemma2"),
+        (config(model_type="mamba"), "'mamba' is not supported: supported are .*, gemma2"),
         (config(hidden_size=...), "no 'hidden_size'"),
         (config(hidden_size="big"), "hidden_size"),
         (config(num_hidden_layers=0), "num_layers = 0"),

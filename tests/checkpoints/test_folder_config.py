@@ -47,6 +47,7 @@ def by_transformers(given):
         return None  # transformers has defaults for them, and specbeam does not take these
     try:
         complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
+        complete.allow_global_per_layer_attribute_access = True  # layers of Gemma 4 have their own numbers
         for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
             check_rope(parameters)  # models of transformers fail later where this refuses
         return folder_config._read(architecture, complete, TENSORS)
@@ -88,7 +89,8 @@ def changed(draw):
         else:
             file[key] = deepcopy(draw.choice(VALUES))
     if not ARCHITECTURES[file["model_type"]].has_rope:
-        file.pop("rope_scaling", None)  # transformers looks at the key all the same
+        for key in ("rope_scaling", "rope_parameters"):  # at which one of the two looks all the same
+            file.pop(key, None)
     if file["model_type"] == "phi3" and file.get("head_dim", ...) is None:
         del file["head_dim"]  # Phi-3 has no such key, and transformers' check of its rotation multiplies by it
     return file

@@ -15,14 +15,17 @@ from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
-from transformers import LlamaTokenizer
+from transformers import GemmaTokenizer, LlamaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 import specbeam
 from specbeam import SpecbeamError
+from specbeam.backends.cpu.weights import packed_bytes
+from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architecture import Metadata
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
+from specbeam.checkpoints.families.ministral3 import GGUF_BETA
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.formats.gguf import KINDS, read_header
 from specbeam.checkpoints.formats.gguf_config import KINDS_OF_MODELS, check_transformers, config_from_gguf
@@ -30,10 +33,14 @@ from specbeam.checkpoints.sources import packed
 from specbeam.checkpoints.tokenizers import gguf_tokenizer
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import PRE, tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import vocabulary_from_gguf
+from specbeam.core.tree import Tree
+from tests.backends.test_conformance import KEYS_ARE_VALUES, PER_LAYER
 from tests.conftest import (
+    ALPHA,
     BOS,
     CHAT_TEMPLATE,
     EOS,
+    GROWING,
     LFS_POINTER,
     LLAMA3_ROPE,
     LONGROPE,
@@ -54,12 +61,22 @@ def interleave(weight, heads):
 
 
 NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2"}
+WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
+WITHOUT_KEY_LENGTH |= {"cohere2"}
+LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+NAMED |= {"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"}
+NAMED |= {"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"}
 
 
-def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
-    """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it."""
+def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metadata):
+    """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
+
+    Args:
+        stored: tensors in place of the model's, with their types, by their names in the file.
+    """
     config, architecture = model.config, model.config.model_type
     named = NAMED.get(architecture, architecture)
+    config.allow_global_per_layer_attribute_access = True  # layers of Gemma 4 have their own heads
     rope = getattr(config, "rope_parameters", None) or {}
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -74,22 +91,29 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         kv_heads = [kv_heads * (kind != "conv") for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_vocab_size(config.vocab_size)
+    if named == "gemma4":
+        inner, kv_heads, head_dim = gemma4_sizes(writer, config)
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
-    if named not in ("gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2"):
+    if named not in WITHOUT_KEY_LENGTH:
         writer.add_key_length(head_dim)
     if named == "lfm2":
         writer.add_layer_norm_rms_eps(config.norm_eps)
     elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+        writer.add_layer_norm_eps(next(getattr(config, key) for key in LAYER_NORM_EPS if hasattr(config, key)))
     if base := rope.get("full_attention", rope):
         if named not in ("gptneox", "stablelm"):
-            writer.add_rope_freq_base(base["rope_theta"])
-        if base.get("partial_rotary_factor", 1.0) != 1.0:
+            stretch = base["alpha"] ** (head_dim / (head_dim - 2)) if "alpha" in base else 1
+            writer.add_rope_freq_base(base["rope_theta"] * stretch)
+        if "alpha" in base:
+            writer.add_rope_scaling_type(RopeScalingType.NONE)
+            writer.add_rope_scaling_factor(1)
+            writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
+        if base.get("partial_rotary_factor", 1.0) != 1.0 and named != "gemma4":
             writer.add_rope_dimension_count(int(base["partial_rotary_factor"] * head_dim))
         if base.get("rope_type") == "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -104,6 +128,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
             ):
                 if theirs in base:
                     writer.add_float32(f"{named}.rope.scaling.yarn_{named_there}", base[theirs])
+            if "mscale_all_dim" in base:
+                writer.add_rope_scaling_yarn_log_mul(base["mscale_all_dim"])
+        if "llama_4_scaling_beta" in base:
+            writer.add_attn_temperature_scale(base["llama_4_scaling_beta"])
         if base.get("rope_type") == "longrope":
             trained = base["original_max_position_embeddings"]
             writer.add_rope_scaling_orig_ctx_len(trained)
@@ -119,6 +147,17 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
         writer.add_float32("olmo2.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+    if named == "exaone4" and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if named == "cohere2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_logit_scale(config.logit_scale)
+    if named == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if named == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -146,24 +185,51 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
-        if named in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if named in ("llama", "mistral3", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, heads if "q_proj" in name else kv_heads)
-        if ".c_" in name and array.ndim == 2:
+        if named == "gpt2" and ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
         if "query_key_value" in name:
             array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
-        if named.startswith("gemma") and name.endswith("norm.weight"):
+        if named in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         filters = "conv.conv" in name
         array = array.squeeze(1) if filters else array
         exact = filters or array.ndim == 1
+        name += ".weight" if name.endswith("layer_scalar") else ""
         there, form = names.get_name(name, try_suffixes=(".weight", ".bias")), Type.F32 if exact else kind
-        writer.add_tensor(there, quants.quantize(array, form), raw_dtype=form)
+        array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
+        writer.add_tensor(there, array, raw_dtype=form)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
     finish(writer)
     return path
+
+
+def gemma4_sizes(writer, config):
+    """Write the keys that only Gemma 4 has. Returns the widths and key heads of all layers, and the larger head_dim."""
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    shared, wide = config.num_kv_shared_layers, 1 + config.use_double_wide_mlp
+    layers = [config.per_layer_config[i] for i in range(len(slides))]
+    head_dim = layers[-1].head_dim
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(getattr(config, "hidden_size_per_layer_input", 0))
+    writer.add_sliding_window_pattern(slides)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_value_length(head_dim)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    writer.add_float32("gemma4.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    turning = int(head_dim * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    factors = [1.0] * turning + [1e30] * (head_dim // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    widths = [config.intermediate_size * (1 if i < len(slides) - shared else wide) for i in range(len(slides))]
+    return widths, [layer.num_key_value_heads for layer in layers], head_dim
 
 
 def finish(writer):
@@ -174,6 +240,7 @@ def finish(writer):
 
 
 ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+WITHOUT_WINDOWS = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
 GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
 
 
@@ -188,6 +255,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}}),
         ("qwen3", {"tie_word_embeddings": True}),
         ("mistral", {"sliding_window": None}),
+        ("ministral3", {"rope_parameters": GROWING | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
         ("gpt_neox", {"use_parallel_residual": False}),
         ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
         ("phi3", {"sliding_window": 5}),
@@ -195,9 +263,22 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("smollm3", {"num_hidden_layers": 5}),
         ("gemma2", GEMMA),
         ("gemma3", GEMMA | {"num_hidden_layers": 7}),
+        ("gemma4", PER_LAYER),
+        ("gemma4", KEYS_ARE_VALUES),
+        ("gemma4_unified", KEYS_ARE_VALUES | {"num_kv_shared_layers": 1}),
         ("olmo2", {}),
         ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5}),
         ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5, "rope_parameters": ROPES}),
+        ("hunyuan_v1_dense", {"rope_parameters": ALPHA, "tie_word_embeddings": True}),
+        ("granite", {}),
+        ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("glm4", {}),
+        ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
+        ("exaone4", WITHOUT_WINDOWS | {"rope_parameters": LLAMA3_ROPE}),
+        ("ernie4_5", {"tie_word_embeddings": True}),
+        ("seed_oss", {}),
+        ("starcoder2", {}),
+        ("cohere2", {"sliding_window": 5, "num_hidden_layers": 5, "tie_word_embeddings": True}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),
@@ -247,6 +328,7 @@ def test_yarn_counts_what_a_converter_took_from_the_folder(tmp_path):
     assert (rope.scale, set(rope.divisors)) == (1.0, {4.0})
 
 
+NO_MULTIPLIERS = dict.fromkeys(("attention.scale", "residual_scale"))
 GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
 
 
@@ -258,10 +340,20 @@ GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "slid
         ("gemma3", {"final_logit_softcapping": 7.0}, {"final_logit_softcapping": 7.0}),
         ("gemma3", {"sliding_window_pattern": 3}, {"attention.sliding_window_pattern": 3}),
         ("gemma3", {"layer_types": ["full_attention"] * 7}, {"attention.sliding_window": None}),
+        ("gemma4", {"final_logit_softcapping": 30.0}, {"final_logit_softcapping": None, "rope.freq_base_swa": None}),
         ("stablelm", {"use_parallel_residual": True}, {"use_parallel_residual": None}),
         ("olmo3", {"num_hidden_layers": 5}, {"attention.sliding_window_pattern": None, "rope.freq_base_swa": None}),
         ("olmo3", {"layer_types": ["full_attention"] * 3}, {"attention.sliding_window": None}),
+        (
+            "exaone4",
+            {"num_hidden_layers": 4},
+            {"attention.sliding_window_pattern": None, "rope.freq_base_swa": 10000.0},
+        ),
+        ("exaone4", WITHOUT_WINDOWS, {}),
+        ("granite", {"attention_multiplier": 8**-0.5, "residual_multiplier": 1}, NO_MULTIPLIERS),
+        ("hunyuan_v1_dense", {"rope_parameters": ALPHA}, {"rope.freq_base": 100.0, "rope.scaling.alpha": 50.0}),
         ("phi3", {}, {"rope.freq_base": None}),
+        ("ministral3", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.0}}, {GGUF_BETA: None}),
         ("llama", {}, {"attention.head_count_kv": [2, 2, 2], "feed_forward_length": [48, 48, 48]}),
     ],
 )
@@ -307,6 +399,16 @@ def test_numbers_may_differ_between_layers():
             "blk.0.attn_k.weight has shape .16, 32., but the",
         ),
         ("olmo3", "attention.sliding_window_pattern", [True, False, True], "lists other layers than olmo2 has"),
+        ("gemma4", "attention.key_length_swa", None, "has no gemma4.attention.key_length_swa"),
+        ("gemma4", "attention.value_length_swa", 16, "attention.value_length_swa = 16 is not supported"),
+        ("gemma4", "attention.sliding_window_pattern", [True], "has 1 values, but the model has 3 layers"),
+        ("gemma4", "attention.shared_kv_layers", 4, "attention.shared_kv_layers is 4, but the model has 3 layers"),
+        ("gemma4", "attention.shared_kv_layers", 2, "layer 2 has no keys of its own .*, and no layer of its kind"),
+        ("gemma4", "embedding_length_per_layer_input", None, "has no gemma4.embedding_length_per_layer_input"),
+        ("granite", "logit_scale", None, "has no granite.logit_scale"),
+        ("granite", "logit_scale", 0.0, "divides logits by 0.0"),
+        ("glm4", "nextn_predict_layers", 1, "glm4.nextn_predict_layers = 1 is not supported"),
+        ("ministral3", "attention.temperature_length", 99, "attention.temperature_length = 99 is not supported"),
         ("lfm2", "shortconv.l_cache", None, "has no lfm2.shortconv.l_cache"),
         ("lfm2", "shortconv.l_cache", 0, "= 0, which is no size"),
         ("lfm2", "attention.head_count_kv", [2, 0], "lfm2.attention.head_count_kv"),
@@ -362,6 +464,40 @@ def test_transformers_loader_runs_no_other_model_than_the_file_describes(tmp_pat
         )
         with expected:
             check_transformers(metadata, tensors, None, pytest.fail)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K", "Q3_K"])
+def test_embeddings_of_layers_are_read_from_the_file_as_they_are_stored(tmp_path, cached, kind):
+    """The torch backend reads dequantized rows. No kernel has Q3_K, so it is packed, and rounded to 8 bits."""
+    model = random_model("gemma4", hidden_size_per_layer_input=64, num_hidden_layers=4)
+    name, draw = "per_layer_token_embd.weight", np.random.default_rng(0)
+    block, size = GGML_QUANT_SIZES[Type[kind]]
+    if block > 1:
+        rows = [draw.integers(0, 30, (259, 256 // block * size), dtype=np.uint8) for _ in range(2)]
+    else:
+        rows = [quants.quantize(draw.normal(0, 1, (259, 256)).astype(np.float32), Type[kind]) for _ in range(2)]
+    paths = [tmp_path / f"{i}.gguf" for i in range(2)]
+    files = [write_gguf(path, model, stored={name: (own, Type[kind])}) for path, own in zip(paths, rows, strict=True)]
+    native, by_torch = (specbeam.load(files[0], backend=backend, dtype="float32") for backend in ("cpu", "torch"))
+    tokens = [*range(0, 250, 7)]
+    got, expected = (logits_after(lm, tokens) for lm in (native, by_torch))
+    np.testing.assert_allclose(got, expected, atol=0.05 if kind == "Q3_K" else 2e-4)
+    other, one, again = (specbeam.load(files[i], quantize="int8").backend for i in (1, 0, 0))
+    weights = one._weights
+    assert ("per_layer_embedding.weight" in weights.tables) == (kind != "Q3_K")
+    assert weights.parts.keys().isdisjoint(weights.tables)
+    assert one.weights_digest == again.weights_digest != other.weights_digest
+    if kind != "Q3_K":
+        table, packed_sizes = rows[0].nbytes, [file.stat().st_size for file in cached.glob("*.weights")]
+        assert len(packed_sizes) == 2
+        assert max(packed_sizes) < packed_bytes(open_checkpoint(files[0]), "int8") + 20_000
+        assert weights.tables["per_layer_embedding.weight"][0].size == table
+
+
+def logits_after(lm, tokens):
+    slots = Slots(Tree(tokens), lm.backend)
+    nodes = np.arange(len(tokens))
+    return np.asarray(lm.backend.forward([slots.tree_batch(nodes, nodes)]))
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -616,6 +752,7 @@ def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
         ("llama", {"rope_parameters": YARN}),
         ("gemma2", GEMMA),
         ("gemma3", GEMMA),
+        ("gemma4", {}),
         ("lfm2", {}),
     ]:
         assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
@@ -667,7 +804,7 @@ def byte_level(tokens, merges, pre, **more):
 
 LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
 SPLITS = {
-    f"{LIKE_LLAMA3} dbrx smaug-bpe deepseek-v3": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
+    f"{LIKE_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe deepseek-v3 hunyuan-dense": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
     "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
     "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
     "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
@@ -714,6 +851,7 @@ def test_a_missing_pre_tokenizer_is_the_default_with_a_warning_and_an_unknown_on
         ({"tokens": ["<bos>", "a", "a"]}, "has the token 'a' twice"),
         ({"token_type": [3]}, "2 tokens and 1 types"),
         ({"model": "llama", "scores": [0.0]}, "2 tokens and 1 scores"),
+        ({"model": "gemma4", "merges": None}, "has no merges"),
         ({"model": "bert"}, "of kind 'bert'"),
         ({"model": "llama", "tokens": ["<unk>", "x" * 10**6], "scores": [0.0] * 2}, "a token of 1000000 characters"),
     ],
@@ -790,6 +928,26 @@ def test_sentencepiece_is_that_of_transformers(prefix):
             expected = [vocabulary["▁"], *expected]
         assert ours(text).input_ids == [1, *expected]
         assert ours.decode(ours(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_characters_and_runs_of_newlines_are_merged_as_in_gemma_4():
+    words = ["▁", *"abcdefd"[:4], "ab", "bc", "▁a", "▁ab", "abc", "▁▁", "\n", "\n\n", "\n\n\n", "\t"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>"]
+    tokens = [*special, *(f"<0x{i:02X}>" for i in range(256)), *words]
+    merges = ["b c", "▁ a", "a b", "▁a b", "a bc", "▁ ▁", "\n \n", "\n\n \n", "\n \n\n"]
+    types = [3, 3, 3, 2, 3, *[6] * 256, *[1] * len(words)]
+    named = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "padding_token_id": 0}
+    about = {"token_type": types, "scores": [0.0] * len(tokens), "add_space_prefix": False, **named}
+    ours = tokenizer_of_file("gemma4", tokens, merges=merges, **about)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    theirs = GemmaTokenizer(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges])
+    theirs.add_special_tokens({"additional_special_tokens": ["<|turn>"]})
+    for text in ("abc abc", "  ab\n a\n\nb\n\n\n", "é\t<|turn>abd", "\n\n\n\n\n", ""):
+        assert ours(text).input_ids == [2, *theirs(text, add_special_tokens=False).input_ids]
+        assert ours.decode(ours(text).input_ids, skip_special_tokens=True) == text.replace("<|turn>", "")
+    # As in llama.cpp, also where no merge leads to a run of newlines that is a token.
+    ours = tokenizer_of_file("gemma4", tokens, merges=merges[:6], **about)
+    assert ours("a\n\n\nb").input_ids == [2, *(vocabulary[token] for token in ("a", "\n\n\n", "b"))]
 
 
 WRONG_TYPE = "its key {} has a value of a wrong type"

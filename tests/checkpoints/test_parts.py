@@ -5,11 +5,15 @@ from dataclasses import replace
 import pytest
 
 from specbeam import SpecbeamError
+from specbeam.backends.cpu.library import library
+from specbeam.backends.cpu.model import bytes_of_slot
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.description import description
 from specbeam.checkpoints.parameters import parameters, parts_by_parameter
 from specbeam.checkpoints.parts.attention import Attention, CrossAttention
 from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.part import Parameter
+from specbeam.checkpoints.parts.per_layer_embedding import PerLayerEmbedding
 from specbeam.checkpoints.parts.short_convolution import ShortConvolution
 from specbeam.checkpoints.rope import Rope
 from specbeam.checkpoints.stems import AudioStem, TokenStem
@@ -31,13 +35,42 @@ def test_parts_have_their_own_numbers():
     other = Attention(num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0, window=8)
     mixed = config((ATTENTION, WIDE), (other, MLP(intermediate_size=16)), (CONVOLUTION, WIDE))
     described = parameters(mixed)
-    assert described["blocks.0.attention.qkv.weight"] == ((64, 32), (32, 16, 16), 4)
-    assert described["blocks.1.attention.qkv.weight"] == ((64, 32), (32, 16, 16), 4)
-    assert described["blocks.1.mlp.gate_up.weight"] == ((32, 32), (16, 16), 4)
-    assert described["blocks.2.short_convolution.filter.weight"] == ((32, 3), (), 32)
+    assert described["blocks.0.attention.qkv.weight"] == Parameter((64, 32), (32, 16, 16), 4)
+    assert described["blocks.1.attention.qkv.weight"] == Parameter((64, 32), (32, 16, 16), 4)
+    assert described["blocks.1.mlp.gate_up.weight"] == Parameter((32, 32), (16, 16), 4)
+    assert described["blocks.2.short_convolution.filter.weight"] == Parameter((32, 3), (), 32)
     assert described["embedding.weight"].min_bits == described["head.weight"].min_bits == 8
     assert [(m.numbers, m.reach) for m in mixed.memories] == [(32, None), (32, 8), (32, 3)]
     assert parts_by_parameter(mixed)["blocks.1.mlp.down.weight"].intermediate_size == 16
+
+
+SLIDING = replace(ATTENTION, window=8, qk_norm="head")
+
+
+def test_an_attention_that_reads_the_keys_of_an_earlier_layer_keeps_nothing():
+    own = [(SLIDING, WIDE), (replace(ATTENTION, keys_are_values=True), WIDE)]
+    reading = [(replace(SLIDING, shares_keys_of=0), WIDE), (replace(ATTENTION, shares_keys_of=1), WIDE)]
+    both = config(*own, *reading)
+    assert both.memories == config(*own).memories
+    for integers in (True, False):
+        sizes = [bytes_of_slot(library(), one, integers) for one in (both, config(*own), config(own[0]))]
+        assert sizes[0] == sizes[1] == 2 * sizes[2]
+    shapes = {name: one.shape for name, one in parameters(both).items() if ".attention." in name}
+    assert {name.removeprefix("blocks.2.attention.") for name in shapes if "blocks.2." in name} == {
+        *("query.weight", "output.weight", "q_norm.weight")
+    }
+    assert shapes["blocks.1.attention.query_key.weight"] == (48, 32)
+    assert shapes["blocks.3.attention.query.weight"] == (32, 32)
+
+
+def test_layers_with_embeddings_of_their_own_have_them_in_one_table_that_stays_in_its_file():
+    own = PerLayerEmbedding(size=6, norm=False, output_norm=True, sum_scale=True)
+    described = parameters(config((ATTENTION, WIDE, own), (ATTENTION, WIDE), (ATTENTION, WIDE, own)))
+    assert described["per_layer_embedding.weight"] == Parameter((100, 18), min_bits=8, mapped=True)
+    assert {name for name, one in described.items() if one.mapped} == {"per_layer_embedding.weight"}
+    assert described["per_layer_projection.weight"].shape == (18, 32)
+    assert described["blocks.2.per_layer_embedding_sum_scale.weight"].shape == (1,)
+    assert not any("per_layer" in name for name in parameters(config((ATTENTION, WIDE))))
 
 
 def test_the_window_is_the_farthest_reach_of_all_parts():
@@ -85,8 +118,16 @@ def test_a_description_is_equal_for_equal_models_alone():
         config((ATTENTION, WIDE), final_norm=False),
         config((replace(ATTENTION, qk_norm="head"), WIDE)),
         config((replace(ATTENTION, qk_norm="all"), WIDE)),
+        config((replace(ATTENTION, qk_norm="rotated_head"), WIDE)),
         config((ATTENTION, replace(WIDE, norm=False))),
         config((ATTENTION, replace(WIDE, sum_norm=True))),
+        config((ATTENTION, replace(WIDE, sum_scale=True))),
+        config((replace(ATTENTION, value_norm=True), WIDE)),
+        config((replace(ATTENTION, keys_are_values=True), WIDE)),
+        config((ATTENTION, WIDE), (replace(ATTENTION, shares_keys_of=0), WIDE)),
+        config((ATTENTION, WIDE, PerLayerEmbedding(size=6))),
+        config((ATTENTION, replace(WIDE, output_scale=0.5))),
+        config((ATTENTION, WIDE), logits_scale=0.5),
     ]
     assert len({description(one), *map(description, others)}) == 1 + len(others)
 
@@ -106,6 +147,15 @@ def test_a_description_is_equal_for_equal_models_alone():
         (lambda: replace(ATTENTION, scale=0.0), "the number 0.0 for its norms"),
         (lambda: replace(ATTENTION, rope=Rope(1e4, 16)), "rotates more features of a head than it has"),
         (lambda: replace(WIDE, intermediate_size=-1), "intermediate_size = -1, which is no size"),
+        (lambda: config((replace(ATTENTION, shares_keys_of=0), WIDE)), "layer 0 read the keys of layer 0"),
+        (lambda: config((ATTENTION,), (replace(ATTENTION, shares_keys_of=2),)), "layer 1 read the keys of layer 2"),
+        (lambda: config((ATTENTION,), (replace(SLIDING, shares_keys_of=0),)), "no earlier layer .* of the same size"),
+        (
+            lambda: config((ATTENTION,), *[(replace(ATTENTION, shares_keys_of=i),) for i in (0, 1)]),
+            "layer 2 read the keys of layer 1, which is no earlier layer with keys and values of its own",
+        ),
+        (lambda: config(*[(PerLayerEmbedding(size=i),) for i in (6, 7)]), "embeddings of 6 numbers, and others .* 7"),
+        (lambda: PerLayerEmbedding(size=0), "hidden_size_per_layer_input = 0, which is no size"),
         (lambda: ShortConvolution(kernel_size=17), "kernel_size = 17, which is no size"),
         (lambda: AudioStem(bands=0), "num_mel_bins = 0, which is no size"),
     ],

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import specbeam
-from tests.conftest import LLAMA3_ROPE, LONGROPE, byte_tokenizer, random_model
+from tests.conftest import ALPHA, LLAMA3_ROPE, LONGROPE, byte_tokenizer, random_model
 from tests.fuzz.json_mutator import mutate_json as mutate
 from tests.fuzz.toys import SIZES, load_and_generate, room
 
 __all__ = ["mutate", "run", "seeds"]
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "stablelm", "smollm3", "lfm2", "olmo2")),
-    *((name, {"sliding_window": 5}) for name in ("mistral", "gemma2", "gemma3", "olmo3")),
+    *((name, {"sliding_window": 5}) for name in ("mistral", "ministral3", "gemma2", "gemma3", "olmo3")),
+    ("gemma4", {"sliding_window": 5, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 3}),
+    ("gemma4_unified", {"sliding_window": 5, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
+    *((name, {}) for name in ("granite", "glm4")),
+    ("exaone4", {"sliding_window": 5}),
     ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [2.0, 4.0]}}),
 ]
 GENERATION = {

@@ -191,7 +191,7 @@ def test_a_whole_table_is_refused_and_a_missing_text_named(lm):
         ("a\ud800b", {}, "half a surrogate pair"),
         ("Hi", {"system": 5}, '"role" and "content"'),
         (MESSAGES, {"system": "Be long."}, "system= gives another one: leave one out"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "a part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "specbeam reads text only"),
         ([{"role": "user", "content": [{"text": "no type"}]}], {}, '"role" and "content"'),
         ([{"role": "user", "content": ["Hi"]}], {}, '"role" and "content"'),
         ([{"content": []}], {}, '"role" and "content"'),

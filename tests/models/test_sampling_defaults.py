@@ -76,6 +76,8 @@ def test_a_penalty_of_the_checkpoint_comes_before_ours():
         ("Meta Llama 3.1 8B Instruct", "Llama 3"),
         ("Llama-3.2-1B", None),
         ("TinyLlama-1.1B-Chat", None),
+        ("HY-MT1.5-1.8B", "Hy-MT"),
+        ("Hunyuan-MT-7B", "Hy-MT"),
         ("Mistral-Nemo-Instruct-2407", "Mistral Nemo"),
         ("Mistral-7B-Instruct-v0.3", None),
         ("Phi-4-mini-instruct", None),

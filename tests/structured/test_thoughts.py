@@ -1,4 +1,4 @@
-"""Thoughts: they are told apart from answers in any pieces, and constraints hold for the answer alone."""
+"""Thoughts: they are separated from answers in any pieces, and constraints hold for the answer alone."""
 
 import json
 import random
@@ -65,7 +65,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_thoughts_are_told_apart_in_any_pieces(name):
+def test_thoughts_are_separated_in_any_pieces(name):
     thought_format, cases = CASES[name]
     for thinks, text, thoughts, answer in cases:
         for length in range(1, len(text) + 1):

@@ -153,6 +153,7 @@ class Metadata(dict[str, Any]):
     Attributes:
         architecture: ``general.architecture``, with which these keys begin in the file. Here they are without it.
         read: the keys that were asked for.
+        tensors: the names of all tensors.
         in_layers: the names of the tensors in the file's layers, without ``blk.N.``.
     """
 
@@ -161,7 +162,8 @@ class Metadata(dict[str, Any]):
         super().__init__((k.removeprefix(prefix), value) for k, value in metadata.items() if k.startswith(prefix))
         self.architecture = architecture
         self.read: set[str] = set()
-        self.in_layers = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
+        self.tensors = frozenset(tensors)
+        self.in_layers = {name.split(".", 2)[-1] for name in self.tensors if name.startswith("blk.")}
 
     def name(self, key: str) -> str:
         """A key as the file has it."""
@@ -227,19 +229,24 @@ class Architecture:
         gguf_name: ``general.architecture`` in GGUF files; None if its files carry the name of another architecture.
         keys: the keys of its config.json that are read beside :data:`COMMON`, or have another type or default than
             there. transformers has the same types and defaults.
+        sizes: the defaults of :data:`SIZES` in transformers, in their order. The ``text_config`` of a model that also
+            reads images or audio may leave them out. Empty if it must have them.
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
         tokenizer_class: of its folders, as transformers knows it; None if it knows none.
         attention, mlp, features: fields of :class:`Attention`, :class:`MLP` and :class:`Config` that all its models
             share. A config.json names its activation itself.
         layer_kinds: the values of ``layer_types`` in config.json that it has.
+        allowed_flags: values of keys of config.json that are true, and change no text.
+        has_heads_by_kind: whether the heads of layers with a window have sizes of their own, which its GGUF files name.
         folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
             ``{q,k,v}`` stands for several modules, whose rows are stacked in this order. A name that ends with ``!`` is
             that of a tensor; other tensors have ``.weight`` or ``.bias`` after the name of their module.
         gguf_keys: the keys that only its GGUF files have, with the types that llama.cpp takes.
         gguf_tensors: the same as ``folder_tensors`` for GGUF files.
-        folder_ignored: ends of the names of tensors in old folders that are no parameters.
-        folder_zeros: ends of the names of biases that a folder leaves out, because they are zeros.
+        folder_ignored, gguf_ignored: ends of the names of tensors in files that are no parameters.
+        folder_zeros, gguf_zeros: ends of the names of biases that a folder or a GGUF file leaves out, because they are
+            zeros.
         ctranslate2_spec, ctranslate2_revision: the specification in files of CTranslate2, and its revision; None if
             there is none.
         ctranslate2_tensors: the names of modules in these files, as in ``folder_tensors``.
@@ -250,6 +257,7 @@ class Architecture:
     name: ClassVar[str]
     gguf_name: ClassVar[str | None]
     keys: ClassVar[Keys] = {}
+    sizes: ClassVar[tuple[int, ...]] = ()
     older_names: ClassVar[dict[str, str]] = {}
     rope_theta: ClassVar[float] = 10_000.0
     tokenizer_class: ClassVar[str | None] = None
@@ -257,6 +265,8 @@ class Architecture:
     mlp: ClassVar[dict[str, Any]] = {}
     features: ClassVar[dict[str, Any]] = {}
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
+    allowed_flags: ClassVar[dict[str, tuple[str, ...]]] = {}
+    has_heads_by_kind: ClassVar[bool] = False
     folder_tensors: ClassVar[dict[str, str]] = {
         "embedding": "model.embed_tokens",
         "blocks.N.attention_norm": "model.layers.N.input_layernorm",
@@ -289,7 +299,9 @@ class Architecture:
         "head": "output",
     }
     folder_ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    gguf_ignored: ClassVar[tuple[str, ...]] = ()
     folder_zeros: ClassVar[tuple[str, ...]] = ()
+    gguf_zeros: ClassVar[tuple[str, ...]] = ()
     ctranslate2_spec: ClassVar[str | None] = None
     ctranslate2_revision: ClassVar[int] = 0
     ctranslate2_tensors: ClassVar[dict[str, str]] = {}
@@ -314,6 +326,15 @@ class Architecture:
     def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
         """The rotary settings of a config.json as transformers 5 has them. They may be nested by kinds of layers."""
         return rope_parameters(keys, self.rope_theta)
+
+    def folder_head_dim(self, number: int, usual: int, keys: SimpleNamespace) -> int:
+        """The features of a head in a layer of a folder.
+
+        Args:
+            usual: of other architectures.
+            keys: of config.json, with defaults.
+        """
+        return usual
 
     def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         """The parts of a layer of a folder.

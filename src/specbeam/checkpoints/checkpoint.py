@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,12 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I16": "int16"
 """Names of dtypes in PyTorch, by the names in safetensors and GGUF files."""
 TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
+BYTES_AT_ONCE = 1 << 22
+"""Of a table, for its digest."""
 FILTERS = re.compile(r"conv\w*[./]weight$")
 """Ends of the names of tensors with the filters of a convolution."""
+NUMBERS = {"F32": 0, "F16": 1, "BF16": 30}
+"""llama.cpp's numbers of the types of single numbers, by their names."""
 Piece = tuple[int, Callable[[], object]]
 """How many weights to read, and the function that reads them."""
 
@@ -46,6 +51,17 @@ def matrix_shape(source: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def as_matrix(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows of filters, [rows, in, size], as rows of a matrix. Other rows stay as they are."""
     return rows.reshape(len(rows), rows.shape[1] * rows.shape[2]) if rows.ndim == 3 else rows
+
+
+def left_out(shapes: Mapping[str, tuple[int, ...]], ends: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes of biases that a file leaves out, because they are zeros.
+
+    Args:
+        shapes: of the tensors in the file.
+        ends: of the names of such biases.
+    """
+    biases = ((f"{name.removesuffix('.weight')}.bias", shape[:1]) for name, shape in shapes.items())
+    return {bias: shape for bias, shape in biases if bias.endswith(ends) and bias not in shapes}
 
 
 def read_all(pieces: list[Piece], what: str) -> None:
@@ -66,6 +82,36 @@ def read_all(pieces: list[Piece], what: str) -> None:
             raise
 
 
+class Table(NamedTuple):
+    """A tensor as it lies in a file. Its rows are read as they are needed, and no memory holds the others.
+
+    Attributes:
+        kind: of its numbers or blocks, by llama.cpp's numbers.
+        begin: the offset of its first byte.
+        size: its bytes.
+    """
+
+    file: Path
+    kind: int
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+    def mapped(self) -> NDArray[np.uint8]:
+        """Its bytes. The system reads a page from the disk when it is first used."""
+        return np.memmap(self.file, np.uint8, "r", self.begin, (self.size,))
+
+    def digest(self) -> str:
+        """Of its bytes, its type and its shape."""
+        content, left = hashlib.sha256(f"{self.kind} {self.shape}".encode()), self.size
+        with self.file.open("rb") as file:
+            file.seek(self.begin)
+            while left > 0 and (piece := file.read(min(left, BYTES_AT_ONCE))):
+                content.update(piece)
+                left -= len(piece)
+        return content.hexdigest()
+
+
 @dataclass(frozen=True)
 class Facts:
     """The facts that ``specbeam models show`` prints; None for a fact that the checkpoint does not state.
@@ -74,6 +120,7 @@ class Facts:
         parameters: number of weights.
         context: tokens of the longest text.
         size: bytes on disk.
+        passed_over: the parts of a model of text and images or audio that are not read, by the names of their modules.
     """
 
     architecture: str
@@ -82,6 +129,7 @@ class Facts:
     quantization: str
     size: int
     license: str | None
+    passed_over: tuple[str, ...] = ()
 
 
 class Checkpoint(ABC):
@@ -163,6 +211,14 @@ class Checkpoint(ABC):
         rows = order[start:stop]
         first = int(rows.min())
         return self.read_stored(source, first, int(rows.max()) + 1)[rows - first]
+
+    def rows(self, source: str, numbers: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Some rows of a tensor, [n, columns], as :meth:`read` gives them. No other rows are read."""
+        return np.concatenate([self.read(source, row, row + 1) for row in numbers.tolist()])
+
+    def table(self, source: str) -> Table | None:
+        """A tensor as it lies in its file; None if the model has other values, or the type is unusual."""
+        return None
 
     @abstractmethod
     def read_stored(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
@@ -273,8 +329,8 @@ class Checkpoint(ABC):
     def check_tensors(self, parameters: Mapping[str, Parameter]) -> None:
         """Raises SpecbeamError unless the checkpoint has the tensors of these parameters, each in its own shape."""
         used = set()
-        for name, (expected, rows, _) in parameters.items():
-            sources = self.sources(name)
+        for name, parameter in parameters.items():
+            (expected, rows), sources = parameter[:2], self.sources(name)
             for source, count in zip(sources, expected[:1] if len(sources) == 1 else rows, strict=True):
                 if source not in self.shapes:
                     near = difflib.get_close_matches(source, self.shapes, n=1)

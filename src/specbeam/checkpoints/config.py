@@ -8,6 +8,7 @@ from typing import Any
 
 from specbeam.checkpoints.parts.attention import CrossAttention
 from specbeam.checkpoints.parts.part import Memory, Part, check_numbers, size
+from specbeam.checkpoints.parts.per_layer_embedding import PerLayerEmbedding
 from specbeam.checkpoints.stems import PLAIN_STEM, AudioStem, Stem
 from specbeam.errors import SpecbeamError
 
@@ -25,7 +26,8 @@ class Config:
         norm: "rms" (RMSNorm), or "layer" (LayerNorm with a bias).
         final_norm: the hidden states after the last layer are normed.
         stem: what the model reads, and what the first layer gets of it.
-        logits_softcap: logits x become cap * tanh(x / cap); None for no cap.
+        logits_scale: factor of the logits.
+        logits_softcap: the scaled logits x become cap * tanh(x / cap); None for no cap.
         tied_head: the output matrix is the embedding.
         encoder: cross-attention is to its output.
     """
@@ -39,6 +41,7 @@ class Config:
     norm: str = "rms"
     final_norm: bool = True
     stem: Stem = PLAIN_STEM
+    logits_scale: float = 1.0
     logits_softcap: float | None = None
     tied_head: bool = False
     encoder: Config | None = None
@@ -52,8 +55,9 @@ class Config:
         for layer in self.layers:
             if not layer:
                 raise SpecbeamError("the model's configuration has a layer without parts")
+        for number, layer in enumerate(self.layers):
             for before, part in zip((None, *layer), layer, strict=False):
-                part.check(self, before)
+                part.check(self, before, self.layers[:number])
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
@@ -71,6 +75,11 @@ class Config:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def per_layer_size(self) -> int | None:
+        """The size of the embeddings that each layer has of its own; None without such embeddings."""
+        return next((part.size for part in self.parts if isinstance(part, PerLayerEmbedding)), None)
 
     @property
     def parts(self) -> Iterator[Part]:

@@ -49,7 +49,9 @@ def _flat(config: Config) -> dict[str, Any] | None:
     parts = {type(part): part for part in config.layers[0]}
     attention, mlp, stem = parts.get(Attention), parts.get(MLP), config.stem
     encoder = None if config.encoder is None else _flat(config.encoder)
-    if not isinstance(attention, Attention) or not isinstance(mlp, MLP) or not config.final_norm:
+    if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+        return None
+    if not config.final_norm or config.logits_scale != 1.0:
         return None
     if config.encoder is not None and encoder is None:
         return None

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from specbeam.errors import SpecbeamError
+
+UNROTATED = float(np.float32(1e30))
+"""A divisor after which a frequency turns nothing, as GGUF files have it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,17 @@ class Rope:
 def rope_frequencies(theta: float, dim: int) -> list[float]:
     """Rotary frequencies without scaling (Su et al. 2021, 3.2.2)."""
     return [theta ** (-i / dim) for i in range(0, dim, 2)]
+
+
+def proportional_divisors(rotated: int, total: int, factor: float = 1.0) -> tuple[float, ...]:
+    """Gemma 4's rotation: the first frequencies of the whole head turn, and the others do not.
+
+    Args:
+        rotated: how many frequencies turn.
+        total: of a head.
+        factor: by which these are stretched.
+    """
+    return (factor,) * rotated + (UNROTATED,) * (total - rotated)
 
 
 def llama3_divisors(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specbeam.checkpoints.parts.part import Parameter, Parameters, Sizes, check_numbers, product, size
+from specbeam.checkpoints.parts.part import Parameter, Parameters, Sizes, check_numbers, norm, product, size
 
 FILTER_FRAMES = 3
 """The frames that a convolution's filter covers."""
@@ -13,6 +13,9 @@ FILTER_FRAMES = 3
 @dataclass(frozen=True, kw_only=True)
 class TokenStem:
     """Each token has an embedding.
+
+    Where layers read embeddings of their own (:class:`PerLayerEmbedding`), a token has one for each layer, too. A
+    projection of the token's embedding is normed and added to these.
 
     Attributes:
         scale: factor of the embeddings.
@@ -31,6 +34,11 @@ class TokenStem:
         if self.learned_positions:
             min_bits = 8 if config.encoder is None else 32  # a decoder with an encoder has few positions
             yield "positions.weight", Parameter((config.context_length, config.hidden_size), min_bits=min_bits)
+        if config.per_layer_size is not None:
+            rows = config.num_layers * config.per_layer_size
+            yield "per_layer_embedding.weight", Parameter((config.vocab_size, rows), min_bits=8, mapped=True)
+            yield from product("per_layer_projection", rows, config.hidden_size)
+            yield from norm("per_layer_norm", config.per_layer_size, config)
 
 
 @dataclass(frozen=True, kw_only=True)

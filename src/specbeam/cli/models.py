@@ -169,6 +169,8 @@ def show(args: argparse.Namespace) -> int:
             value = "unknown" if value is None else f"{value:,}"
         elif value is None:
             value = "not stated"
+        elif isinstance(value, list):
+            value = ", ".join(value)
         elif isinstance(value, dict):
             value = ", ".join(f"{key}={shown(part)}" for key, part in value.items())
         print(f"{name:14} {value}")
@@ -189,6 +191,7 @@ def facts_of(source: str, revision: str | None) -> dict[str, Any]:
         "path": str(checkpoint.path),
         **({} if checkpoint.adapter is None else {"adapter": str(checkpoint.adapter.path)}),
         "architecture": facts.architecture,
+        **({"passed over": list(facts.passed_over)} if facts.passed_over else {}),
         "parameters": facts.parameters,
         "context": facts.context,
         "quantization": facts.quantization,

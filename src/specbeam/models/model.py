@@ -385,6 +385,8 @@ def load_silently(
         checkpoint.check_tokenizer(loaded.vocab_size)
     else:
         checkpoint.check_tokenizer(checkpoint.config.vocab_size)  # refused before the slow parts if it cannot be run
+        if parts := checkpoint.facts.passed_over:
+            logger.warning("%s reads text only: the weights of %s are passed over", source, ", ".join(parts))
 
         if backend == "cpu":
             from specbeam.backends.cpu import CpuBackend

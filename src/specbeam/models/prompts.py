@@ -414,7 +414,7 @@ def _text(part: Any) -> Any:
     """The text of a part of a message; None if it is no part."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in (None, "text"):
-        raise SpecbeamError(f"a chat message has a part of type {kind!r}, but models read text only: remove it")
+        raise SpecbeamError(f"a chat message has a part of type {kind!r}, but specbeam reads text only: remove it")
     return part.get("text") if kind else None
 
 

@@ -172,6 +172,12 @@ RECOMMENDED = (
         {"temperature": 0.6, "top_p": 0.9},
         "generation_config.json of Llama-3.1-8B-Instruct and Llama-3.2-3B-Instruct",
     ),
+    Recommendation(
+        "Hy-MT",
+        r"h(y|unyuan).?mt",
+        {"temperature": 0.7, "top_p": 0.6, "top_k": 20, PENALTY: 1.05},
+        "cards of Hunyuan-MT-7B and HY-MT1.5-1.8B",
+    ),
     Recommendation("Mistral Nemo", r"mistral.?nemo", {"temperature": 0.3}, "card of Mistral-Nemo-Instruct-2407"),
 )
 """The first whose pattern fits one of a model's names counts: the names in its file, its source, its architecture.

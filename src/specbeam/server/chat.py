@@ -14,7 +14,7 @@ from specbeam.server.answers import Answer, AnswerStream, ReadCall
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import NewTokens, TopLogprobs, content_of
-from specbeam.server.ignored_fields import Effort, Fields, with_ignored_fields, without_nulls
+from specbeam.server.ignored_fields import Effort, Fields, TextAlone, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import Part, chat_log_probs
@@ -41,7 +41,7 @@ NAME = r"^[^\s<|\\/>]+$"
 class TextPart(Fields):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], TextAlone]
     text: str
 
 

@@ -8,7 +8,17 @@ from __future__ import annotations
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    create_model,
+    model_validator,
+)
+
+from specbeam.errors import shown
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -45,7 +55,22 @@ class Reasoning(Fields):
     generate_summary: Detail | None = None
 
 
+def _text_alone(kind: Any) -> Any:
+    """The type of a part of a message. One that holds an image, audio or a file is refused with the reason."""
+    if isinstance(kind, str) and not kind.endswith("text"):
+        raise ValueError(f"{shown(kind)} is not supported, because specbeam reads text only")
+    return kind
+
+
+def _no_images(images: Any) -> Any:
+    if images:
+        raise ValueError("not supported, because specbeam reads text only: remove it")
+    return images
+
+
+TextAlone = BeforeValidator(_text_alone)
 Empty = Annotated[list[Any], Field(max_length=0)]
+NoImages = Annotated[list[Any], BeforeValidator(_no_images)]
 Off, One = Literal[0], Literal[1]
 NO_EFFECT = "Accepted, and has no effect."
 SHARED_PREFIXES = "Accepted: prefixes are shared in any case."
@@ -121,12 +146,12 @@ IGNORED: dict[str, dict[str, Any]] = {
         "service_tier": (Literal["auto", "standard_only"], NO_EFFECT),
         "speed": Literal["standard"],
     },
-    "OllamaMessage": {"images": Empty},
+    "OllamaMessage": {"images": NoImages},
     "OllamaRequest": {
         "keep_alive": (float | str, "Accepted: models stay loaded."),
         **dict.fromkeys(("truncate", "shift"), Literal[False]),
     },
-    "OllamaGenerate": {"template": Literal[""], "context": Empty, "images": Empty},
+    "OllamaGenerate": {"template": Literal[""], "context": Empty, "images": NoImages},
     "InputMessage": {"type": Literal["message"], "id": (str, GIVEN_BACK), "status": (str, GIVEN_BACK), "phase": None},
     "CallItem": {
         "id": (str, GIVEN_BACK),

@@ -16,7 +16,7 @@ from specbeam.server.chat import ChatCompletion, ChatRequest
 from specbeam.server.errors import validated
 from specbeam.server.fields import Count, Integer
 from specbeam.server.http import frame, to_json
-from specbeam.server.ignored_fields import Effort, Fields, with_ignored_fields, without_nulls
+from specbeam.server.ignored_fields import Effort, Fields, TextAlone, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import Part
@@ -28,7 +28,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 @with_ignored_fields
 class TextBlock(Fields):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], TextAlone]
     text: str
 
 

@@ -21,7 +21,7 @@ from specbeam.server.errors import Refusal
 from specbeam.server.fields import Integer, NewTokens, TopLogprobs, content_of
 from specbeam.server.formats import FlatFormat
 from specbeam.server.http import frame, to_json
-from specbeam.server.ignored_fields import Fields, Reasoning, Verbosity, with_ignored_fields
+from specbeam.server.ignored_fields import Fields, Reasoning, TextAlone, Verbosity, with_ignored_fields
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import Part, chat_log_probs
@@ -41,7 +41,7 @@ from specbeam.structured.thoughts import thinking_variables
 class InputPart(Fields):
     """A part of a message. Answers of the assistant are given back as "output_text"."""
 
-    type: Literal["input_text", "output_text"]
+    type: Annotated[Literal["input_text", "output_text"], TextAlone]
     text: str
 
 

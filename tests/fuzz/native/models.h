@@ -38,8 +38,10 @@ inline ModelConfig config_of(Input &in) {
   c.context_length = in.number(8, in.ConsumeIntegralInRange(0, 7) ? 64 : LONGEST_SEQUENCE);
   c.integer_cache = Flag(in.number(NO, YES)), c.norm = NormKind(in.number(RMS, LAYER));
   c.final_norm = in.ConsumeIntegralInRange(0, 3) ? YES : NO;
+  c.per_layer_size = in.ConsumeIntegralInRange(0, 3) ? 0 : in.number(1, 20);
   c.norm_eps = 1e-5, c.embedding_scale = 1, c.logits_softcap = in.ConsumeBool() ? 30 : 0;
-  for (double *number : {&c.norm_eps, &c.embedding_scale, &c.logits_softcap})
+  c.logits_scale = in.ConsumeBool() ? 0.125 : 1;
+  for (double *number : {&c.norm_eps, &c.embedding_scale, &c.logits_scale, &c.logits_softcap})
     if (in.rarely()) *number = in.ConsumeFloatingPoint<double>() / in.ConsumeIntegral<int8_t>();
   return c;
 }
@@ -47,6 +49,7 @@ inline ModelConfig config_of(Input &in) {
 // Of an audio encoder beside a model. Its context is short, because a pass is over all of it.
 inline ModelConfig encoder_of(Input &in) {
   ModelConfig c = config_of(in);
+  if (!in.rarely()) c.per_layer_size = 0;
   c.bands = in.number(1, 20), c.context_length = in.number(1, in.ConsumeIntegralInRange(0, 7) ? 20 : 300);
   return c;
 }
@@ -130,9 +133,11 @@ class Parts {
       names.push_back(of_encoder || in.ConsumeIntegralInRange(0, 2) ? "attention" : "short_convolution");
       if (has_encoder && names[0] == std::string("attention")) names.push_back("cross_attention");
       names.push_back("mlp");
+      if (c.per_layer_size) names.push_back("per_layer_embedding");
     } else {
       for (int64_t n = in.ConsumeIntegralInRange(1, 5); n > 0; n--)
-        names.push_back(in.PickValueInArray({"attention", "mlp", "short_convolution", "cross_attention"}));
+        names.push_back(
+            in.PickValueInArray({"attention", "mlp", "short_convolution", "cross_attention", "per_layer_embedding"}));
     }
     if (in.rarely()) names.push_back(in.PickValueInArray({"experts", "", "attention_norm"}));
     if (in.rarely()) names.push_back(nullptr);
@@ -143,12 +148,14 @@ class Parts {
   void add_part(int64_t layer, const char *name) {
     const auto fields = fields_of(name);
     CHECK(fields.empty() == !(name && (!std::strcmp(name, "attention") || !std::strcmp(name, "cross_attention") ||
-                                       !std::strcmp(name, "mlp") || !std::strcmp(name, "short_convolution"))));
+                                       !std::strcmp(name, "mlp") || !std::strcmp(name, "short_convolution") ||
+                                       !std::strcmp(name, "per_layer_embedding"))));
     std::vector<PartOf> &before = all.layers[size_t(layer)];
     bool right = !fields.empty();
     for (const PartOf &part : before) right = right && part.name != name;
     PartOf part{name ? name : "", {}};
-    if (right) choose(part, before);
+    if (right) choose(part, layer, before);
+    if (part.name == "per_layer_embedding") right = right && c.per_layer_size;
     if (part.name == "short_convolution") right = right && !of_encoder && c.hidden_size <= INT32_MAX / 3;
     if (part.name == "cross_attention")
       right = right && has_encoder && !before.empty() && before.back().name == "attention" &&
@@ -182,16 +189,19 @@ class Parts {
   }
 
   // Chooses numbers that go together.
-  void choose(PartOf &part, const std::vector<PartOf> &before) {
+  void choose(PartOf &part, int64_t layer, const std::vector<PartOf> &before) {
     auto &n = part.numbers;
     const bool twice = !before.empty() && before.back().number("parallel");
     n["parallel"] = !before.empty() && !in.ConsumeIntegralInRange(0, 3);
     n["norm"] = n["parallel"] ? !twice && in.ConsumeBool() : in.ConsumeIntegralInRange(0, 3) > 0;
     n["output_norm"] = !in.ConsumeIntegralInRange(0, 3), n["sum_norm"] = !in.ConsumeIntegralInRange(0, 3);
+    n["output_scale"] = in.ConsumeIntegralInRange(0, 3) ? 1 : 0.22, n["sum_scale"] = in.ConsumeBool();
     if (part.name == "mlp") {
       n["intermediate_size"] =
           double(in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 40 : MOST_OUTPUTS));
       n["activation"] = in.ConsumeIntegralInRange(0, 2), n["gated"] = in.ConsumeBool();
+    } else if (part.name == "per_layer_embedding") {
+      n["size"] = double(c.per_layer_size), n["activation"] = in.ConsumeIntegralInRange(0, 2);
     } else if (part.name == "short_convolution") {
       n["kernel_size"] = in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 4 : 16);
     } else {
@@ -205,12 +215,23 @@ class Parts {
     if (part.name != "attention") return;
     const bool of_some = !of_encoder && in.ConsumeBool();
     n["window"] = of_some ? in.ConsumeIntegralInRange(1, 9) : 0, n["rope"] = -1;
-    n["qk_norm"] = in.ConsumeIntegralInRange(int(NONE), int(ALL));
+    n["qk_norm"] = in.ConsumeIntegralInRange(int(NONE), int(ROTATED_HEAD));
+    n["value_norm"] = in.ConsumeBool(), n["keys_are_values"] = in.ConsumeBool(), n["shares_keys_of"] = -1;
+    if (layer && !of_encoder && in.ConsumeBool()) {
+      const int64_t source = in.ConsumeIntegralInRange<int64_t>(0, layer - 1);
+      for (const PartOf &other : all.layers[size_t(source)])
+        if (other.name == "attention" && other.number("shares_keys_of") < 0) {
+          for (const char *same : {"num_kv_heads", "head_dim", "window"}) n[same] = other.numbers.at(same);
+          n["num_heads"] = n["num_kv_heads"], n["shares_keys_of"] = double(source);
+        }
+    }
     std::vector<int64_t> fitting;
     for (size_t rope = 0; rope < ropes.size() && !of_encoder; rope++)
       if (2 * ropes[rope] <= n["head_dim"]) fitting.push_back(int64_t(rope));
     if (!fitting.empty() && in.ConsumeIntegralInRange(0, 3) != 3)
       n["rope"] = double(fitting[in.ConsumeIntegralInRange<size_t>(0, fitting.size() - 1)]);
+    if (!of_encoder && !in.ConsumeIntegralInRange(0, 3))
+      n["query_growth"] = 0.25, n["query_growth_period"] = in.ConsumeIntegralInRange(1, 4);
   }
 };
 
@@ -270,11 +291,14 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
       if (more || part.number("output_norm"))
         add_norm(in, parameters, model, layer(), prefix + "post_" + part.name + "_norm", hidden);
       if (more || part.number("sum_norm")) add_norm(in, parameters, model, layer(), own + "_sum_norm", hidden);
+      if (more || part.number("sum_scale")) add_norm(in, parameters, model, layer(), own + "_sum_scale", 1);
       if (part.name == "mlp") {
         const int64_t inner = part.number("intermediate_size");
         if (part.number("gated")) product("gate_up", 2 * inner, hidden);
         else product("up", inner, hidden);
         product(in.rarely() && in.rarely() ? "" : "down", hidden, inner);
+      } else if (part.name == "per_layer_embedding") {
+        product("gate", part.number("size"), hidden), product("projection", hidden, part.number("size"));
       } else if (part.name == "short_convolution") {
         const int64_t kernel = part.number("kernel_size");
         product("input", 3 * hidden, hidden), product("output", hidden, hidden);
@@ -286,15 +310,40 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
       } else {
         const int64_t width = part.number("num_heads") * part.number("head_dim"),
                       keys = part.number("num_kv_heads") * part.number("head_dim");
-        if (part.name == "attention") product("qkv", width + 2 * keys, hidden);
+        const bool shares = part.name == "attention" && part.number("shares_keys_of") >= 0;
+        if (shares) product("query", width, hidden);
+        else if (part.name == "attention" && part.number("keys_are_values")) product("query_key", width + keys, hidden);
+        else if (part.name == "attention") product("qkv", width + 2 * keys, hidden);
         else product("query", width, hidden), product("key_value", 2 * keys, encoder_size);
         product("output", hidden, width);
         if (part.name == "attention" && (more || part.number("qk_norm")))
           for (const auto &[name, all] : {std::pair{".q_norm", width}, {".k_norm", keys}})
-            add_norm(in, parameters, model, layer(), own + name,
-                     part.number("qk_norm") == ALL ? all : part.number("head_dim"));
+            if (!shares || all == width || more)
+              add_norm(in, parameters, model, layer(), own + name,
+                       part.number("qk_norm") == ALL ? all : part.number("head_dim"));
       }
     }
+}
+
+// The embeddings that layers have of their own: packed, or as a file has them.
+inline void add_embeddings_of_layers(Input &in, Parameters &parameters, void *model, const ModelConfig &c) {
+  const int64_t columns = std::min<int64_t>(c.num_layers, 1 << 16) * c.per_layer_size;
+  if (in.ConsumeBool()) {
+    add_product(in, parameters, model, -1, "per_layer_embedding", c.vocab_size, columns);
+  } else {
+    // Types of numbers and blocks with ggml's numbers, and the bytes of a row.
+    const int32_t types[] = {0, 1, 30, 2, 14};
+    const int64_t rows[] = {4 * columns, 2 * columns, 2 * columns, columns / 32 * 18, columns / 256 * 210};
+    const auto chosen = in.ConsumeIntegralInRange<size_t>(0, 4);
+    const int32_t type = types[chosen];
+    const int64_t bytes = in.rarely() ? in.wild() : std::min<int64_t>(c.vocab_size, 1 << 20) * rows[chosen];
+    if (bytes <= int64_t(MAX_PARAMETER_BYTES))
+      specbeam_model_table(model, in.rarely() ? "embedding.weight" : "per_layer_embedding.weight",
+                           in.rarely() ? int32_t(in.wild()) : type, c.vocab_size, columns,
+                           bytes > 0 ? parameters.bytes(bytes) : nullptr, bytes);
+  }
+  add_product(in, parameters, model, -1, "per_layer_projection", columns, c.hidden_size);
+  add_norm(in, parameters, model, -1, "per_layer_norm", c.per_layer_size);
 }
 
 // Adds parts with their parameters, and the other parameters. Returns the parts.
@@ -313,6 +362,7 @@ inline Layers fill(Input &in, Parameters &parameters, void *model, const ModelCo
   add_product(in, parameters, model, -1, "embedding", c.vocab_size, c.hidden_size);
   if (in.ConsumeBool()) add_product(in, parameters, model, -1, "positions", c.context_length, c.hidden_size);
   add_product(in, parameters, model, -1, "head", c.vocab_size, c.hidden_size);
+  if (c.per_layer_size) add_embeddings_of_layers(in, parameters, model, c);
   if (c.final_norm || in.rarely()) add_norm(in, parameters, model, -1, in.rarely() ? "norms" : "norm", c.hidden_size);
   fill_layers(in, parameters, model, c, layers, "", encoder ? encoder->hidden_size : 0);
   return layers;

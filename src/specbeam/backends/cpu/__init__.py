@@ -248,6 +248,11 @@ class CpuBackend(Backend):
         """Give the native model the addresses of its parameters."""
         for name in self._weights.parts:
             self._parameter(name, name)
+        for name, (table, data) in self._weights.tables.items():
+            if self._library.specbeam_model_table(
+                self._model, name.encode(), table.kind, *table.shape, data.ctypes.data, data.size
+            ):
+                raise RuntimeError(f"{name} does not fit into the native model")
         if config.tied_head:
             self._parameter("head.weight", "embedding.weight")
         if missing := self._library.specbeam_model_incomplete(self._model):

@@ -14,8 +14,8 @@ from specbeam.checkpoints.parts.part import Part
 from specbeam.checkpoints.rope import Rope
 from specbeam.errors import SpecbeamError
 
-NO_ROPE = -1
-"""In place of the number of a rotation."""
+NOTHING = -1
+"""In place of the number of a rotation, or of a layer."""
 
 
 def new_model(native: Library, config: Config, threads: int, integer_cache: bool) -> int:
@@ -83,7 +83,9 @@ def _numbers(native: Library, part: Part, ropes: Mapping[Rope, int]) -> np.ndarr
     values = {name: getattr(part, name) for name in types}
     if "rope" in values:
         # No rotation has the number len(ropes). So the native model refuses one that only the encoder has.
-        values["rope"] = NO_ROPE if values["rope"] is None else ropes.get(values["rope"], len(ropes))
+        values["rope"] = NOTHING if values["rope"] is None else ropes.get(values["rope"], len(ropes))
+    if "shares_keys_of" in values and values["shares_keys_of"] is None:
+        values["shares_keys_of"] = NOTHING
     return np.array([_number(native, types, name, values[name]) for name in types], np.float64)
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
 from specbeam.backends.cpu.model import bytes_of_slot
-from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
+from specbeam.checkpoints.checkpoint import NUMBERS, Checkpoint, Piece, Table, read_all
 from specbeam.checkpoints.files import Extent, fingerprint
 from specbeam.checkpoints.parameters import not_finite, parameters
 from specbeam.checkpoints.sources import packed
@@ -70,16 +70,22 @@ class Weights:
     """All parameters of a model, packed.
 
     Args:
-        digest: of the packed bytes, if an earlier load has computed it.
+        tables: the parameters that stay in the checkpoint's files, by their names.
+        digest: of the packed bytes and the tables, if an earlier load has computed it.
 
     Attributes:
         parts: the parts of each parameter, by its name.
-        digest: of the bytes and the shapes of all parts. Equal models have the same one, however their files differ.
+        tables: as given, each with its bytes, mapped.
+        digest: of the bytes and the shapes of all parts and tables. Equal models have the same one, however their files
+            differ.
     """
 
-    def __init__(self, parts: list[Part], data: NDArray[np.uint8], digest: str | None = None) -> None:
+    def __init__(
+        self, parts: list[Part], tables: Mapping[str, Table], data: NDArray[np.uint8], digest: str | None = None
+    ) -> None:
         self._data = data
-        self.digest = _digest(parts, data) if digest is None else digest
+        self.tables = {name: (table, table.mapped()) for name, table in tables.items()}
+        self.digest = _digest(parts, tables, data) if digest is None else digest
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self.parts: dict[str, list[Part]] = {}
         for part in parts:
@@ -122,27 +128,40 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
         SpecbeamError: a tensor is missing or unknown, the configuration asks for another shape, or weights are not
             finite.
     """
+    tables = _tables(checkpoint)
     plan, size = _plan(checkpoint, mode)
     if mode == "float32" or size < MIN_FILE_BYTES:  # float32 weights would copy the checkpoint
-        return Weights(plan, _pack(checkpoint, plan, _room(size)))
+        return Weights(plan, tables, _pack(checkpoint, plan, _room(size)))
     path = _path(checkpoint, mode)
-    found = _read(path, plan, size)
-    return found if found is not None else _write(path, checkpoint, plan, size)
+    found = _read(path, plan, tables, size)
+    return found if found is not None else _write(path, checkpoint, plan, tables, size)
 
 
-def _digest(parts: list[Part], data: NDArray[np.uint8]) -> str:
-    """SHA-256 over the parts. They are hashed on all cores, one part at a time each."""
+def _digest(parts: list[Part], tables: Mapping[str, Table], data: NDArray[np.uint8]) -> str:
+    """SHA-256 over the parts and the tables. They are hashed on all cores, one at a time each."""
 
     def hashed(part: Part) -> str:
         content = hashlib.sha256(data[part.offset : part.offset + part.size].data).hexdigest()
         return f"{part.name} {part.format} {part.rows} {part.columns} {content}\n"
 
     with ThreadPoolExecutor(usable_processors()) as threads:
-        return hashlib.sha256("".join(threads.map(hashed, parts)).encode()).hexdigest()
+        of_tables = threads.map(lambda name: f"{name} {tables[name].digest()}\n", sorted(tables))
+        return hashlib.sha256("".join([*threads.map(hashed, parts), *of_tables]).encode()).hexdigest()
+
+
+def _tables(checkpoint: Checkpoint) -> dict[str, Table]:
+    """The parameters that stay in the checkpoint's files. Types that no kernel reads are packed, like other weights."""
+    found = {}
+    for name in (name for name, one in parameters(checkpoint.config).items() if one.mapped):
+        for source in checkpoint.sources(name):
+            table = checkpoint.table(source) if source in checkpoint.shapes else None
+            if table is not None and (table.kind in NUMBERS.values() or library().specbeam_format_of(table.kind) >= 0):
+                found[name] = table
+    return found
 
 
 def packed_bytes(checkpoint: Checkpoint, mode: str) -> int:
-    """The memory that :func:`load_weights` will take, in bytes. Nothing is read but headers."""
+    """The memory that :func:`load_weights` will take, in bytes, without tables in files. Only headers are read."""
     return _plan(checkpoint, mode)[1]
 
 
@@ -166,8 +185,11 @@ def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
     checkpoint.check_tensors(described)
     formats = library().enums["Format"]
     f32, q8, q4 = (formats[name] for name in ("f32_rows", "q8", "q4_min"))
-    parts, offset = [], 0
-    for name, (shape, _, min_bits) in described.items():
+    parts, offset, tables = [], 0, _tables(checkpoint)
+    for name, parameter in described.items():
+        if name in tables:
+            continue
+        shape, min_bits = parameter.shape, parameter.min_bits
         for source in checkpoint.sources(name):
             rows = checkpoint.shape(source)[0]
             if len(shape) == 1:
@@ -262,7 +284,7 @@ def _path(checkpoint: Checkpoint, mode: str) -> Path:
     return packed.folder() / f"{packed.label(checkpoint.path)}-{mode}-{key}{packed.SUFFIX}"
 
 
-def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
+def _read(path: Path, plan: list[Part], tables: Mapping[str, Table], size: int) -> Weights | None:
     """The packed weights in a file, mapped. None if the file is missing or damaged.
 
     Only sampled blocks are read here: the weights of a large model come from the disk as passes need them.
@@ -289,26 +311,28 @@ def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
         return None
     packed.note_use(path)
     keep_in_memory(mapping, path)
-    return Weights(plan, np.frombuffer(mapping, np.uint8)[start:], digest)
+    return Weights(plan, tables, np.frombuffer(mapping, np.uint8)[start:], digest)
 
 
-def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
+def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], tables: Mapping[str, Table], size: int) -> Weights:
     """Pack into a file, which gets its name when it is complete. Without a writable folder, pack into memory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with packed.lock(path):
-            found = _read(path, plan, size)  # another process may have packed it meanwhile
+            found = _read(path, plan, tables, size)  # another process may have packed it meanwhile
             if found is None:
-                found = _write_alone(path, checkpoint, plan, size)
+                found = _write_alone(path, checkpoint, plan, tables, size)
         packed.evict(keep=path)
         return found
     except OSError as error:
         problem = "packed weights cannot be kept in %s (%s): set SPECBEAM_HOME to a writable folder"
         logger.warning(problem, path.parent, error.strerror)
-        return Weights(plan, _pack(checkpoint, plan, _room(size)))
+        return Weights(plan, tables, _pack(checkpoint, plan, _room(size)))
 
 
-def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
+def _write_alone(
+    path: Path, checkpoint: Checkpoint, plan: list[Part], tables: Mapping[str, Table], size: int
+) -> Weights:
     """Pack into a file and map it. The caller holds the lock."""
     new, start = packed.unfinished(path), _data_start(len(_header(plan, "", "")))
     try:
@@ -320,7 +344,7 @@ def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int
                 file.truncate(start + size)
             mapped = mmap.mmap(file.fileno(), start + size)
             data = _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
-            header = _header(plan, _fingerprint(new, plan, start), _digest(plan, data))
+            header = _header(plan, _fingerprint(new, plan, start), _digest(plan, tables, data))
             mapped[: 16 + len(header)] = FILE_MAGIC + len(header).to_bytes(8, "little") + header
             # After a power failure it must not be there under its name without its content.
             mapped.flush()
@@ -329,7 +353,7 @@ def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    found = _read(path, plan, size)
+    found = _read(path, plan, tables, size)
     if found is None:
         raise SpecbeamError(f"{path} was damaged while it was written: check the disk")
     return found

@@ -48,6 +48,7 @@ class TorchBackend(TensorBackend):
         self.device = choose_device(device)
         self.precision = choose_dtype(dtype, self.device, checkpoint.dtype)
         self.dtype: torch.dtype = getattr(torch, self.precision)
+        self._checkpoint = checkpoint
         config = checkpoint.config
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
@@ -110,7 +111,16 @@ class TorchBackend(TensorBackend):
         vocab = logits_wanted(segments, self.vocab_size)
         with self._one_pass:
             parts = [self._part(s, start) for s, start in zip(segments, starts.tolist(), strict=False)]
-            return self.model(inputs[0], inputs[1], parts, inputs[2], vocab).float()
+            return self.model(inputs[0], inputs[1], parts, inputs[2], vocab, self._looked_up(tokens)).float()
+
+    def _looked_up(self, tokens: NDArray[np.int64]) -> Tensor | None:
+        """The embeddings that tokens have for all layers, from the checkpoint's file; None if they have none."""
+        if self.model.config.per_layer_size is None:
+            return None
+        (source,) = self._checkpoint.sources("per_layer_embedding.weight")
+        different, places = np.unique(tokens, return_inverse=True)
+        rows = torch.from_numpy(np.ascontiguousarray(self._checkpoint.rows(source, different)[places]))
+        return rows.to(self.device, self.dtype)
 
     def _part(self, segment: TreeBatch, start: int) -> TreeSegment:
         """A segment whose nodes begin at a row of the batch."""

@@ -37,7 +37,7 @@ from specbeam.backends.torch.kernels import (
     shared_bytes,
     summarize,
 )
-from specbeam.backends.torch.modules import Norm, Weights, cap
+from specbeam.backends.torch.modules import Norm, Weights
 from specbeam.backends.torch.parts.attention import Attention
 from specbeam.backends.torch.parts.mlp import MLP
 from specbeam.backends.torch.parts.part import Rotations
@@ -93,19 +93,29 @@ class GpuBackend(TorchBackend):
     def fits(config: Config, device: str, dtype: str) -> bool:
         """Whether the kernels fit all parts of a model.
 
-        Each layer is an attention and an MLP, which read normed hidden states. Queries and keys are normed by heads.
-        As many heads share a key head in all layers. The other numbers may differ. A device's programs have memory
-        enough for tiles of keys and values.
+        Each layer is an attention and an MLP, which read normed hidden states, and whose outputs are not scaled. Each
+        attention has keys and values of its own, and no norm of values. Queries and keys are normed by heads before the
+        rotation, and queries do not grow with their positions. As many heads share a key head in all layers. The other
+        numbers may differ. A device's programs have memory enough for tiles of keys and values.
         """
         layers_fit = all(
             tuple(map(type, layer)) == (attention.Attention, mlp.MLP) and not layer[0].parallel
             for layer in config.layers
         )
         norms_fit = config.final_norm and all(
-            (part.norm or part.parallel) and not part.sum_norm and getattr(part, "qk_norm", None) in (None, "head")
+            (part.norm or part.parallel)
+            and not (part.sum_norm or part.sum_scale)
+            and part.output_scale == 1.0
+            and getattr(part, "qk_norm", None) in (None, "head")
+            and not getattr(part, "query_growth", None)
             for part in config.parts
         )
-        if config.encoder is not None or not layers_fit or not norms_fit or len(_groups(config)) > 1:
+        keys_fit = all(
+            part.shares_keys_of is None and not (part.keys_are_values or part.value_norm)
+            for part in config.parts
+            if isinstance(part, attention.Attention)
+        )
+        if config.encoder is not None or not (layers_fit and norms_fit and keys_fit) or len(_groups(config)) > 1:
             return False
         head_dim = max(part.head_dim for part in config.parts if isinstance(part, attention.Attention))
         return attention_bytes(head_dim, DTYPES[dtype]) <= shared_bytes(torch.device(device))
@@ -260,7 +270,7 @@ class GpuBackend(TorchBackend):
         angles = {rope: at[:, None] * frequencies for rope, frequencies in model.frequencies.items()}
         rotations = {rope: (a.cos() * rope.scale, a.sin() * rope.scale) for rope, a in angles.items()}
         addend: Addend | None = None
-        for module, norm, output_norm, _ in model.steps:
+        for module, norm, output_norm, *_ in model.steps:
             if norm is None:
                 x, _ = add_and_norm(x, addend, None, eps)
             elif module.part.parallel:
@@ -297,7 +307,7 @@ class GpuBackend(TorchBackend):
         head: Weights = self.model.head
         bias = None if head.bias is None else head.bias[:vocab]
         logits = product(features, head.weight[:vocab], bias, dtype=torch.float32)
-        return cap(logits, self.model.config.logits_softcap)
+        return self.model.scaled(logits)
 
 
 class Likeliest:

@@ -61,9 +61,23 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Scale(nn.Module):
+    """A number that all others are multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 def add_modules(module: nn.Module, parameters: Parameters, config: Config) -> None:
-    """Give a module the products and norms that have these parameters, each under its own name."""
-    shapes = {name: parameter.shape for name, parameter in parameters}
+    """Give a module the products and norms that have these parameters, each under its own name.
+
+    Tables that stay in the checkpoint's file are no parameters here.
+    """
+    shapes = {name: parameter.shape for name, parameter in parameters if not parameter.mapped}
     for name, (rows, *columns) in shapes.items():
         own, _, kind = name.partition(".")
         if kind == "weight":

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specbeam.backends.torch.cache import KeyValues
-from specbeam.backends.torch.modules import Norm, Weights, add_modules, cap
+from specbeam.backends.torch.modules import Norm, Scale, Weights, add_modules, cap
 from specbeam.backends.torch.parts import MODULES
-from specbeam.backends.torch.parts.attention import CrossAttention
+from specbeam.backends.torch.parts.attention import Attention, CrossAttention
 from specbeam.backends.torch.parts.part import Batch, PartModule, TreeSegment
 from specbeam.checkpoints.config import Config, Layer
-from specbeam.checkpoints.parts.attention import Attention
+from specbeam.checkpoints.parts import attention as described
 from specbeam.checkpoints.rope import Rope
 from specbeam.checkpoints.stems import FILTER_FRAMES, TokenStem
 
@@ -31,6 +31,7 @@ class Step(NamedTuple):
     norm: Norm | None
     output_norm: Norm | None
     sum_norm: Norm | None
+    sum_scale: Scale | None
 
 
 class Block(nn.Module):
@@ -47,23 +48,29 @@ class Block(nn.Module):
             has_norm = (part.norm, part.output_norm, part.sum_norm)
             norm, output_norm, sum_norm = (Norm(config.hidden_size, config) if has else None for has in has_norm)
             module = MODULES[type(part)](part, config)
-            self.steps.append(Step(module, norm, output_norm, sum_norm))
+            sum_scale = Scale() if part.sum_scale else None
+            self.steps.append(Step(module, norm, output_norm, sum_norm, sum_scale))
             self.add_module(f"{part.name}_norm", norm)
             self.add_module(part.name, module)
             self.add_module(f"post_{part.name}_norm", output_norm)
             self.add_module(f"{part.name}_sum_norm", sum_norm)
+            self.add_module(f"{part.name}_sum_scale", sum_scale)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         before = normed = x
-        for module, norm, output_norm, sum_norm in self.steps:
+        for module, norm, output_norm, sum_norm, sum_scale in self.steps:
             if not module.part.parallel:
                 before = normed = x
             if norm is not None:
                 normed = norm(before)
             added = module(normed, batch)
-            x = x + (added if output_norm is None else output_norm(added))
+            if output_norm is not None:
+                added = output_norm(added)
+            x = x + (added if module.part.output_scale == 1.0 else added * module.part.output_scale)
             if sum_norm is not None:
                 x = sum_norm(x)
+            if sum_scale is not None:
+                x = sum_scale(x)
         return x
 
 
@@ -123,12 +130,14 @@ class Transformer(Stack):
 
     embedding: Weights
     positions: Weights
+    per_layer_projection: Weights
+    per_layer_norm: Norm
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.head = self.embedding if config.tied_head else Weights(config.vocab_size, config.hidden_size)
         self.encoder = None if config.encoder is None else Encoder(config.encoder)
-        attentions = [part for part in config.parts if isinstance(part, Attention)]
+        attentions = [part for part in config.parts if isinstance(part, described.Attention)]
         self.windows = {part.window for part in attentions}
         self.reaches = {module.reach for module in self.parts if module.reach}
         # In float32 whatever the weights are: positions beyond a few hundred are not exact in half precision.
@@ -137,27 +146,46 @@ class Transformer(Stack):
         self._number_parts()
 
     def _number_parts(self) -> None:
-        memory = -1
+        memory, attentions = -1, dict[int, Attention]()
         for layer, block in enumerate(self.blocks):
             for step in cast("Block", block).steps:
                 memory += bool(step.module.kept)
                 step.module.layer, step.module.memory = layer, memory
+                if isinstance(step.module, Attention) and step.module.part.shares_keys_of is not None:
+                    step.module.memory = attentions[step.module.part.shares_keys_of].memory
+                if isinstance(step.module, Attention):
+                    attentions[layer] = step.module
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, segments: list[TreeSegment], wanted: Tensor, vocab: int | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: list[TreeSegment],
+        wanted: Tensor,
+        vocab: int | None = None,
+        looked_up: Tensor | None = None,
     ) -> Tensor:
         """Logits [w, vocab] at the wanted nodes, int64 [w], of a batch with tokens and positions int64 [n].
 
         Args:
             vocab: how many first tokens get logits; None for all.
+            looked_up: the embeddings that the tokens have for all layers, [n, layers * per_layer_size].
         """
         x = self.begin(tokens, positions)
-        batch = Batch({rope: self._rotation(rope, positions, x.dtype) for rope in self.frequencies}, segments)
+        rotations = {rope: self._rotation(rope, positions, x.dtype) for rope in self.frequencies}
+        per_layer = None if looked_up is None else self._per_layer_inputs(x, looked_up)
+        batch = Batch(rotations, segments, positions, per_layer)
         for block in self.blocks:
             x = block(x, batch)
         if not len(wanted):  # a chunk inside a prompt
             return x.new_empty(0, self.config.vocab_size if vocab is None else vocab)
-        return cap(self.head(self.norm(x[wanted]), vocab), self.config.logits_softcap)
+        return self.scaled(self.head(self.norm(x[wanted]), vocab))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits of the products of the head."""
+        if self.config.logits_scale != 1.0:
+            logits = logits * self.config.logits_scale
+        return cap(logits, self.config.logits_softcap)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What the first block reads, [n, hidden_size], of tokens and their positions, integers [n]."""
@@ -169,6 +197,14 @@ class Transformer(Stack):
         if stem.scale != 1.0:  # rounded as the weights are, for the models were trained so
             x = x * torch.tensor(stem.scale, dtype=x.dtype)
         return x
+
+    def _per_layer_inputs(self, x: Tensor, looked_up: Tensor) -> Tensor:
+        """What each layer reads beside the hidden states, [n, layers, per_layer_size]."""
+        size = self.config.per_layer_size
+        assert size is not None
+        projected = self.per_layer_projection(x) * self.config.hidden_size**-0.5
+        own = looked_up * torch.tensor(size**0.5, dtype=x.dtype)  # rounded as the weights are, as in :meth:`begin`
+        return (self.per_layer_norm(projected.view(len(x), -1, size)) + own.view(len(x), -1, size)) * 0.5**0.5
 
     def place(self, states: Tensor, store: KeyValues, slots: slice | Tensor) -> None:
         """Write the keys and values of all layers for an encoder's output [n, features] into n slots."""

@@ -150,6 +150,7 @@ class Gemma3(Gemma):
     name = "gemma3_text"
     gguf_name = "gemma3"
     tokenizer_class = "GemmaTokenizer"
+    sizes = (262208, 2304, 26, 8)
     attention: ClassVar = Gemma.attention | {"qk_norm": "head"}
     rope_theta, local_theta = 1_000_000.0, 10_000.0
     global_layer_period = 6

@@ -21,6 +21,7 @@ class LFM2(Architecture):
 
     name = "lfm2"
     gguf_name = "lfm2"
+    sizes = (65536, 2560, 32, 32)
     rope_theta = 1_000_000.0
     keys: ClassVar = {
         "block_auto_adjust_ff_dim": (bool, True),

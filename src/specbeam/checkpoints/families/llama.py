@@ -19,6 +19,7 @@ class Llama(Architecture):
 
     name = "llama"
     gguf_name = "llama"
+    sizes = (32000, 4096, 32, 32)
     keys: ClassVar = {
         "attention_bias": (bool, False),
         "head_dim": (int | None, None),
@@ -46,6 +47,7 @@ class Mistral(Architecture):
     name = "mistral"
     gguf_name = None
     tokenizer_class = "TokenizersBackend"
+    sizes = (32000, 4096, 32, 32)
     keys: ClassVar = {
         "head_dim": (int | None, None),
         "hidden_act": (str, "silu"),
@@ -102,12 +104,20 @@ class SmolLM3(Architecture):
         return rows_of_pairs(source, part)
 
 
-def rows_of_pairs(source: str, part: Part | None) -> NDArray[np.int64] | None:
-    """The rows of queries and keys in a GGUF file, which interleaves the two halves of each head."""
-    if not isinstance(part, Attention) or not (".attn_q." in source or ".attn_k." in source):
+def rows_of_pairs(
+    source: str, part: Part | None, queries: str = ".attn_q.", keys: str = ".attn_k."
+) -> NDArray[np.int64] | None:
+    """The rows of queries and keys in a file that interleaves the two halves of the rotated features of each head.
+
+    Args:
+        source: the name of a tensor.
+        queries, keys: what the names of these tensors have in them. The defaults are GGUF's.
+    """
+    if not isinstance(part, Attention) or not (queries in source or keys in source):
         return None
-    size = part.query_size if ".attn_q." in source else part.key_size
-    return np.arange(size).reshape(-1, part.head_dim // 2, 2).swapaxes(1, 2).ravel()  # (pairs, halves) in every head
+    rows = np.arange(part.query_size if queries in source else part.key_size).reshape(-1, part.head_dim)
+    rotated = part.head_dim if part.rope is None else part.rope.dim
+    return np.concatenate([rows[:, 0:rotated:2], rows[:, 1:rotated:2], rows[:, rotated:]], axis=1).ravel()
 
 
 def whole_heads_rotated(attention: Attention, metadata: Metadata) -> Attention:

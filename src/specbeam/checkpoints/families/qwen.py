@@ -11,6 +11,7 @@ from specbeam.checkpoints.architecture import Architecture, windows_above
 class Qwen(Architecture):
     """The keys of the configuration that both versions have."""
 
+    sizes = (151936, 4096, 32, 32)
     keys: ClassVar = {
         "hidden_act": (str, "silu"),
         "intermediate_size": (int, 22016),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +96,18 @@ class Adapter:
                 self.updates[f"{factor['module']}.weight"] = self._update(factor["module"])
             else:
                 self.replaced[inner.replace(".base_layer.", ".")] = name
+
+    def for_tensors(self, name_of: Callable[[str], str | None]) -> Adapter:
+        """The same adapter for a model whose tensors have other names.
+
+        Args:
+            name_of: the name of a tensor there; None for one that the model leaves out.
+        """
+        other = copy(self)
+        names = {name: new for name in (*self.updates, *self.replaced) if (new := name_of(name)) is not None}
+        other.updates = {names[name]: update for name, update in self.updates.items() if name in names}
+        other.replaced = {names[name]: new for name, new in self.replaced.items() if name in names}
+        return other
 
     @property
     def base(self) -> str | None:

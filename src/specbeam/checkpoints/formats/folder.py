@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts, as_matrix, matrix_shape
+from specbeam.checkpoints.checkpoint import NUMBERS, Checkpoint, Facts, Table, as_matrix, left_out, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import (
@@ -32,6 +32,7 @@ from specbeam.checkpoints.files import (
     weight_map,
 )
 from specbeam.checkpoints.formats.adapter import Adapter
+from specbeam.checkpoints.formats.composite import text_model
 from specbeam.checkpoints.formats.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.formats.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
 from specbeam.checkpoints.parts.part import Parameter
@@ -44,6 +45,8 @@ from specbeam.system.numbers import is_integer
 logger = logging.getLogger("specbeam")
 OF_MODELOPT, OF_AWQ = "hf_quant_config.json", "quant_config.json"
 """Files in which NVIDIA's ModelOpt and AutoAWQ describe a quantization. AutoAWQ's are of 2023."""
+OF_PROCESSORS = ("processor_config.json", "chat_template.json")
+"""Files that may hold the chat template of a processor. The first one that does counts, as in transformers."""
 
 
 class FolderCheckpoint(Checkpoint):
@@ -72,37 +75,38 @@ class FolderCheckpoint(Checkpoint):
                 raise missing_weights(path, file)
             for name, tensor in tensors_of(file).items():
                 self._tensors[name], self.shapes[name] = tensor, tensor.shape
-                self.weights_by_type[tensor.dtype] += prod(tensor.shape)
         lost = sorted(set(named) - set(self.shapes))
         if lost:
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
         if not self.shapes:
             raise SpecbeamError(f"{path} holds no tensors")
         check_counts(self._config, self.shapes)
-        self._zeros = self._left_out()
+        self._text = text_model(self._config, self.shapes)
+        for name in self._text.passed_over:
+            del self._tensors[name], self.shapes[name]
+        for tensor in self._tensors.values():
+            self.weights_by_type[tensor.dtype] += prod(tensor.shape)
+        self._changes = None if adapter is None else adapter.for_tensors(self._text.name)
+        architecture = ARCHITECTURES.get(str(self._text.config.get("model_type")))
+        self._zeros = left_out(self.shapes, () if architecture is None else architecture.folder_zeros)
         self.shapes |= self._zeros
-
-    def _left_out(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the biases that its architecture leaves out, because they are zeros."""
-        architecture = ARCHITECTURES.get(str(self._config.get("model_type")))
-        ends = () if architecture is None else architecture.folder_zeros
-        weights = ((f"{name.removesuffix('.weight')}.bias", shape) for name, shape in self.shapes.items())
-        return {bias: shape[:1] for bias, shape in weights if bias.endswith(ends) and bias not in self.shapes}
 
     def _stored(self, name: str) -> str:
         """The name of a tensor in the files. Saved without its head, as the first GPT-2 was, a model's lack a part."""
+        name = self._text.names.get(name, name)
         bare = name.partition(".")[2]
         return bare if name not in self.shapes and bare in self.shapes else name
 
     @property
     def facts(self) -> Facts:
         return Facts(
-            architecture=str(self._config.get("model_type", "unknown")),
+            architecture=str(self._text.config.get("model_type", "unknown")),
             parameters=sum(prod(shape) for name, shape in self.shapes.items() if name not in self._zeros),
-            context=self._context(self._config.get("max_position_embeddings")),
+            context=self._context(self._text.config.get("max_position_embeddings")),
             quantization=quantization_of(self.path, self._config, self._dtypes) or self.dtype,
             size=sum(file.stat().st_size for file, _ in self.extents),
             license=self._license(),
+            passed_over=tuple(self._text.parts_passed_over),
         )
 
     @property
@@ -125,10 +129,10 @@ class FolderCheckpoint(Checkpoint):
     @cached_property
     def config(self) -> Config:
         check_not_quantized(self.path, self._config, self._dtypes)
-        config = config_from_hugging_face(self._config, self.shapes)
+        config = config_from_hugging_face(self._text.config, self._text.names or self.shapes)
         if config.tied_head:
             config = self._tied_or_not(config)
-        return config if self.adapter is None else self._take_replaced(config, self.adapter)
+        return config if self._changes is None else self._take_replaced(config, self._changes)
 
     def _embedding_and_head(self, config: Config) -> list[str]:
         names = ARCHITECTURES[config.architecture].folder_tensors
@@ -173,6 +177,12 @@ class FolderCheckpoint(Checkpoint):
     def tokenizer(self) -> Any:
         # An adapter that adds tokens has a tokenizer of its own.
         folder = self.path if self.adapter is None or not _vocabulary(self.adapter.path) else self.adapter.path
+        tokenizer = self._tokenizer(folder)
+        if tokenizer is not None and (template := _template_of_processor(folder)) is not None:
+            tokenizer.chat_template = template
+        return tokenizer
+
+    def _tokenizer(self, folder: Path) -> Any:
         described = read_json(folder, "tokenizer_config.json")
         if vocabulary := _vocabulary(folder):
             check_fetched(vocabulary)
@@ -197,7 +207,7 @@ class FolderCheckpoint(Checkpoint):
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        for config in (self.generation_defaults, self._config):
+        for config in (self.generation_defaults, self._config, self._text.config):
             ids = config.get("eos_token_id")
             if ids is not None:
                 ids = ids if isinstance(ids, list) else [ids]
@@ -228,9 +238,9 @@ class FolderCheckpoint(Checkpoint):
         return [self._stored(source) for source in super().sources(name)]
 
     def check_tensors(self, parameters: Mapping[str, Parameter]) -> None:
-        if self.adapter is not None:
+        if self._changes is not None:
             known = {source for name in parameters for source in self.sources(name)} & set(self.shapes)
-            self.adapter.check(
+            self._changes.check(
                 lambda name: self.shape(stored) if (stored := self._stored(name)) in known else None, self._tied
             )
         super().check_tensors(parameters)
@@ -241,7 +251,7 @@ class FolderCheckpoint(Checkpoint):
     @cached_property
     def _updates(self) -> dict[str, str]:
         """For each tensor that an adapter updates, by its name in the files, its name in the adapter."""
-        return {} if self.adapter is None else {self._stored(name): name for name in self.adapter.updates}
+        return {} if self._changes is None else {self._stored(name): name for name in self._changes.updates}
 
     def place(self, source: str) -> tuple[Path, str]:
         return self._tensors[source].file, self._tensors[source].name
@@ -253,6 +263,13 @@ class FolderCheckpoint(Checkpoint):
     def order(self, source: str) -> NDArray[np.int64] | None:
         return self.architecture.folder_rows(source, self.parts.get(source))
 
+    def table(self, source: str) -> Table | None:
+        tensor = self._tensors[source]
+        if source in self._updates or tensor.dtype not in NUMBERS:
+            return None
+        size = prod(tensor.shape) * (4 if tensor.dtype == "F32" else 2)
+        return Table(tensor.file, NUMBERS[tensor.dtype], tensor.shape, tensor.begin, size)
+
     def read_stored(self, source: str, start: int, stop: int) -> Floats:
         if source in self._zeros:
             return np.zeros(stop - start, np.float32)
@@ -260,14 +277,27 @@ class FolderCheckpoint(Checkpoint):
         transposed = self.architecture.stores_transposed(source)
         piece = tensor.columns(start, stop).T if transposed else tensor.rows(start, stop)
         piece = as_matrix(self.architecture.folder_values(source, piece))
-        if self.adapter is not None and source in self._updates:
-            piece = piece + self.adapter.update(self._updates[source], start, stop)
+        if self._changes is not None and source in self._updates:
+            piece = piece + self._changes.update(self._updates[source], start, stop)
         return piece
 
 
 def _vocabulary(folder: Path) -> Path | None:
     """The first file of a folder that holds the vocabulary of a tokenizer."""
     return next((file for name in VOCABULARIES for file in folder.glob(name) if file.is_file()), None)
+
+
+def _template_of_processor(folder: Path) -> Any:
+    """The chat template that a folder has for a processor of text and images or audio; None if it has none.
+
+    transformers 4 writes it into files of their own, and its processors do not look at the tokenizer's template.
+    """
+    for name in OF_PROCESSORS:
+        if (template := read_json(folder, name).get("chat_template")) is not None:
+            if not isinstance(template, str):
+                raise SpecbeamError(f"{folder / name}: its chat_template is no text")
+            return template
+    return None
 
 
 def quantization_of(folder: Path, config: Mapping[str, Any], dtypes: Mapping[str, str]) -> str | None:

@@ -25,7 +25,14 @@ from specbeam.checkpoints.files import dictionaries, refusing
 from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
 from specbeam.checkpoints.parts.mlp import MLP
 from specbeam.checkpoints.parts.part import size
-from specbeam.checkpoints.rope import Rope, llama3_divisors, longrope_scale, yarn_divisors, yarn_scale
+from specbeam.checkpoints.rope import (
+    Rope,
+    llama3_divisors,
+    longrope_scale,
+    proportional_divisors,
+    yarn_divisors,
+    yarn_scale,
+)
 from specbeam.errors import SpecbeamError, Unsupported
 
 ACTIVATIONS = {
@@ -55,6 +62,7 @@ LAYER_KINDS = {
 """The values of ``layer_types`` that transformers knows."""
 OLDER_LAYER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
 OTHER_COUNTS, MAX_COUNT = ("num_labels", "num_experts", "num_local_experts", "n_routed_experts"), 2**16
+SCALINGS = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 UNSUPPORTED_FLAGS = ("qk_layernorm", "scale_attn_by_inverse_layer_idx", "use_bidirectional_attention")
 
 
@@ -92,7 +100,7 @@ def complete(architecture: Architecture, content: Mapping[str, Any]) -> SimpleNa
     for key in SIZES:
         if key not in content and older.get(key) not in content:
             raise SpecbeamError(f"config.json has no {key!r}: it does not describe a {architecture.name} model")
-    if content.get("per_layer_config") is not None:
+    if content.get("per_layer_config") is not None and "per_layer_config" not in architecture.keys:
         raise Unsupported("per_layer_config in config.json is not supported")
     newer = {old: new for new, old in older.items()}
     named = {newer.get(key, key): value for key, value in content.items() if newer.get(key) not in content}
@@ -131,7 +139,7 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
         return next((v for name in names if (v := getattr(keys, name, None)) is not None), otherwise)
 
     for flag in UNSUPPORTED_FLAGS:
-        if get(flag):
+        if get(flag) and get(flag) not in architecture.allowed_flags.get(flag, ()):
             raise Unsupported(f"{flag} is not supported for {architecture.name}")
     if not get("scale_attn_weights", otherwise=True):
         raise Unsupported(f"scale_attn_weights=False is not supported for {architecture.name}")
@@ -158,17 +166,17 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
         kind = kinds[i] if kinds else "sliding_attention" if window else "full_attention"
         if kind not in architecture.layer_kinds:
             raise Unsupported(f"layers of kind {kind!r} are not supported")
-        rope = None
+        rope, own_dim = None, size("head_dim", architecture.folder_head_dim(i, head_dim, keys), MAX_HEAD_DIM)
         if architecture.has_rope:
             parameters = ropes.get(kind, ropes)
             rotated = parameters.get("partial_rotary_factor") or get("partial_rotary_factor", otherwise=1.0)
-            dim = size("rotary dimension", int(head_dim * rotated), MAX_HEAD_DIM)
-            rope = rope_from_transformers(parameters, dim, context)
+            dim = size("rotary dimension", int(own_dim * rotated), MAX_HEAD_DIM)
+            rope = rope_from_transformers(parameters, dim, context, own_dim)
         attention_fields: dict[str, Any] = {
             "num_heads": heads,
             "num_kv_heads": get("num_key_value_heads", otherwise=heads),
-            "head_dim": head_dim,
-            "scale": float(head_dim) ** -0.5,
+            "head_dim": own_dim,
+            "scale": float(own_dim) ** -0.5,
             "rope": rope,
             "window": window if kind == "sliding_attention" else None,
             **architecture.attention,
@@ -192,12 +200,13 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
     return architecture.refine_folder_config(config, keys)
 
 
-def rope_from_transformers(parameters: Mapping[str, Any], dim: int, context: int) -> Rope:
+def rope_from_transformers(parameters: Mapping[str, Any], dim: int, context: int, head_dim: int | None = None) -> Rope:
     """A dictionary ``rope_parameters`` of transformers 5 as a :class:`Rope`.
 
     Args:
         dim: how many features of a head are rotated.
         context: ``max_position_embeddings``.
+        head_dim: all features of a head; None if all are rotated.
     """
     theta = float(parameters.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -205,6 +214,9 @@ def rope_from_transformers(parameters: Mapping[str, Any], dim: int, context: int
         return Rope(theta, dim)
     if kind == "linear":
         return Rope(theta, dim, (float(parameters["factor"]),) * (dim // 2))
+    if kind == "proportional":
+        divisors = proportional_divisors(dim // 2, (head_dim or dim) // 2, float(parameters.get("factor") or 1.0))
+        return Rope(theta, head_dim or dim, divisors)
     if kind == "llama3":
         divisors = llama3_divisors(
             theta,
@@ -230,4 +242,4 @@ def rope_from_transformers(parameters: Mapping[str, Any], dim: int, context: int
         usual = yarn_scale(factor, float(mscale), float(mscale_all)) if mscale and mscale_all else yarn_scale(factor)
         scale = parameters.get("attention_factor")
         return Rope(theta, dim, divisors, usual if scale is None else float(scale))
-    raise Unsupported(f"rope scaling {kind!r} is not supported: supported are default, linear, llama3, longrope, yarn")
+    raise Unsupported(f"rope scaling {kind!r} is not supported: supported are {', '.join(SCALINGS)}")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts
+from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts, Table, left_out
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
 from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
@@ -94,8 +94,6 @@ class GGUFCheckpoint(Checkpoint):
         SpecbeamError: the file is truncated, damaged, or not a GGUF file.
     """
 
-    ignored = DIVISORS
-
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -107,6 +105,9 @@ class GGUFCheckpoint(Checkpoint):
         except Exception as error:  # anything may follow from wrong bytes
             raise SpecbeamError(f"{path} is damaged: its header cannot be read ({error}). Fetch it again") from error
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        architecture = GGUF_ARCHITECTURES.get(str(self.metadata.get("general.architecture")))
+        self._zeros = left_out(self.shapes, () if architecture is None else architecture.gguf_zeros)
+        self.shapes |= self._zeros
         self.weights_by_type = Counter()
         size = path.stat().st_size
         for name, tensor in self._tensors.items():
@@ -124,7 +125,7 @@ class GGUFCheckpoint(Checkpoint):
         architecture = str(self.metadata.get("general.architecture", "unknown"))
         return Facts(
             architecture=architecture,
-            parameters=sum(map(prod, self.shapes.values())),
+            parameters=sum(prod(tensor.shape) for tensor in self._tensors.values()),
             context=self._context(self.metadata.get(f"{architecture}.context_length")),
             quantization=self._file_type() or self.dtype,
             size=self.path.stat().st_size,
@@ -193,6 +194,10 @@ class GGUFCheckpoint(Checkpoint):
         )
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        return DIVISORS + self.architecture.gguf_ignored
+
+    @property
     def modules(self) -> Mapping[str, str]:
         return self.architecture.gguf_tensors
 
@@ -203,6 +208,8 @@ class GGUFCheckpoint(Checkpoint):
         return [(self.path, [Extent(0, header, whole=True), *tensors])]
 
     def blocks(self, source: str) -> int | None:
+        if source in self._zeros:
+            return None
         kind = self._tensors[source].type
         return None if kind.name in DTYPES else kind.number
 
@@ -210,10 +217,16 @@ class GGUFCheckpoint(Checkpoint):
         tensor = self._tensors[source]
         return np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.shape[0] * tensor.row_bytes,))
 
+    def table(self, source: str) -> Table | None:
+        tensor = self._tensors[source]
+        return Table(self.path, tensor.type.number, tensor.shape, tensor.offset, tensor.bytes)
+
     def order(self, source: str) -> NDArray[np.int64] | None:
         return self.architecture.gguf_rows(source, self.parts.get(source))
 
     def read_stored(self, source: str, start: int, stop: int) -> NDArray[np.float32]:
+        if source in self._zeros:
+            return np.zeros(stop - start, np.float32)
         tensor = self._tensors[source]
         vector = len(tensor.shape) == 1  # one row of the file, and many of ours
         first, last = (0, 1) if vector else (start, stop)

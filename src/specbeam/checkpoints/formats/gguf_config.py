@@ -150,9 +150,11 @@ def _read(
         head_dim = hidden // size("num_heads", metadata.of_layer(0, "attention.head_count"))
     size("head_dim", head_dim, MAX_HEAD_DIM)
     rotated = size("rope.dimension_count", get("rope.dimension_count", head_dim), MAX_HEAD_DIM)
-    for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
-        metadata.require(key, head_dim)
-    metadata.require("rope.dimension_count_swa", rotated)
+    metadata.require("attention.value_length", head_dim)
+    if not architecture.has_heads_by_kind:
+        for key in ("attention.key_length_swa", "attention.value_length_swa"):
+            metadata.require(key, head_dim)
+        metadata.require("rope.dimension_count_swa", rotated)
 
     context, window = get("context_length"), get("attention.sliding_window", 0) or None
     rope = _rope(metadata, rotated, divisors, context) if architecture.has_rope else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,8 @@ from specbeam.errors import SpecbeamError
 
 MAX_HEAD_DIM = 2**16
 """The largest size that is believed. Rotary frequencies are lists of head_dim / 2 numbers."""
+OF_KEYS = ("num_kv_heads", "head_dim", "window")
+"""What is equal in an attention and in one that reads its keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +66,62 @@ class Attention(Heads):
         rope: None where keys and queries are not rotated.
         window: a node attends to this many last positions, its own included; None for all positions.
         qk_norm: what is normed before the rotation: "head" for each query and key head by itself, "all" for all
-            queries of a node together and all of its keys; None for nothing.
+            queries of a node together and all of its keys; None for nothing. "rotated_head" stands for each head
+            after the rotation.
+        query_growth, query_growth_period: the factor of rotated queries at a position is 1 + query_growth *
+            ln(1 + position // query_growth_period), the attention temperature tuning of Llama 4. None for no factor.
+        value_norm: each head of the values is normed, without a weight.
+        keys_are_values: the values are the keys before norm and rotation, so there is no product for them.
+        shares_keys_of: the number of an earlier layer, whose keys and values are read in place of own ones; None where
+            it has its own.
     """
 
     name: ClassVar = "attention"
     rope: Rope | None = None
     window: int | None = None
     qk_norm: str | None = None
+    query_growth: float | None = None
+    query_growth_period: int | None = None
+    value_norm: bool = False
+    keys_are_values: bool = False
+    shares_keys_of: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window is not None:
             size("sliding_window", self.window)
+        if self.query_growth is not None:
+            size("query_growth_period", self.query_growth_period)
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise SpecbeamError("the model's configuration rotates more features of a head than it has")
 
+    def check(self, config: Sizes, before: Part | None, earlier: Sequence[tuple[Part, ...]]) -> None:
+        super().check(config, before, earlier)
+        if self.shares_keys_of is None:
+            return
+        layer = earlier[self.shares_keys_of] if 0 <= self.shares_keys_of < len(earlier) else ()
+        source = next((part for part in layer if isinstance(part, Attention) and part.shares_keys_of is None), None)
+        if source is None or any(getattr(source, name) != getattr(self, name) for name in OF_KEYS):
+            raise SpecbeamError(
+                f"the model's configuration lets layer {len(earlier)} read the keys of layer {self.shares_keys_of}, "
+                "which is no earlier layer with keys and values of its own, of the same size, number and window"
+            )
+
     def memory(self, config: Sizes) -> Memory:
-        return Memory(2 * self.key_size, self.window)
+        return Memory(2 * self.key_size if self.shares_keys_of is None else 0, self.window)
 
     def weights(self, config: Sizes) -> Parameters:
-        yield from product("qkv", (self.query_size, self.key_size, self.key_size), config.hidden_size, self.qkv_bias)
+        hidden, own = config.hidden_size, self.shares_keys_of is None
+        if not own:
+            yield from product("query", self.query_size, hidden, self.qkv_bias)
+        elif self.keys_are_values:
+            yield from product("query_key", (self.query_size, self.key_size), hidden, self.qkv_bias)
+        else:
+            yield from product("qkv", (self.query_size, self.key_size, self.key_size), hidden, self.qkv_bias)
         yield from product("output", config.hidden_size, self.query_size, self.output_bias)
         if self.qk_norm:
             yield from norm("q_norm", self.query_size if self.qk_norm == "all" else self.head_dim, config)
+        if self.qk_norm and own:
             yield from norm("k_norm", self.key_size if self.qk_norm == "all" else self.head_dim, config)
 
 
@@ -99,8 +135,8 @@ class CrossAttention(Heads):
 
     name: ClassVar = "cross_attention"
 
-    def check(self, config: Sizes, before: Part | None) -> None:
-        super().check(config, before)
+    def check(self, config: Sizes, before: Part | None, earlier: Sequence[tuple[Part, ...]]) -> None:
+        super().check(config, before, earlier)
         if config.encoder is None:
             raise SpecbeamError("the model's configuration has cross-attention, but no encoder")
         alike = isinstance(before, Attention) and (before.num_kv_heads, before.head_dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -21,11 +21,13 @@ class Parameter(NamedTuple):
         shape: [out, in] of a matrix, or [n] of a vector.
         rows: of the matrices that are stacked to it, such as query, key and value. Empty for a matrix that is one.
         min_bits: a quantized model keeps at least this many bits per weight: 4, 8 or 32.
+        mapped: it is a table that stays in the checkpoint's file, from which only the rows are read that a pass needs.
     """
 
     shape: tuple[int, ...]
     rows: tuple[int, ...] = ()
     min_bits: int = 4
+    mapped: bool = False
 
 
 Parameters = Iterator[tuple[str, Parameter]]
@@ -41,6 +43,10 @@ class Sizes(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def context_length(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def per_layer_size(self) -> int | None: ...
     @property
     def norm(self) -> str: ...
     @property
@@ -67,7 +73,9 @@ class Part:
         norm: its input is normed. A part without a norm reads the hidden states as they are. If it is parallel, it
             reads what the part before it has read.
         output_norm: its output is normed before it is added.
+        output_scale: factor of its output, after this norm.
         sum_norm: the sum of the hidden states and its output is normed (post-norm; Vaswani et al. 2017).
+        sum_scale: the sum is multiplied by a number, which is a parameter.
         parallel: it reads the same hidden states as the part before it, without what that part adds.
     """
 
@@ -75,7 +83,9 @@ class Part:
     """In the names of its parameters, and of its code in native/parts/."""
     norm: bool = True
     output_norm: bool = False
+    output_scale: float = 1.0
     sum_norm: bool = False
+    sum_scale: bool = False
     parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -86,11 +96,12 @@ class Part:
         """Its name in messages."""
         return self.name.replace("_", " ")
 
-    def check(self, config: Sizes, before: Part | None) -> None:
+    def check(self, config: Sizes, before: Part | None, earlier: Sequence[tuple[Part, ...]]) -> None:
         """Raises SpecbeamError if it cannot stand where it does in a layer.
 
         Args:
             before: the part before it in its layer; None for the first.
+            earlier: the layers before its own.
         """
         if self.parallel and before is None:
             raise SpecbeamError(f"the model's configuration has a layer that begins with a parallel {self.title}")
@@ -113,6 +124,8 @@ class Part:
             yield from norm(f"post_{self.name}_norm", config.hidden_size, config)
         if self.sum_norm:
             yield from norm(f"{self.name}_sum_norm", config.hidden_size, config)
+        if self.sum_scale:
+            yield f"{self.name}_sum_scale.weight", Parameter((1,))
 
 
 def product(name: str, rows: int | tuple[int, ...], columns: int, bias: bool = False, min_bits: int = 4) -> Parameters:

@@ -34,8 +34,16 @@ from specbeam.text.tokenizer import NAMED, Tokenizer
 PLAIN, WHISPER = "TokenizersBackend", "WhisperTokenizer"
 AS_THE_FILE_SAYS = (PLAIN, "PreTrainedTokenizer", "PythonBackend")
 """Classes for which tokenizer.json decides, as they are called without "Fast" at the end."""
+MISTRALS = ("ministral3", "mistral", "mistral3")
+"""Models for which transformers takes mistral_common where it is installed, and tokenizer.json elsewhere."""
 WRONG_IN_FILES = ("phi3", "qwen2")
 """Models whose files often name a wrong class, so transformers takes the class it knows."""
+OF_SEVERAL_PARTS: dict[str, str | None] = {
+    **{"gemma3": "GemmaTokenizer", "internvl": "Qwen2Tokenizer"},
+    **dict.fromkeys(("gemma4", "idefics3", "lfm2_vl")),
+    **dict.fromkeys(("llava", "mistral3", "smolvlm"), PLAIN),
+}
+"""The class that transformers knows for the folders of models that also read images or audio; None if it knows none."""
 TAKEN_AS_THEY_ARE = (
     *("deepseek-ai/deepseek-r1-distill-llama-*", "deepseek-ai/deepseek-coder-*", "allenai/dolma2-tokenizer"),
     *("google/umt5-small", "naver-clova-ix/donut-*", "salesforce/*", "stepfun-ai/step-3.7-*"),
@@ -228,11 +236,12 @@ def _plain_sentencepiece(model: SentencePiece, content: Mapping[str, Any], added
 def _kind(folder: Path, config: Mapping[str, Any], described: Mapping[str, Any], text: str) -> str:
     """The class that transformers' ``AutoTokenizer`` chooses."""
     model = str(config.get("model_type", ""))
-    _demand(not model or model in ARCHITECTURES)  # the folder of an adapter may have no config.json
-    _demand(model != "mistral" or not (are_installed("mistral_common") or (folder / "tekken.json").exists()))
+    known_classes = {name: one.tokenizer_class for name, one in ARCHITECTURES.items()} | OF_SEVERAL_PARTS
+    _demand(not model or model in known_classes)  # the folder of an adapter may have no config.json
+    _demand(model not in MISTRALS or not are_installed("mistral_common"))
     for name in (str(config.get("_name_or_path", "")), str(folder)):
         _demand(not any(fnmatch(name.lower(), pattern) for pattern in TAKEN_AS_THEY_ARE))
-    known = ARCHITECTURES[model].tokenizer_class if model else None
+    known = known_classes[model] if model else None
     for source in (described, config):
         _demand(isinstance(source.get("tokenizer_class"), str | None) and source.get("tokenizer_class") != "")
     stated = described.get("tokenizer_class")

@@ -76,7 +76,7 @@ PRE = {
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
         Pre(LLAMA3, adds_bos=True, ignores_merges=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Pre(LLAMA3)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Pre(LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), Pre(QWEN2, composes=True)),
     **dict.fromkeys(("kormo", "f2llmv2", "hunyuan", "solar-open"), Pre(QWEN2)),
     **dict.fromkeys(
@@ -95,7 +95,7 @@ PRE = {
     "tekken": Pre((CASED % ("", "") + r"|\p{N}" + PUNCTUATION_AND_SLASHES,), adds_bos=True, ignores_merges=True),
     "falcon": Pre((r"[\p{P}\$\+<=>\^~\|`]+", *GPT2, r"[0-9][0-9][0-9]")),
     "deepseek-coder": Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "deepseek-v3": Pre(DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Pre(DEEPSEEK3)),
     "seed-coder": Pre((rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{BREAKS_AND_SPACE}",)),
 }
 STRIPPING = ("phi-3", "phi3")
@@ -115,8 +115,10 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], vocabulary: GGUFVocabulary)
         tokenizer, begins = _byte_level(vocabulary, get("merges"), pre), pre.adds_bos
     elif kind == "llama":
         tokenizer, begins = _sentencepiece(vocabulary, get), True
+    elif kind == "gemma4":
+        tokenizer, begins = _characters(vocabulary, get("merges")), True
     else:
-        raise SpecbeamError(f"{path} carries a tokenizer of kind {kind!r}: supported are gpt2 and llama")
+        raise SpecbeamError(f"{path} carries a tokenizer of kind {kind!r}: supported are gemma4, gpt2 and llama")
 
     name = str(metadata.get("general.name")).lower()
     _add_special(tokenizer, vocabulary, strips=any(part in name for part in STRIPPING))
@@ -179,11 +181,7 @@ def _pre(name: str | None, vocabulary: GGUFVocabulary) -> Pre:
 
 def _byte_level(vocabulary: GGUFVocabulary, merges: list[str] | None, pre: Pre) -> Backend:
     """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
-    if merges is None:
-        raise SpecbeamError(
-            f"{vocabulary.path}: its tokenizer has no merges (tokenizer.ggml.merges), without which each byte would be "
-            "a token: convert the model again"
-        )
+    merges = _needed(merges, vocabulary, "byte")
     tokenizer = Backend(models.BPE(vocabulary.ids, _pairs(merges), ignore_merges=pre.ignores_merges))
     if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
@@ -195,6 +193,36 @@ def _byte_level(vocabulary: GGUFVocabulary, merges: list[str] | None, pre: Pre) 
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _needed(merges: list[str] | None, vocabulary: GGUFVocabulary, unit: str) -> list[str]:
+    if merges is None:
+        raise SpecbeamError(
+            f"{vocabulary.path}: its tokenizer has no merges (tokenizer.ggml.merges), without which each {unit} would "
+            "be a token: convert the model again"
+        )
+    return merges
+
+
+def _characters(vocabulary: GGUFVocabulary, given: list[str] | None) -> Backend:
+    """Byte-pair encoding over characters, as Gemma 4 has it. Spaces are written as U+2581, and runs of newlines apart.
+
+    A run of newlines that is a token stays whole, as in llama.cpp, whichever merges lead to it.
+    """
+    pairs = _pairs(_needed(given, vocabulary, "character"))
+    runs = {token: i for token, i in vocabulary.ids.items() if token.strip("\n") == ""}
+    whole = [(left, right) for _, left, right in cuts(dict(sorted(runs.items(), key=lambda run: len(run[0]))))]
+    merges, unknown = [*dict.fromkeys([*pairs, *whole])], _unknown(vocabulary)
+    tokenizer = Backend(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    tokenizer.decoder = sentencepiece_decoder(strips=False)
+    return tokenizer
+
+
+def _unknown(vocabulary: GGUFVocabulary) -> str:
+    """The token of characters without a token."""
+    return vocabulary.tokens[vocabulary.special["unk_token"]] if "unk_token" in vocabulary.special else "<unk>"
 
 
 def _pairs(merges: list[str]) -> list[tuple[str, str]]:
@@ -216,7 +244,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary, get: Any) -> Backend:
     else:
         names = np.array(tokens, object)
         merges = [*zip(names[implied[:, 0]], names[implied[:, 1]], strict=True)]
-    unknown = tokens[vocabulary.special["unk_token"]] if "unk_token" in vocabulary.special else "<unk>"
+    unknown = _unknown(vocabulary)
     tokenizer = Backend(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     space_prefix = get("add_space_prefix", True)
     spaces = [normalizers.Prepend("▁")] if space_prefix else []

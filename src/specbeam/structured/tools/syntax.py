@@ -409,7 +409,7 @@ def _without_beginning(text: str, end: str) -> str:
 
 
 def _unescaped(text: str) -> str:
-    """A string of Python, from what stands between its quotation marks."""
+    """A string of Python, from the text between its quotation marks."""
 
     def character(found: re.Match[str]) -> str:
         code = next((digits for digits in found.groups()[:3] if digits), None)

@@ -176,6 +176,19 @@ int32_t specbeam_model_matrix(void *model, int64_t layer, const char *name, int3
   return 0;
 }
 
+// Gives a table of which single rows are read. type: of its numbers or blocks, as in a GGUF file; data: [rows] as a
+// file has them, not copied. Returns 0, or -1 if the name, the type or the size is wrong.
+int32_t specbeam_model_table(void *model, const char *name, int32_t type, int64_t rows, int64_t columns,
+                             const uint8_t *data, int64_t bytes) {
+  Model &m = static_cast<Loaded *>(model)->model;
+  if (std::string_view(name ? name : "") != "per_layer_embedding.weight" || m.per_layer_table || !data) return -1;
+  if (rows < 1 || rows > INT32_MAX || columns < 1 || columns > INT32_MAX) return -1;
+  const int64_t row = table_row_bytes(type, columns);
+  if (row < 1 || bytes != rows * row) return -1;
+  m.per_layer_table = {type, rows, columns, data};
+  return 0;
+}
+
 // Gives the weight or the bias of a norm, or the bias of a product. data: [size], not copied
 int32_t specbeam_model_vector(void *model, int64_t layer, const char *name, const float *data, int64_t size) {
   const auto [product, norm, is_bias] = parameter_named(static_cast<Loaded *>(model)->model, layer, name);
@@ -225,10 +238,10 @@ const char *specbeam_model_part(void *model, int32_t of_encoder, int64_t layer, 
     auto part = make_part(name);
     if (!part) return "there is no such part";
     if (!numbers || !part->set(numbers, count)) return "a number is wrong";
+    part->layer = layer;
     if (const char *reason = wrong(*part, m, m.layers[layer])) return reason;
     if (!part->add_memory(m, of_encoder ? *loaded.one_part : loaded.cache, m.layers[layer]))
       return "a slot would be too large, or memory was reserved before";
-    part->layer = layer;
     m.layers[layer].push_back(std::move(part));
     return nullptr;
   } catch (const std::exception &) {

@@ -25,6 +25,9 @@ const char *wrong(const ModelConfig &c) {
   if (c.bands < 0 || c.bands > INT32_MAX ||
       (c.bands && std::max({3 * c.bands, 3 * c.hidden_size, 2 * c.context_length}) > INT32_MAX))
     return "the frames of audio are too large, or too many";
+  if (c.per_layer_size && c.bands) return "the layers of an encoder have no embeddings";
+  if (c.per_layer_size < 0 || c.per_layer_size > INT32_MAX / 2 / c.num_layers)
+    return "the embeddings of the layers are too large";
   return wrong_value(c);
 }
 
@@ -49,6 +52,7 @@ static const char *incomplete_norms(const Part &part, int64_t hidden) {
                                   {part.has_output_norm, part.output_norm},
                                   {part.has_sum_norm, part.sum_norm}})
     if (has ? !is_sized(norm, hidden) : bool(norm)) return "a norm";
+  if (part.has_sum_scale ? !is_sized(part.sum_scale, 1) : bool(part.sum_scale)) return "the scale of a layer";
   return nullptr;
 }
 
@@ -64,6 +68,16 @@ const char *incomplete(const Model &m) {
   }
   if (m.positions && (!is_shaped(m.positions, c.context_length, c.hidden_size) || m.positions.parts.size() != 1))
     return "the positions";
+  if (c.per_layer_size) {
+    const int64_t columns = c.num_layers * c.per_layer_size;
+    const Table &table = m.per_layer_table;
+    const Product &packed = m.per_layer_embedding;
+    if (table ? table.rows != c.vocab_size || table.columns != columns || packed
+              : !is_shaped(packed, c.vocab_size, columns) || packed.parts.size() != 1)
+      return "the embeddings of the layers";
+    if (!is_shaped(m.per_layer_projection, columns, c.hidden_size) || !is_sized(m.per_layer_norm, c.per_layer_size))
+      return "the projection of embeddings for the layers";
+  }
   if (c.final_norm ? !is_sized(m.norm, c.hidden_size) : bool(m.norm)) return "the last norm";
   for (const Layer &layer : m.layers) {
     if (layer.empty()) return "a layer";

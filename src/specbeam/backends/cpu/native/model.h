@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "formats.h"
+#include "table.h"
 
 namespace specbeam {
 
@@ -65,6 +66,11 @@ struct Model {
   std::vector<Layer> layers;
   std::vector<Rope> ropes;
   Product embedding, positions, head;
+  // Of models whose layers have embeddings of tokens of their own: a table [vocab, layers * per_layer_size], in a file
+  // or packed, and the projection of a token's embedding that is normed and added.
+  Table per_layer_table;
+  Product per_layer_embedding, per_layer_projection;
+  Norm per_layer_norm;
   Product conv1, conv2;  // over three frames each: [hidden, 3 * mel bins], [hidden, 3 * hidden]
   Norm norm;
   std::unique_ptr<Model> encoder;  // null if there is none

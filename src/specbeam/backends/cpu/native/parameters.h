@@ -30,6 +30,9 @@ inline Parameter parameter_named(Model &model, int64_t layer, const char *name) 
     return found;
   }
   if (module == "norm") found.norm = &model.norm;
+  else if (module == "per_layer_norm") found.norm = &model.per_layer_norm;
+  else if (module == "per_layer_embedding") found.product = &model.per_layer_embedding;
+  else if (module == "per_layer_projection") found.product = &model.per_layer_projection;
   else if (module == "embedding") found.product = &model.embedding;
   else if (module == "positions") found.product = &model.positions;
   else if (module == "head") found.product = &model.head;

@@ -113,25 +113,27 @@ bool Pass::any_goes_on_after(const Part &part) {
   return !going.empty();
 }
 
-// Divides the nodes that go on into tiles. by_node: a row of queries has its node's number, and not its own
+// Divides the nodes that go on into tiles. Nodes of a tile are neighbours in their segment, unless all see the same.
 void Pass::divide(Tiling &to, int64_t group, const Segment *seen, bool by_node) {
   const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / group);  // nodes of a tile
-  to.group = group, to.tiles.clear(), to.tile_of.resize(nodes);
+  to.group = group, to.by_node = by_node, to.tiles.clear(), to.tile_of.resize(nodes);
   for (size_t i = 0; i < space.going.size(); i++) {
     const int64_t n = space.going[i], row = by_node ? n : int64_t(i);
     const Segment *own = seen + space.segment_of[n];
     const Tile *last = to.tiles.empty() ? nullptr : &to.tiles.back();
-    if (!last || last->segment != own || last->node + last->count != row || last->count == most)
+    const bool is_apart = seen == segments && last && last->first + last->count != space.row_in[n];
+    if (!last || last->segment != own || is_apart || last->count == most)
       to.tiles.push_back({own, row, space.row_in[n], 0, 0, 0, -1});
     to.tiles.back().count++;
     to.tile_of[row] = int32_t(to.tiles.size() - 1);
   }
 }
 
-AttentionJob Pass::plan(bool of_source, const Heads &heads, const KeyValues &keys, int64_t window, const float *queries,
-                        int64_t stride, float *result) {
+AttentionJob Pass::plan(bool of_source, bool by_node, const Heads &heads, const KeyValues &keys, int64_t window,
+                        const float *queries, int64_t stride, float *result) {
   Tiling &rows = of_source ? space.cross : space.nodes;
-  if (rows.group != heads.group()) divide(rows, heads.group(), of_source ? space.sources.data() : segments, !of_source);
+  if (rows.group != heads.group() || rows.by_node != by_node)
+    divide(rows, heads.group(), of_source ? space.sources.data() : segments, by_node);
   AttentionJob job{heads,        keys,   window, queries, stride, result, rows.tiles, space.attention_items,
                    rows.tile_of, nullptr};
   int64_t splits = 0, parts = 0;
@@ -172,8 +174,30 @@ void Pass::rotations() {
   });
 }
 
-// Each part adds to the hidden states what it makes of them: x = sum_norm(x + output_norm(part(norm(x)))). A norm that
-// it lacks changes nothing. What one part makes is added as the next one reads its input.
+// For each layer the normed projection of a node's embedding, and the token's embedding for that layer (Gemma 3n).
+void Pass::per_layer_inputs() {
+  const int64_t size = c.per_layer_size, total = c.num_layers * size;
+  const float of_projection = float(1 / std::sqrt(double(c.hidden_size))), of_table = float(std::sqrt(double(size)));
+  float *to = room(space.per_layer, nodes * total);
+  activations.resize(nodes, model.per_layer_projection.parts);
+  threads.each(nodes, 4, [&](int64_t n) { activations.set(n, x + n * c.hidden_size); });
+  multiply(model.per_layer_projection, threads, activations, to, total);
+  threads.each(nodes, 1, [&](int64_t n) {
+    static thread_local Buffer<float> looked_up;
+    float *row = room(looked_up, total), *own = to + n * total;
+    const int64_t token = segment(n).tokens[space.row_in[n]];
+    if (model.per_layer_table) read_row(model.per_layer_table, token, row);
+    else
+      for (int64_t i = 0; i < total; i++) row[i] = weight_at(model.per_layer_embedding.parts[0], token, i);
+    for (int64_t i = 0; i < total; i++) own[i] *= of_projection;
+    for (int64_t l = 0; l < total; l += size) norm_row(model.per_layer_norm, own + l, own + l, size);
+    for (int64_t i = 0; i < total; i++) own[i] = (own[i] + row[i] * of_table) * float(M_SQRT1_2);
+  });
+}
+
+// Each part adds to the hidden states what it makes of them: x = sum_norm(x + scale * output_norm(part(norm(x)))),
+// times the number of sum_scale. A norm or a scale that it lacks changes nothing. What one part makes is added as the
+// next one reads its input.
 void Pass::layers(int64_t first, int64_t end) {
   normed = room(space.normed, nodes * c.hidden_size), out = room(space.out, nodes * out_stride);
   const Part *before = nullptr;
@@ -207,8 +231,14 @@ void Pass::add(const Part &part, int64_t r) {
   const int64_t hidden = c.hidden_size;
   float *row = x + space.going[r] * hidden, *made = out + r * out_stride;
   if (part.output_norm) norm_row(part.output_norm, made, made, hidden);
-  for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
+  const float scale = float(part.output_scale);
+  if (scale == 1)
+    for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
+  else
+    for (int64_t i = 0; i < hidden; i++) row[i] += made[i] * scale;
   if (part.sum_norm) norm_row(part.sum_norm, row, row, hidden);
+  if (part.sum_scale)
+    for (int64_t i = 0; i < hidden; i++) row[i] *= part.sum_scale.weight[0];
 }
 
 void Pass::run(int64_t vocab, float *logits) {
@@ -223,6 +253,7 @@ void Pass::run(int64_t vocab, float *logits) {
       x[n * c.hidden_size + i] = value * float(c.embedding_scale);
     }
   });
+  if (c.per_layer_size) per_layer_inputs();
   layers(0, c.num_layers);
   if (!wanted_count) return;
   const Product head = model.head.first(vocab);
@@ -233,6 +264,12 @@ void Pass::run(int64_t vocab, float *logits) {
     activations.set(i, normed + i * c.hidden_size);
   });
   multiply(head, threads, activations, logits, vocab);
+  if (c.logits_scale != 1) {
+    const float scale = float(c.logits_scale);
+    threads.each(wanted_count, 1, [&](int64_t i) {
+      for (int64_t t = i * vocab, end = t + vocab; t < end; t++) logits[t] *= scale;
+    });
+  }
   if (c.logits_softcap > 0) {
     const float softcap = float(c.logits_softcap);
     threads.each(wanted_count, 1, [&](int64_t i) {

@@ -18,12 +18,13 @@ namespace specbeam {
 // Rows of queries in tiles, for groups of this many query heads; 0 where they are not divided yet.
 struct Tiling {
   int64_t group = 0;
+  bool by_node = true;  // a row has its node's number, and not its own
   std::vector<Tile> tiles;
   std::vector<int32_t> tile_of;  // by row
 };
 
 struct Workspace {
-  Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts;
+  Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts, per_layer;
   std::vector<int32_t> segment_of, row_in;  // by node
   std::vector<int64_t> going;               // the nodes that go on, ascending
   Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
@@ -82,9 +83,10 @@ struct Pass {
   bool any_goes_on_after(const Part &);
 
   // Shares the attention of a part out among threads: a tile and a key head make an item. Of few items, each is
-  // several, with some of the splits each. of_source: the nodes see their source.
-  AttentionJob plan(bool of_source, const Heads &, const KeyValues &, int64_t window, const float *queries,
-                    int64_t stride, float *result);
+  // several, with some of the splits each. of_source: the nodes see their source. by_node: the rows of the queries and
+  // of the result are all nodes. Without it they are the nodes that go on.
+  AttentionJob plan(bool of_source, bool by_node, const Heads &, const KeyValues &, int64_t window,
+                    const float *queries, int64_t stride, float *result);
 
   // The cosines and sines of a node's position in a rotation.
   struct Angles {
@@ -95,6 +97,11 @@ struct Pass {
     const Rope &own = model.ropes[rope], &last = model.ropes.back();
     const int64_t at = node * (last.start + int64_t(last.frequencies.size())) + own.start;
     return {&space.cos[at], &space.sin[at], int64_t(own.frequencies.size())};
+  }
+
+  // What the stem has made of a node's token for a layer: [per_layer_size]
+  const float *per_layer_input(int64_t node, int64_t layer) const {
+    return &space.per_layer[(node * c.num_layers + layer) * c.per_layer_size];
   }
 
   void norm_row(const Norm &norm, const float *row, float *to, int64_t size) const {
@@ -132,6 +139,7 @@ struct Pass {
   void find_sources(int64_t count);
   void divide(Tiling &, int64_t group, const Segment *seen, bool by_node);
   void rotations();
+  void per_layer_inputs();
   void layers(int64_t first, int64_t end);
   void begin_part(const Part &, const Part *before);
   void add(const Part &, int64_t row);

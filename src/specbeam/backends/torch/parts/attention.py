@@ -63,20 +63,27 @@ class Attention(PartModule):
 
     part: described.Attention
     qkv: Weights
+    query_key: Weights
+    query: Weights
     output: Weights
     q_norm: Norm
     k_norm: Norm
 
     def __init__(self, part: described.Attention, config: Config) -> None:
         super().__init__(part, config)
-        self.kept = ((part.num_kv_heads, part.head_dim),) * 2
+        self.kept = ((part.num_kv_heads, part.head_dim),) * 2 if part.shares_keys_of is None else ()
+        self._eps = config.norm_eps
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         part = self.part
         heads, scale, softcap = part.num_heads, part.scale, part.softcap
-        qkv = self.qkv(x).view(len(x), -1, part.head_dim)
-        qk, v = qkv[:, : -part.num_kv_heads], qkv[:, -part.num_kv_heads :]
-        if part.qk_norm is not None:
+        if part.shares_keys_of is not None:
+            return self._with_shared_keys(x, batch)
+        qkv = (self.query_key if part.keys_are_values else self.qkv)(x).view(len(x), -1, part.head_dim)
+        qk, v = qkv if part.keys_are_values else qkv[:, : -part.num_kv_heads], qkv[:, -part.num_kv_heads :]
+        if part.value_norm:
+            v = F.rms_norm(v, (part.head_dim,), eps=self._eps)
+        if part.qk_norm in ("head", "all"):
             q, k = qk[:, :heads], qk[:, heads:]
             if part.qk_norm == "head":
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -86,6 +93,9 @@ class Attention(PartModule):
         if part.rope is not None:
             qk = rotate(qk, *batch.rotations[part.rope])
         q, k = qk[:, :heads], qk[:, heads:]
+        if part.qk_norm == "rotated_head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = self._grown(q, batch)
         if not batch.segments:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
             return self.output(attend(q, k, v, None, scale, softcap))
@@ -94,6 +104,34 @@ class Attention(PartModule):
             keys, values = s.store.store(self.memory, s.slots, k[s.rows], v[s.rows])
             visible = s.visible[part.window]
             outs.append(attend(q[s.rows], keys[:, s.seen], values[:, s.seen], visible, scale, softcap))
+        return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
+
+    def _grown(self, q: Tensor, batch: Batch) -> Tensor:
+        """Queries [n, heads, head_dim], each times the factor of its position."""
+        part = self.part
+        if not (part.query_growth and part.query_growth_period) or batch.positions is None:
+            return q
+        periods = batch.positions // part.query_growth_period
+        return q * (1 + part.query_growth * periods.float().log1p()).to(q.dtype)[:, None, None]
+
+    def _with_shared_keys(self, x: Tensor, batch: Batch) -> Tensor:
+        """The same with keys and values that an earlier layer has stored."""
+        part = self.part
+        q = self.query(x)
+        if part.qk_norm == "all":
+            q = self.q_norm(q)
+        q = q.view(len(x), -1, part.head_dim)
+        if part.qk_norm == "head":
+            q = self.q_norm(q)
+        if part.rope is not None:
+            q = rotate(q, *batch.rotations[part.rope])
+        if part.qk_norm == "rotated_head":
+            q = self.q_norm(q)
+        q = self._grown(q, batch)
+        outs = []
+        for s in batch.segments:
+            keys, values = (kept[:, s.seen] for kept in s.store.tensors(self.memory))
+            outs.append(attend(q[s.rows], keys, values, s.visible[part.window], part.scale, part.softcap))
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
 
 

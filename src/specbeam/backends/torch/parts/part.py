@@ -48,10 +48,17 @@ class TreeSegment:
 
 @dataclass(eq=False)
 class Batch:
-    """The nodes of a pass, as the parts need them. An encoder has no segments: all of its positions see each other."""
+    """The nodes of a pass, as the parts need them. An encoder has no segments: all of its positions see each other.
+
+    Attributes:
+        positions: of the nodes, integers [n]; None for an encoder.
+        per_layer: what the stem has made of the tokens for each layer, [n, layers, per_layer_size]; None for nothing.
+    """
 
     rotations: Rotations = field(default_factory=dict)
     segments: list[TreeSegment] = field(default_factory=list)
+    positions: Tensor | None = None
+    per_layer: Tensor | None = None
 
 
 class PartModule(nn.Module):

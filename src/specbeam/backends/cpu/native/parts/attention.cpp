@@ -41,15 +41,17 @@ class WithHeads : public Part {
     return heads.num_heads > INT32_MAX / 3 / heads.head_dim ? "a layer is too wide" : nullptr;
   }
 
-  // Attends with queries [rows, stride] and multiplies the results.
-  void attend_and_multiply(Pass &p, bool of_source, int64_t window, const float *queries, int64_t stride) const {
+  // Attends with queries [rows, stride] and multiplies the results. by_node: the rows are all nodes. Without it they
+  // are the nodes that go on.
+  void attend_and_multiply(Pass &p, bool of_source, bool by_node, int64_t window, const float *queries,
+                           int64_t stride) const {
     const int64_t width = heads.query_size(), rows = p.rows();
     float *attended = room(p.space.attended, p.nodes * width);
-    const AttentionJob job = p.plan(of_source, heads, keys_in(p.cache), window, queries, stride, attended);
+    const AttentionJob job = p.plan(of_source, by_node, heads, keys_in(p.cache), window, queries, stride, attended);
     p.threads.each(job.items.size(), 1, [&](int64_t i) { attend(job, i); });
     p.activations.resize(rows, output.parts);
     p.threads.each(rows, 4, [&](int64_t r) {
-      const int64_t row = of_source ? r : p.going()[r];
+      const int64_t row = by_node ? p.going()[r] : r;
       join(job, row);
       p.activations.set(r, attended + row * width);
     });
@@ -60,43 +62,64 @@ class WithHeads : public Part {
 class Attention final : public WithHeads {
   int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 for none
   HeadNorm qk_norm = NONE;
-  Product qkv;
+  double query_growth = 0;  // the factor of queries is 1 + query_growth * ln(1 + position / query_growth_period)
+  int64_t query_growth_period = 0;
+  Flag value_norm = NO, keys_are_values = NO;
+  int64_t shares_keys_of = -1;  // the layer whose keys and values are read, or -1
+  Product qkv;                  // without the products that it lacks
   Norm q_norm, k_norm;
+  std::vector<float> ones;  // the weight of the norm of values
 
  public:
   Attention() : WithHeads("attention") {
     number("rope", rope), number("window", window), number("qk_norm", qk_norm);
-    product("qkv", qkv), norm_of("q_norm", q_norm), norm_of("k_norm", k_norm);
+    number("query_growth", query_growth), number("query_growth_period", query_growth_period);
+    number("value_norm", value_norm), number("keys_are_values", keys_are_values);
+    number("shares_keys_of", shares_keys_of);
+    product("qkv", qkv), product("query_key", qkv), product("query", qkv);
+    norm_of("q_norm", q_norm), norm_of("k_norm", k_norm);
   }
   friend class CrossAttention;
 
   const char *wrong(const Model &m, const Layer &before) const override {
     if (const char *reason = WithHeads::wrong(m, before)) return reason;
     if (window < 0) return "a window is negative";
+    if (query_growth && query_growth_period < 1) return "the period in which queries grow is below 1";
+    if (query_growth && m.config.bands) return "the queries of an encoder grow";
     if (rope >= int64_t(m.ropes.size())) return "a rotation is missing";
+    if (shares_keys_of >= 0) {
+      const Attention *source = source_in(m);
+      if (m.config.bands || !source || source->shares_keys_of >= 0 || source->window != window ||
+          source->heads.num_kv_heads != heads.num_kv_heads || source->heads.head_dim != heads.head_dim)
+        return "a layer reads keys of a layer that has none, or has others";
+    }
     return rope >= 0 && int64_t(m.ropes[rope].frequencies.size()) * 2 > heads.head_dim ? "a rotation is too large"
                                                                                        : nullptr;
   }
 
   bool add_memory(const Model &m, Cache &cache, const Layer &) override {
     whole = m.config.integer_cache;
+    if (value_norm) ones.assign(heads.head_dim, 1.0f);
+    if (shares_keys_of >= 0) return section = source_in(m)->section, true;
     section = cache.add_section(heads.num_kv_heads * KeyLayout(heads.head_dim, whole).head);
     return section >= 0;
   }
-  bool has_memory() const override { return true; }
+  bool has_memory() const override { return shares_keys_of < 0; }
   int64_t reach() const override { return window; }
 
   const char *incomplete(const Model &m) const override {
-    if (!is_shaped(qkv, heads.query_size() + 2 * heads.key_size(), m.config.hidden_size)) return "query, key and value";
+    if (!is_shaped(qkv, product_rows(), m.config.hidden_size)) return "query, key and value";
     if (!is_shaped(output, m.config.hidden_size, heads.query_size())) return "the attention's output";
-    for (const auto &[one, all] : {std::pair(q_norm, heads.query_size()), {k_norm, heads.key_size()}})
-      if (qk_norm ? !is_sized(one, qk_norm == ALL ? all : heads.head_dim) : bool(one)) return "a norm of heads";
+    for (const auto &[one, all] :
+         {std::pair(q_norm, heads.query_size()), {k_norm, shares_keys_of < 0 ? heads.key_size() : 0}})
+      if (qk_norm && all ? !is_sized(one, qk_norm == ALL ? all : heads.head_dim) : bool(one)) return "a norm of heads";
     return nullptr;
   }
 
   const Product &first() const override { return qkv; }
 
   void run(Pass &p) const override {
+    if (shares_keys_of >= 0) return run_with_shared_keys(p);
     const int64_t query_size = heads.query_size(), key_size = heads.key_size(), head_dim = heads.head_dim;
     const int64_t qkv_rows = query_size + 2 * key_size, stride = stride_of(qkv_rows);
     float *wide = room(p.space.wide, p.nodes * stride);
@@ -106,6 +129,11 @@ class Attention final : public WithHeads {
       float *row = wide + n * stride;
       // The next node's keys and values come from far away.
       for (int64_t i = query_size; i < qkv_rows; i += LANES) prefetch(row + stride + i);
+      float *values = row + query_size + key_size;
+      if (keys_are_values) std::copy_n(row + query_size, key_size, values);
+      if (value_norm)
+        for (int64_t i = 0; i < key_size; i += head_dim)
+          p.norm_row({ones.data(), nullptr, head_dim}, values + i, values + i, head_dim);
       if (qk_norm == ALL) {
         p.norm_row(q_norm, row, row, query_size);
         p.norm_row(k_norm, row + query_size, row + query_size, key_size);
@@ -114,10 +142,51 @@ class Attention final : public WithHeads {
         float *head = row + h * head_dim;
         if (qk_norm == HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
         if (rope >= 0) rotate(head, p.angles(n, rope));
+        if (qk_norm == ROTATED_HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
       }
-      put(heads, keys, p.slot(n), row + query_size, row + query_size + key_size);
+      grow(row, p.position(n));
+      put(heads, keys, p.slot(n), row + query_size, values);
     });
-    if (p.any_goes_on_after(*this)) attend_and_multiply(p, false, window, wide, stride);
+    if (p.any_goes_on_after(*this)) attend_and_multiply(p, false, true, window, wide, stride);
+  }
+
+ private:
+  const Attention *source_in(const Model &m) const {
+    if (shares_keys_of < layer)
+      for (const auto &part : m.layers[shares_keys_of])
+        if (const auto *source = dynamic_cast<const Attention *>(part.get())) return source;
+    return nullptr;
+  }
+
+  // Multiplies all queries of a node by the factor of its position.
+  void grow(float *queries, int64_t position) const {
+    const int64_t periods = query_growth ? position / query_growth_period : 0;
+    if (periods < 1) return;
+    const float growth = float(1 + query_growth * std::log1p(double(periods)));
+    for (int64_t i = 0; i < heads.query_size(); i++) queries[i] *= growth;
+  }
+
+  int64_t product_rows() const {
+    const int64_t own_keys = shares_keys_of >= 0 ? 0 : keys_are_values ? 1 : 2;  // with values
+    return heads.query_size() + own_keys * heads.key_size();
+  }
+
+  // Only the nodes that go on have queries, because no other node reads anything of them.
+  void run_with_shared_keys(Pass &p) const {
+    const int64_t query_size = heads.query_size(), head_dim = heads.head_dim, stride = stride_of(query_size);
+    float *queries = room(p.space.wide, p.rows() * stride);
+    multiply(qkv, p.threads, p.activations, queries, stride);
+    p.threads.each(p.rows(), 4, [&](int64_t r) {
+      float *row = queries + r * stride;
+      if (qk_norm == ALL) p.norm_row(q_norm, row, row, query_size);
+      for (int64_t i = 0; i < query_size; i += head_dim) {
+        if (qk_norm == HEAD) p.norm_row(q_norm, row + i, row + i, head_dim);
+        if (rope >= 0) rotate(row + i, p.angles(p.going()[r], rope));
+        if (qk_norm == ROTATED_HEAD) p.norm_row(q_norm, row + i, row + i, head_dim);
+      }
+      grow(row, p.position(p.going()[r]));
+    });
+    attend_and_multiply(p, false, false, window, queries, stride);
   }
 };
 
@@ -158,7 +227,7 @@ class CrossAttention final : public WithHeads {
     float *queries = room(p.space.wide, p.nodes * stride);
     multiply(query, p.threads, p.activations, queries, stride);
     show(p, queries, stride);
-    attend_and_multiply(p, true, 0, queries, stride);
+    attend_and_multiply(p, true, false, 0, queries, stride);
   }
 
   void place(const Model &m, const Cache &cache, Threads &threads, Workspace &space, const float *states,
