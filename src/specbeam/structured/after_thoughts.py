@@ -36,7 +36,7 @@ class Symbols:
     Attributes:
         of: the text of each token; empty for tokens that no text shows.
         free: the tokens that thoughts may have.
-        space: those of them that are white space.
+        space: the tokens of ``free`` that are white space.
     """
 
     def __init__(self, lm: Any, thought_format: ThoughtFormat) -> None:
@@ -263,7 +263,7 @@ class ThoughtConstraint:
         return self._masks[key]
 
     def _thinking(self, thought: str) -> NDArray[np.uint8]:
-        """The tokens that may follow within thoughts: all but those that end them with more than space."""
+        """The tokens that may follow within thoughts: all but the tokens that end them with more than space."""
         wrong = [token for token in self._ending if self._think(thought + self._symbols.of[token]) is None]
         return self._free & ~packed(wrong, self._size)
 

@@ -33,7 +33,7 @@ QUOTES = {"\\": "\\", '"': '"', "'": "'", "/": "/"}
 MAX_DEPTH = 100
 """Levels of lists and objects that are read."""
 Read = tuple[str, int, bool]
-"""The arguments as JSON, as far as they are certain, the position behind them, and whether they are whole."""
+"""The arguments as JSON, as far as they are final, the position behind them, and whether they are whole."""
 
 
 class Cut(Exception):
