@@ -239,7 +239,7 @@ class Chat:
         Args:
             tries: how many answers to it there were.
         """
-        from specbeam.structured.answers import TokenReader
+        from specbeam.models.answers import TokenReader
 
         ids = self.token_ids(messages)
         options = self.options

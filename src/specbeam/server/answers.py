@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import specbeam
+from specbeam.models.answers import TokenReader
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
@@ -17,7 +18,6 @@ from specbeam.server.fields import Decoding
 from specbeam.server.http import frame, to_json
 from specbeam.server.tokens import Part
 from specbeam.server.usage import costs, usage
-from specbeam.structured.answers import TokenReader
 from specbeam.structured.tools.reader import Delta, Reader
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
