@@ -9,11 +9,9 @@ from typing import Any
 
 from specbeam.errors import SpecbeamError
 from specbeam.structured import JsonSchema
-from specbeam.structured.json_schema import ANNOTATIONS, NotEnforceable, check_flags, check_length, target_of
+from specbeam.structured.json_schema import FORMATS, NotEnforceable, check_flags, check_length, target_of
 from specbeam.structured.tools.syntax import BARE_KEY, TAGGED, Notation, Syntax, Tagged, listed, type_of, types_of
 
-DEFINITIONS = ("$defs", "$id", "$schema", "definitions")
-"""Keywords that say nothing about a value."""
 BY_TYPE = {
     "array": ("items", "maxItems", "minItems", "prefixItems"),
     "integer": ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
@@ -22,6 +20,16 @@ BY_TYPE = {
 }
 BY_TYPE["number"] = BY_TYPE["integer"]
 """The keywords about values of a type that are enforced."""
+KEYWORDS = frozenset(
+    (
+        *("$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "allOf", "anyOf", "const", "contains"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "format", "if", "maxContains"),
+        *("maxProperties", "minContains", "minProperties", "not", "oneOf", "patternProperties", "propertyNames"),
+        *("then", "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+        *(name for names in BY_TYPE.values() for name in names),
+    )
+)
+"""All that say something about a value. Others are annotations."""
 NUMBERS = {
     "integer": "/-?(0|[1-9][0-9]{0,15})/",
     "number": r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][-+]?[0-9]{1,3})?/",
@@ -263,7 +271,7 @@ class SchemaRules:
         schema = self._resolved(schema)
         for name in ("anyOf", "oneOf", "allOf"):
             if isinstance(parts := schema.get(name), list):
-                beside = [one for one in schema if one not in (name, *ANNOTATIONS, *DEFINITIONS)]
+                beside = [one for one in schema if one in KEYWORDS and one != name]
                 if beside or (name == "allOf" and len(parts) > 1):
                     raise NotEnforceable(f"{place} has {name}{f' beside {beside[0]}' if beside else ''}")
                 for one in parts:
@@ -297,7 +305,9 @@ class SchemaRules:
     def _check_keywords(self, schema: Mapping[str, Any], known: Sequence[str], place: str) -> None:
         """Refuse keywords that would not be enforced."""
         for name in schema:
-            if name not in (*known, *ANNOTATIONS, *DEFINITIONS):
+            if name == "format" and schema[name] not in FORMATS:
+                continue
+            if name in KEYWORDS and name not in known:
                 raise NotEnforceable(f"{place} has {name}, which is enforced in JSON only")
 
     def _raw(self, schema: Mapping[str, Any], place: str, end: str, forbidden: str, looks: Sequence[str]) -> str:
@@ -357,7 +367,7 @@ class SchemaRules:
 
 def allows_all(schema: Any) -> bool:
     """Whether a schema allows any value."""
-    return schema is True or (isinstance(schema, dict) and not {*schema} - {*ANNOTATIONS, *DEFINITIONS})
+    return schema is True or (isinstance(schema, dict) and KEYWORDS.isdisjoint(schema))
 
 
 def check(syntax: Syntax, schema: JsonSchema) -> None:
