@@ -473,3 +473,25 @@ def test_an_interrupt_in_the_middle_of_a_pass_keeps_the_conversation(model, monk
     assert out == printed([expected, answer(model, messages, "more")])
     assert "[stopped: the conversation stays as it was]" in err
     assert f"[loading {model.source}]" in err
+
+
+def test_thoughts_are_notes(chat, save, specbeam_command, tmp_path):
+    """The answer is what generate makes, without thoughts, and the next turn has them apart."""
+    template = "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
+    template += "{{ m.content }}{% endfor %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}"
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    folder = save(random_model("llama", vocab_size=261), tokenizer)
+    begin, letter = tokenizer.convert_tokens_to_ids(["<think>", "w"])
+    only = ("--max-new-tokens", "9", "--temperature", "0")
+    thinks = (*only, "--logit-bias", f"{begin}=500")
+    status, out, err = chat("hi", f"/save {tmp_path}/said.json", options=thinks, model=folder)
+    assert (status, out) == (0, "\n")
+    _, said = json.loads((tmp_path / "said.json").read_text())
+    assert said == {"role": "assistant", "content": "", "reasoning_content": "<think>" * 8}
+    assert "<think>" * 8 in err
+    status, out, err = chat("hi", options=(*only, "--no-think", "--logit-bias", f"{letter}=500"), model=folder)
+    assert (status, out) == (0, "wwwwwwwww\n")
+    ends = (*only, "--logit-bias", f"{letter}=500")
+    status, out, err = specbeam_command("generate", "hi", "--model", str(folder), "--no-think", "--show-prompt", *ends)
+    assert (status, out) == (0, "<user>hi<assistant><think></think>\nwwwwwwwww\n")

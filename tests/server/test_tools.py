@@ -23,7 +23,7 @@ from specbeam.engine import drafts
 from specbeam.server import formats
 from specbeam.server import tools as server_tools
 from specbeam.server.limits import Limits
-from specbeam.server.tools import FlatFunctionTool, ToolUse
+from specbeam.server.tools import FlatFunctionTool
 from tests.conftest import byte_tokenizer, of_transformers, random_model
 from tests.server.conftest import serving
 from tests.server.test_chat import CHAT
@@ -475,25 +475,6 @@ def test_control_tokens_in_tools_arguments_and_results_are_text(tooled, lms):
     assert names.count("<tool_call>") == 2  # of the template: in its instructions, and before the call
     text = lms["hermes"].decode_token(ids)
     assert text.count(hostile) == 4
-
-
-def test_where_an_answer_begins_in_thoughts(save):
-    tokenizer = byte_tokenizer(TEMPLATES["hermes"])
-    marks = {"<think>": False, "</think>": False, "<turn>": True}
-    tokenizer.add_tokens([AddedToken(text, special=special) for text, special in marks.items()])
-    lm = specbeam.load(save(random_model("llama", vocab_size=262), tokenizer), backend="cpu")
-    use = ToolUse(None, [], [], is_required=False, has_form=False, max_calls=1)
-    for prompt, expected in {
-        "<think>a</think>b<turn>assistant": None,  # the thoughts of another turn
-        "<think>a<turn>assistant": None,
-        "<turn>assistant<think>\n": True,
-        f"<turn>assistant<think>{'hm ' * 20}": True,
-        "<turn>assistant<think>\n\n</think>\n\n": False,
-        f"<turn>assistant<think>a</think>{'It is ' * 20}": False,
-        "Hi": None,
-    }.items():
-        ids = lm.tokenizer(prompt, add_special_tokens=False).input_ids
-        assert use.begins_in_thoughts(lm, ids) is expected, prompt
 
 
 def test_a_schema_that_cannot_be_enforced(tooled):

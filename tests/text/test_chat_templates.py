@@ -46,6 +46,38 @@ def test_templates_are_rendered_as_by_transformers(renderer, how):
     assert renderer(FEATURES, MESSAGES, bos_token="<s>", **how) == expected
 
 
+BLOCKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for block in m.content %}{% if block['type'] == 'thinking' %}"
+    "{{ '[THINK]' + block['thinking'] + '[/THINK]' }}{% else %}{{ block['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+"""As Mistral's template reads thoughts."""
+BEHIND_CALLS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{% for r in messages[loop.index:] if r.role == 'tool' %}={{ r.content }}{% endfor %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+"""As Gemma's template reads results: with the calls before them."""
+
+
+def test_thoughts_that_are_a_part_of_the_content(renderer):
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "reasoning_content": "Hm"}]
+    parts = [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Ho"}]
+    (expected,), _ = render_jinja_template([[said[0], {"role": "assistant", "content": parts}]], chat_template=BLOCKS)
+    assert renderer(BLOCKS, said) == expected == "<user>Hi<assistant>[THINK]Hm[/THINK]Ho"
+    said[1]["content"] = ""
+    assert renderer(BLOCKS, said) == "<user>Hi<assistant>[THINK]Hm[/THINK]"
+
+
+def test_results_that_a_template_reads_with_their_calls(renderer):
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": {}}}
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    said.append({"role": "tool", "tool_call_id": "a", "content": "noon"})
+    (expected,), _ = render_jinja_template([said], chat_template=BEHIND_CALLS)
+    assert renderer(BEHIND_CALLS, said) == expected == "<user>Hi<assistant>now=noon"
+
+
 def test_what_a_message_thought_and_the_sandbox_are_transformers(renderer):
     thinking = [
         {"role": "assistant", "content": "a", "thinking": "t"},

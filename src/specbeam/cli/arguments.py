@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from specbeam.text.escapes import unescaped
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.models.model import LanguageModel
+    from specbeam.models.prompts import Rendering
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -70,6 +72,28 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     add_placement_to(model)
     parser.add_argument("--system", type=typed_text, metavar="TEXT", help="a system message to put first")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
+
+
+def add_thinking_to(parser: argparse.ArgumentParser) -> None:
+    """The option for models that think first."""
+    says = "let a model think first or not, if its chat template has a variable for it (default: the template's own)"
+    parser.add_argument("--think", action=argparse.BooleanOptionalAction, help=says)
+
+
+def thinking_of(lm: LanguageModel, think: bool | None, raw: bool) -> Rendering:
+    """How the chat template renders messages for ``--think`` or ``--no-think``, or without either."""
+    from specbeam.models.prompts import DEFAULT_RENDERING, Rendering
+    from specbeam.structured.thoughts import thinking_variables
+
+    if think is None:
+        return DEFAULT_RENDERING
+    template = "" if raw or not lm.has_chat_template else lm.tokenizer.get_chat_template()
+    variables, ignored = thinking_variables(template, think)
+    if ignored:
+        option = "--think" if think else "--no-think"
+        says = f"{option} has no effect: {lm.source} has no chat template with a variable for it"
+        print(f"specbeam: {says}", file=sys.stderr)
+    return Rendering(chat_template_kwargs=variables)
 
 
 def add_placement_to(model: Any) -> None:

@@ -10,17 +10,19 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import (
     add_generation_to,
+    add_thinking_to,
     check_source,
     check_sources,
     load_draft,
     load_model,
+    thinking_of,
     values_of,
 )
 from specbeam.cli.generate import CtrlCCancels, drain, summary
@@ -36,6 +38,7 @@ from specbeam.text.escapes import unescaped
 if TYPE_CHECKING:
     from specbeam.models.model import LanguageModel
     from specbeam.results import Result
+    from specbeam.structured.tools.reader import Delta
 
 MAX_NEW_TOKENS = 1024
 """Of an answer, by default."""
@@ -69,6 +72,7 @@ def add_to(commands: Any) -> None:
         "With --raw the model reads a transcript.",
     )
     add_generation_to(parser, MAX_NEW_TOKENS)
+    add_thinking_to(parser)
     parser.set_defaults(run=run)
 
 
@@ -90,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         lm = load_model(argparse.Namespace(**vars(args) | changes | {"model": source}), says_precision=False)
         return lm, load_draft(args, lm)
 
-    chat = Chat(load, args.model, values, args.system, args.raw)
+    chat = Chat(load, args.model, values, args.system, args.raw, args.think)
     chat.introduce()
     read = line_reader(chat.commands) if on_terminal else piped_line
     if on_terminal:
@@ -115,6 +119,7 @@ class Chat:
         source: of the first model.
         user_options: the options that the user gives, by their names.
         raw: use a transcript in place of the chat template.
+        think: whether the model thinks first; None for the template's own choice.
 
     Attributes:
         failed: the number of messages and commands that gave an error.
@@ -127,11 +132,13 @@ class Chat:
         user_options: dict[str, Any],
         system: str | None,
         raw: bool,
+        think: bool | None = None,
     ) -> None:
         self.load = load
         self.user_options = user_options
         self.system = system
         self.raw = raw
+        self.think = think
         self.messages: list[dict[str, str]] = []
         self.results: list[Result] = []  # of all answers
         self.tries = 0  # answers to the last message
@@ -146,6 +153,7 @@ class Chat:
             SpecbeamError: it cannot be used for a conversation, or not with the options. The model before it stays.
         """
         from specbeam.engine import Engine
+        from specbeam.structured.thoughts import thoughts_of
 
         if lm.backend.encoder_reads == "tokens":
             raise SpecbeamError(
@@ -156,6 +164,8 @@ class Chat:
         self.engine = Engine(lm, max_requests=1)
         self.lm, self.draft, self.sampling = lm, draft, sampling
         self.has_template = not self.raw and lm.has_chat_template
+        self.thoughts = thoughts_of(lm.tokenizer.get_chat_template()) if self.has_template else None
+        self.rendering = thinking_of(lm, self.think, self.raw)
 
     def check_draft(self) -> None:
         """Raise SpecbeamError for options of drafts that have no effect with this draft, or without one."""
@@ -229,17 +239,26 @@ class Chat:
         Args:
             tries: how many answers to it there were.
         """
+        from specbeam.models.answers import TokenReader
+
         ids = self.token_ids(messages)
         options = self.options
         if options.seed is not None:
             options = replace(options, seed=options.seed + tries)
         request = self.engine.submit(ids, options, draft=self.draft)
+        reader = None if self.thoughts is None else TokenReader(self.lm, ids, options, self.thoughts)
         text = ""
         with CtrlCCancels([request]):
             more = True
             while more:
                 more = self.engine.step()
                 for piece in drain(request.pieces):
+                    if reader is not None:
+                        thought = reader.answer.thoughts
+                        changes = reader.push(piece.token_ids)
+                        changes += [] if piece.result is None else reader.finish(piece.result.finish_reason)
+                        text += shown_changes(changes, bool(thought) and not text)
+                        continue
                     new = piece.text if text or self.has_template else piece.text.lstrip()
                     text += new
                     print(new, end="", flush=True)
@@ -256,7 +275,9 @@ class Chat:
             outcome = "the message is forgotten" if is_new else "the conversation stays as it was"
             note(f"[stopped before there was a text: {outcome}]")
             return
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        thoughts = "" if reader is None else reader.answer.thoughts
+        reasoning = {"reasoning_content": thoughts} if thoughts else {}
+        self.messages = [*messages, {"role": "assistant", "content": answer, **reasoning}]
         self.results.append(result)
         self.tries = tries + 1
         new, context = len(result.token_ids), self.lm.backend.context_length
@@ -281,7 +302,8 @@ class Chat:
         max_tokens = max_prompt_length(self.lm)
         try:
             if self.has_template:
-                return encode(self.lm, messages, system=self.system, max_tokens=max_tokens)
+                how: dict[str, Any] = {"system": self.system, "rendering": self.rendering}
+                return encode(self.lm, messages, max_tokens=max_tokens, **how)
             turns = [f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages]
             text = "\n\n".join([*([self.system] if self.system else []), *turns, "Assistant:"])
             return encode(self.lm, text, raw=True, max_tokens=max_tokens)
@@ -506,10 +528,30 @@ def is_conversation(messages: Any) -> bool:
     return bool(roles) and in_turn and all(isinstance(message.get("content"), str) for message in messages)
 
 
-def note(text: str) -> None:
+def note(text: str, end: str = "\n") -> None:
     """Print a line that is no part of the conversation."""
     dim = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, end=end, flush=True)
+
+
+def shown_changes(changes: Sequence[Delta], had_thoughts: bool) -> str:
+    """Print what is new in an answer, thoughts as notes. Returns the text of the answer itself.
+
+    Args:
+        had_thoughts: thoughts were printed last.
+    """
+    text = ""
+    for change in changes:
+        if change.thoughts:
+            note(change.thoughts, end="")
+            had_thoughts = True
+        elif change.content:
+            if had_thoughts:
+                note("\n")
+                had_thoughts = False
+            text += change.content
+            print(change.content, end="", flush=True)
+    return text
 
 
 def piped_line() -> str:

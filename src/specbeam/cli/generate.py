@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from specbeam.cli.arguments import (
     add_generation_to,
     add_strategy_to,
+    add_thinking_to,
     check_sources,
     load_draft,
     load_model,
     load_strategy,
     options_of,
+    thinking_of,
 )
 from specbeam.cli.printing import check_writable, json_line, one_line, print_lines, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
@@ -65,6 +67,7 @@ def add_to(commands: Any) -> None:
         help="write the texts to a file instead, which appears once it is whole; .jsonl and .json as with --json",
     )
     add_generation_to(parser)
+    add_thinking_to(parser)
     add_strategy_to(parser)
     parser.add_argument(
         "--stream",
@@ -166,17 +169,21 @@ def resembles(name: str, names: list[str]) -> bool:
 def generate(args: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
     """Generate the texts and print them. Returns how many prompts failed."""
     from specbeam.engine import Engine
-    from specbeam.models.prompts import last_message, show_prompt
+    from specbeam.models.prompts import encode, last_message, show_prompt
 
     lm = load_model(args)
+    rendering = thinking_of(lm, args.think, args.raw)
     draft, strategy = load_draft(args, lm), load_strategy(args)
     engine = Engine(lm)
     requests, shown_prompts = [], []
     for row, row_options in zip(rows, options, strict=True):
-        how = {"system": row.fields.get("system", args.system), "raw": args.raw}
+        how: dict[str, Any] = {"system": row.fields.get("system", args.system), "raw": args.raw}
         with located(row.name):
-            requests.append(engine.submit(row.prompt, row_options, draft=draft, strategy=strategy, **how))
-            shown_prompts.append(show_prompt(lm, row.prompt, **how) if args.show_prompt else None)
+            prompt = row.prompt
+            if rendering.chat_template_kwargs:
+                prompt, how = encode(lm, prompt, **how, rendering=rendering), {}
+            requests.append(engine.submit(prompt, row_options, draft=draft, strategy=strategy, **how))
+            shown_prompts.append(show_prompt(lm, prompt, **how) if args.show_prompt else None)
 
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
     stream = args.stream and one_text and not args.json and out is sys.stdout

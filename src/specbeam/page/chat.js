@@ -16,9 +16,9 @@ export function ChatPage(all) {
   const last = chat.at(-1);
   const live = last?.run?.isLive ? last.run : null;
   useFrames(() => { if (last?.run && shownTree !== last.run && last.run.catchUp()) redraw(); });
-  const textOf = (message) => message.run ? (message.run.end ? message.run.end.sequences[0].text : message.run.events.map((event) => event.text || "").join("")) : message.content;
+  const textOf = (message) => message.run ? (message.run.said !== null ? message.run.said : message.run.end ? message.run.end.sequences[0].text : message.run.events.map((event) => event.text || "").join("")) : message.content;
   const answer = () => {
-    const messages = chat.map((message) => ({ role: message.role, content: textOf(message) }));
+    const messages = chat.map((message) => ({ role: message.role, content: textOf(message), ...(message.run?.thoughts && { reasoning_content: message.run.thoughts }) }));
     const run = start("rounds/chat", { ...bodyOf(form), messages, logprobs: true, top_logprobs: LIKELIEST });
     chat.push({ role: "assistant", run });
     run.done.then(() => setSays(run.error ? "" : "The answer is there."));
@@ -40,7 +40,8 @@ export function ChatPage(all) {
     <section class="panel" aria-label="Conversation">
       <ol class="messages" aria-live="polite">${chat.map((message, i) => html`<li key=${i} class=${message.role}>
         <p class="who">${message.role === "user" ? "You" : message.run.begin?.model || form.model}</p>
-        <p class="said">${textOf(message)}${message.run?.isLive && html`<span class="open">${message.run.openText}</span><span class="caret" aria-hidden="true"></span>`}</p>
+        ${message.run?.thoughts && html`<details class="thoughts"><summary>${message.run.isLive && !textOf(message) ? "Thinking …" : "Thoughts"}</summary><p>${message.run.thoughts}</p></details>`}
+        <p class="said">${textOf(message)}${message.run?.isLive && html`<span class="open">${message.run.said === null && message.run.openText}</span><span class="caret" aria-hidden="true"></span>`}</p>
         ${message.run?.end?.sequences[0].finish_reason === "length" && html`<p class="help"><${Cut} run=${message.run} /> “New tokens” allows longer answers.</p>`}
         ${message.run?.error && html`<p class="wrong" role="alert">${message.run.error.message}</p>`}
         <p class="acts">

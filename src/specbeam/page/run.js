@@ -15,6 +15,8 @@ export class Run {
     this.isLive = true;
     this.begin = null;
     this.end = null;
+    this.thoughts = "";
+    this.said = null; // the answer without thoughts, from a server that tells them apart
     this.reset();
   }
 
@@ -49,6 +51,12 @@ export class Run {
   }
 
   push(event) {
+    if (event.event === "answer") { // no part of a recording
+      this.thoughts += event.reasoning;
+      this.said = (this.said || "") + event.content;
+      this.version++;
+      return;
+    }
     this.events.push(event);
     if (event.event === "begin") this.begin = event;
     else if (event.event === "round") {

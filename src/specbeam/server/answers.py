@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import specbeam
+from specbeam.models.answers import TokenReader
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
 from specbeam.server.fields import Decoding
 from specbeam.server.http import frame, to_json
 from specbeam.server.tokens import Part
-from specbeam.server.tools import ToolUse
 from specbeam.server.usage import costs, usage
-from specbeam.structured.tools.reader import THOUGHTS, Delta, Reader
-from specbeam.text.detokenizer import NewText, TextStream
+from specbeam.structured.tools.reader import Delta, Reader
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
@@ -163,39 +162,40 @@ class ReadCall:
     arguments: str
 
 
-class ToolCallStream:
-    """Reads the tool calls in one text of an answer while it grows.
+class AnswerStream:
+    """Reads the thoughts and the tool calls in one text of an answer while it grows.
 
     Attributes:
         is_finished: the text has ended.
     """
 
-    def __init__(self, use: ToolUse, call: Call) -> None:
+    def __init__(self, call: Call) -> None:
+        use, calls, marks = call.tools, None, ""
+        self._format = None if use is None else use.tool_format
+        if use is not None:
+            how: dict[str, Any] = {"schemas": use.schemas, "has_form": use.has_form}
+            calls, marks = Reader(use.tool_format, use.allowed, use.max_calls, **how), use.tool_format.marks
         lm, prompt_ids, options = call.model.lm, call.requests[0].prompt_ids, call.plan.options
-        self._format = use.tool_format
-        marks = self._format.marks + "".join(THOUGHTS)
-        hidden = {
-            number
-            for number, token in lm.tokenizer.added_tokens_decoder.items()
-            if token.special and token.content not in marks
-        }
-
-        def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-            return lm.decode_token([number for number in ids if not skip_special_tokens or number not in hidden])
-
-        ends = frozenset(end for end in options.eos_token_id or () if lm.decode([end]))
-        new_text = NewText(decode, options.stop_strings, options.min_new_tokens or 0, ends)
-        self._text = TextStream(new_text, new_text.after(prompt_ids))
-        thinks = use.begins_in_thoughts(lm, prompt_ids)
-        self._reader = Reader(self._format, use.allowed, use.max_calls, thinks=thinks, has_form=use.has_form)
+        self._tokens = TokenReader(lm, prompt_ids, options, call.model.thought_format, calls, marks)
+        self._reader = self._tokens.answer
         self._call_ids: list[str] = []
         self.is_finished = False
         self._is_cut = False
 
+    @classmethod
+    def of(cls, call: Call) -> AnswerStream | None:
+        """The reader of a choice; None if its text has neither thoughts nor calls."""
+        return None if call.tools is None and call.model.thought_format is None else cls(call)
+
+    @property
+    def thoughts(self) -> str:
+        """The thoughts so far."""
+        return self._reader.thoughts
+
     @property
     def content(self) -> str | None:
         """The content so far; None if there are calls alone, or the beginning of one."""
-        has_calls = self._reader.calls or self._is_cut
+        has_calls = self._reader.calls or (self._is_cut and self._format is not None)
         return None if has_calls and not self._reader.content.strip() else self._reader.content
 
     @property
@@ -206,11 +206,11 @@ class ToolCallStream:
 
     def push(self, part: Part) -> list[Delta]:
         """The changes that a part of the text makes."""
-        text = self._text.push(part.token_ids)
+        changes = self._tokens.push(part.token_ids)
         if part.end is not None:
             self.is_finished = True
             self._is_cut = FINISH_REASONS[part.end.finish_reason] == "length" or part.end.is_complete is False
-            text += self._text.finish(cancelled=part.end.finish_reason in ("cancelled", "timeout"))
-        changes = self._reader.push(text, self.is_finished, self._is_cut)
-        self._call_ids += [self._format.call_id for change in changes if change.name is not None]
+            changes += self._tokens.finish(part.end.finish_reason, self._is_cut)
+        if self._format is not None:
+            self._call_ids += [self._format.call_id for change in changes if change.name is not None]
         return changes

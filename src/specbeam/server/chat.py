@@ -10,11 +10,11 @@ from pydantic import Field, field_validator
 
 from specbeam.errors import SpecbeamError
 from specbeam.models.prompts import Rendering
-from specbeam.server.answers import Answer, ReadCall, ToolCallStream
+from specbeam.server.answers import Answer, AnswerStream, ReadCall
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import NewTokens, TopLogprobs, content_of
-from specbeam.server.ignored_fields import Fields, TextAlone, with_ignored_fields, without_nulls
+from specbeam.server.ignored_fields import Effort, Fields, TextAlone, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import Part, chat_log_probs
@@ -27,6 +27,7 @@ from specbeam.server.tools import (
     ToolFields,
     conversation,
 )
+from specbeam.structured.thoughts import thinking_variables
 from specbeam.structured.tools.reader import Delta
 from specbeam.text import chat_templates
 
@@ -53,7 +54,8 @@ class Message(AsSent):
     role: str
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
     name: Annotated[str, Field(pattern=NAME)] | None = Field(None, description="For the chat template: message.name.")
-    reasoning_content: str | None = Field(None, description="For the chat template: message.reasoning_content.")
+    reasoning_content: str | None = Field(None, description="Thoughts, for the chat template.")
+    reasoning: str | None = Field(None, description="reasoning_content, in the words of vLLM.")
     tool_calls: list[ToolCall] | None = Field(None, description="The calls in an answer of the assistant.")
     tool_call_id: str | None = Field(None, description="The call that a message of the role tool answers.")
 
@@ -70,7 +72,7 @@ class Message(AsSent):
             ]
         more = {
             "name": self.name,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning if self.reasoning_content is None else self.reasoning_content,
             "tool_calls": [call.for_template for call in self.tool_calls or ()] or None,
             "tool_call_id": self.tool_call_id,
         }
@@ -90,8 +92,18 @@ class TemplateFields(Fields):
         None, description="Further variables of the chat template."
     )
 
+    reasoning_effort: Effort | None = Field(
+        None,
+        description="For the chat template. One that only knows thoughts or none has none with none and minimal.",
+    )
+
+    def thinking(self, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
+        """The variables of the chat template that say how much the model thinks, and the fields without effect."""
+        asked = (self.chat_template_kwargs or {}).get("enable_thinking")
+        return thinking_variables(model.template, asked if isinstance(asked, bool) else None, self.reasoning_effort)
+
     def rendering(self, model: ServedModel) -> Rendering:
-        variables = self.chat_template_kwargs or {}
+        variables = self.thinking(model)[0] | (self.chat_template_kwargs or {})
         for name in variables:
             if name in chat_templates.OWN_NAMES or name in model.lm.tokenizer.special_tokens_map:
                 raise Refusal(f"chat_template_kwargs cannot set {name}: remove it", "chat_template_kwargs")
@@ -130,6 +142,7 @@ class ChatRequest(TemplateFields, ToolFields):
         messages, variables = conversation(model, messages, offered, "messages")
         rendering = replace(self.rendering(model), tools=variables)
         plan = plan if tools is None else tools.plan(plan)
+        plan = plan.after_thoughts(model.thought_format, opens=tools is not None)
         return Call(model, [messages], plan, limits, field="messages", rendering=rendering, tools=tools)
 
     def answer(self, call: Call) -> ChatCompletion:
@@ -146,20 +159,21 @@ class ChatCompletion(Answer):
 
     def __init__(self, call: Call, fields: ChatRequest) -> None:
         super().__init__(call, fields)
-        self._tool_calls: dict[int, ToolCallStream] = {}  # by choice
+        self._streams: dict[int, AnswerStream | None] = {}  # by choice
 
     def choice(self, index: int, part: Part) -> dict[str, Any]:
-        tool_calls = self._tool_calls_of(index)
+        stream = self._stream_of(index)
         if self.fields.stream:
             message: dict[str, Any] = {"delta": {"content": part.text} if part.end is None else {}}
-        elif tool_calls is None:
+        elif stream is None:
             message = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         else:
-            tool_calls.push(part)
-            calls = {"tool_calls": [*map(_call, tool_calls.calls)]} if tool_calls.calls else {}
-            message = {"message": {"role": "assistant", "content": tool_calls.content, "refusal": None, **calls}}
+            stream.push(part)
+            more: dict[str, Any] = _reasoning(stream.thoughts) if stream.thoughts else {}
+            more |= {"tool_calls": [*map(_call, stream.calls)]} if stream.calls else {}
+            message = {"message": {"role": "assistant", "content": stream.content, "refusal": None, **more}}
         choice = {"index": index, **message, "logprobs": None, **self.ending(part)}
-        if tool_calls is not None and tool_calls.calls and part.end is not None and part.end.is_complete:
+        if stream is not None and stream.calls and part.end is not None and part.end.is_complete:
             choice["finish_reason"] = "tool_calls"
         if self.fields.logprobs and (part.token_ids or not self.fields.stream):
             entries = chat_log_probs(self.call.model.texts, part)
@@ -169,23 +183,21 @@ class ChatCompletion(Answer):
         return choice
 
     def changes(self, index: int, part: Part) -> Iterator[dict[str, Any]]:
-        if (tool_calls := self._tool_calls_of(index)) is None:
+        if (stream := self._stream_of(index)) is None:
             yield from super().changes(index, part)
             return
-        deltas = [delta for change in tool_calls.push(part) for delta in _deltas(change, tool_calls.calls)]
+        deltas = [delta for change in stream.push(part) for delta in _deltas(change, stream.calls)]
         if not deltas and self.shows_tokens(part):
             deltas = [{"content": ""}]
         for delta in deltas:
             yield self.choice(index, replace(part, text="", end=None)) | {"delta": delta}
             part = Part()  # its tokens go with its first change
 
-    def _tool_calls_of(self, index: int) -> ToolCallStream | None:
-        """The reader of a choice's tool calls; None without tools."""
-        if self.call.tools is None:
-            return None
-        if index not in self._tool_calls:
-            self._tool_calls[index] = ToolCallStream(self.call.tools, self.call)
-        return self._tool_calls[index]
+    def _stream_of(self, index: int) -> AnswerStream | None:
+        """The reader of a choice; None if its text has neither thoughts nor calls."""
+        if index not in self._streams:
+            self._streams[index] = AnswerStream.of(self.call)
+        return self._streams[index]
 
     def beginning(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -193,7 +205,14 @@ class ChatCompletion(Answer):
 
     def details(self) -> dict[str, Any]:
         prompt = {"prompt_token_ids": self.call.requests[0].prompt_ids} if self.fields.return_token_ids else {}
-        return ({} if self.call.tools is None else self.call.tools.details) | prompt
+        ignored = self.fields.thinking(self.call.model)[1]
+        without_effect = {"ignored_fields": ignored} if ignored else {}
+        return without_effect | ({} if self.call.tools is None else self.call.tools.details) | prompt
+
+
+def _reasoning(thoughts: str) -> dict[str, Any]:
+    """Thoughts by both names that clients know."""
+    return {"reasoning_content": thoughts, "reasoning": thoughts}
 
 
 def _call(call: ReadCall) -> dict[str, Any]:
@@ -202,8 +221,11 @@ def _call(call: ReadCall) -> dict[str, Any]:
 
 def _deltas(change: Delta, calls: Sequence[ReadCall]) -> Iterator[dict[str, Any]]:
     """The deltas of a message. The name of a call comes before its arguments."""
+    if change.thoughts:
+        yield _reasoning(change.thoughts)
     if change.call is None:
-        yield {"content": change.content}
+        if change.content:
+            yield {"content": change.content}
         return
     if change.name is not None:
         yield {"tool_calls": [{"index": change.call, **_call(replace(calls[change.call], arguments=""))}]}

@@ -5,6 +5,7 @@ A field that cannot be honoured is refused by its name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, create_model, model
 from pydantic_core import PydanticKnownError
 
 from specbeam.errors import SpecbeamError
+from specbeam.models.model import LanguageModel
 from specbeam.options.declared import MAX_LOGIT_BIAS, OPTIONS, SHAPING, Kind, Option
 from specbeam.options.names import OTHER_NAMES
 from specbeam.options.options import Options
@@ -20,6 +22,9 @@ from specbeam.server.formats import MakeOutputSpec, ResponseFormat, StructuredOu
 from specbeam.server.ignored_fields import PENALTY_WINDOWS, Fields, with_ignored_fields, without_nulls
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
+from specbeam.structured.after_thoughts import AfterThoughts, begins_in_thoughts
+from specbeam.structured.grammar import OutputSpec
+from specbeam.structured.thoughts import ThoughtFormat
 
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
@@ -288,3 +293,18 @@ class Plan:
     priority: int
     names: dict[str, str]
     output_spec: MakeOutputSpec | None
+
+    def after_thoughts(self, thought_format: ThoughtFormat | None, opens: bool) -> Plan:
+        """The plan with an output spec that holds for the answer, and not for thoughts before it.
+
+        Args:
+            thought_format: None if the model has no thoughts.
+            opens: the spec has what comes before an answer, too.
+        """
+        if (make := self.output_spec) is None or thought_format is None:
+            return self
+
+        def made(lm: LanguageModel, ids: Sequence[int]) -> OutputSpec:
+            return AfterThoughts(make(lm, ids), thought_format, begins_in_thoughts(lm, thought_format, ids), opens)
+
+        return replace(self, output_spec=made)

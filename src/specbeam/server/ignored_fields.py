@@ -48,7 +48,7 @@ Detail = Literal["auto", "concise", "detailed"]
 
 
 class Reasoning(Fields):
-    """How much a model reasons, if OpenAI trained it to. Chat templates have no place for it."""
+    """How much a model thinks. The summary has no effect: answers have the thoughts themselves."""
 
     effort: Effort | None = None
     summary: Detail | None = None
@@ -126,7 +126,6 @@ IGNORED: dict[str, dict[str, Any]] = {
     "CalledFunction": {"parsed_arguments": PARSED},
     "ChatRequest": {
         "modalities": Annotated[list[Literal["text"]], Field(max_length=1)],
-        "reasoning_effort": (Effort, NO_EFFECT),
         "verbosity": (Verbosity, NO_EFFECT),
         "add_special_tokens": (Literal[False], "A chat template has its own."),
         "echo": Literal[False],
@@ -173,7 +172,6 @@ IGNORED: dict[str, dict[str, Any]] = {
         "return_token_ids": Literal[False],
         **dict.fromkeys(("access_programs", "background_options", "context_management", "conversation", "image")),
         **dict.fromkeys(("max_tool_calls", "moderation", "previous_response_id", "prompt")),
-        "reasoning": Reasoning,
     },
 }
 """The fields of each object of a request, and the type of the values that they may have; None for only null.

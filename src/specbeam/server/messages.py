@@ -148,7 +148,7 @@ class SchemaOutput(Fields):
 class OutputConfig(Fields):
     """The form of the answer."""
 
-    effort: Effort | None = Field(None, description="Accepted, and has no effect.")
+    effort: Effort | None = Field(None, description="reasoning_effort of chat completions.")
     format: SchemaOutput | None = None
 
 
@@ -176,6 +176,7 @@ class TokensRequest(Fields):
             "tool_choice": choice and choice.for_chat,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
+            "reasoning_effort": self.output_config and self.output_config.effort,
             "response_format": form
             and {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}},
         }
@@ -227,7 +228,9 @@ class MessageAnswer(ChatCompletion):
         completion = super().body(results)
         (choice,) = completion["choices"]
         message = choice["message"]
-        content = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        thoughts = message.get("reasoning_content")
+        content = [{"type": "thinking", "thinking": thoughts, "signature": ""}] if thoughts else []
+        content += [{"type": "text", "text": message["content"]}] if message["content"] else []
         content += [
             {**_call_block(call), "input": _arguments(call["function"]["arguments"])}
             for call in message.get("tool_calls", ())
@@ -266,6 +269,11 @@ class MessageAnswer(ChatCompletion):
             for choices, more in chunks:
                 for choice in choices:
                     delta = choice["delta"]
+                    if thoughts := delta.get("reasoning_content"):
+                        empty = {"type": "thinking", "thinking": "", "signature": ""}
+                        events += b"" if kind == "thinking" else begin("thinking", empty)
+                        added = {"type": "thinking_delta", "thinking": thoughts}
+                        events += _event("content_block_delta", index=block, delta=added)
                     if delta.get("content"):
                         events += b"" if kind == "text" else begin("text", {"type": "text", "text": ""})
                         added = {"type": "text_delta", "text": delta["content"]}

@@ -25,7 +25,9 @@ from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
 from specbeam.speech import speech_engine
 from specbeam.structured.grammar import prepare
+from specbeam.structured.thoughts import thoughts_of
 from specbeam.structured.tools import ToolFormat, format_of
+from specbeam.structured.tools.formats import NAMES
 from specbeam.system.extras import require
 from specbeam.text.control_tokens import ControlTokens
 
@@ -129,6 +131,8 @@ class ServedModel:
         texts: the texts of its tokens.
         drafts: what a request may draft with, by name.
         sampling: the sampling options of requests that do not say how to sample.
+        template: the source of the chat template; empty without one.
+        thought_format: how the model separates thoughts from its answers; None if it has none.
         schema_in_prompt: requests that do not say otherwise have the JSON schema of the answer in the prompt.
         created: when it was loaded, in seconds since 1970.
     """
@@ -166,8 +170,10 @@ class ServedModel:
         self.schema_in_prompt = schema_in_prompt
         self._has_hinted_at_schema = False
         self._default_draft = self._usable_default_draft(default_draft)
-        self._tool_format = self._known_tool_format()
-        marks = "" if self._tool_format is None else self._tool_format.marks
+        self.template = self._template()
+        self._tool_format = format_of(self.template)
+        self.thought_format = thoughts_of(self.template)
+        marks = " ".join(one.marks for one in (self._tool_format, self.thought_format) if one is not None)
         self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer, marks)
 
     @property
@@ -214,8 +220,8 @@ class ServedModel:
         if self._tool_format is not None:
             return self._tool_format
         raise Refusal(
-            f"the chat template of {self.name} has no tool calls of a form that is known (Hermes, Mistral, Llama 3, "
-            f"Phi-4-mini): leave {field} out, or use another model",
+            f"the chat template of {self.name} has no tool calls of a form that is known ({NAMES}): "
+            f"leave {field} out, or use another model",
             field,
             "no_tools",
         )
@@ -232,10 +238,11 @@ class ServedModel:
         models = (each for each, draft in self.drafts.items() if isinstance(draft, LanguageModel) and fits(draft))
         return next(models, NO_DRAFT)
 
-    def _known_tool_format(self) -> ToolFormat | None:
-        with suppress(ValueError):  # without a template
-            return format_of(self.lm.tokenizer.get_chat_template(tools=True))
-        return None
+    def _template(self) -> str:
+        """The source of the chat template; empty if there is none."""
+        with suppress(ValueError):
+            return str(self.lm.tokenizer.get_chat_template(tools=True))
+        return ""
 
 
 class Models:

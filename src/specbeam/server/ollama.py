@@ -70,7 +70,7 @@ class OllamaRequest(Fields):
     format: Literal["", "json"] | dict[str, Any] | None = Field(None, description='"json", or a JSON Schema.')
     options: dict[str, Any] | None = Field(None, description="num_predict, and fields of /v1/chat/completions.")
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(
-        None, description="The variable enable_thinking of the chat template."
+        None, description="Whether the model thinks, or how much, if the chat template has a variable for it."
     )
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -98,8 +98,10 @@ class OllamaRequest(Fields):
     def for_chat(self) -> dict[str, Any]:
         """The fields of chat completions."""
         fields: dict[str, Any] = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
-        if self.think is not None:
-            fields["chat_template_kwargs"] = {"enable_thinking": bool(self.think)}
+        if isinstance(self.think, str):
+            fields["reasoning_effort"] = self.think
+        elif self.think is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": self.think}
         return self.for_completions | without_nulls(fields)
 
     def model_post_init(self, _: Any) -> None:
@@ -195,13 +197,16 @@ class OllamaAnswer:
         completion = self._inner.body(results)
         (choice,) = completion["choices"]
         message = choice.get("message", {"content": choice.get("text")})
-        content = self._content(message["content"], message.get("tool_calls", ()))
+        content = self._content(message["content"], message.get("tool_calls", ()), message.get("reasoning_content"))
         return self._part(content, choice) | self._end(choice, completion)
 
-    def _content(self, text: str | None, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    def _content(
+        self, text: str | None, calls: Sequence[dict[str, Any]] = (), thoughts: str | None = None
+    ) -> dict[str, Any]:
+        thinking = {"thinking": thoughts} if thoughts else {}
         if self._field == "response":
-            return {"response": text or ""}
-        message: dict[str, Any] = {"role": "assistant", "content": text or ""}
+            return {"response": text or "", **thinking}
+        message: dict[str, Any] = {"role": "assistant", "content": text or "", **thinking}
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
         return {"message": message}
@@ -240,8 +245,9 @@ class OllamaAnswer:
                             call["index"], call | {"function": call["function"] | {"arguments": ""}}
                         )
                         joined["function"]["arguments"] += call["function"]["arguments"]
-                    if delta.get("content"):
-                        lines.append(self._part(self._content(delta["content"]), choice))
+                    if delta.get("content") or delta.get("reasoning_content"):
+                        content = self._content(delta.get("content"), (), delta.get("reasoning_content"))
+                        lines.append(self._part(content, choice))
                     last = choice if choice["finish_reason"] is not None else last
                 if "usage" in more:
                     if calls:
@@ -283,7 +289,8 @@ def tags(models: Models) -> dict[str, Any]:
 def show(model: ServedModel) -> dict[str, Any]:
     has_tools = ["tools"] if model.has_tools else []
     info = {"general.architecture": "unknown", "unknown.context_length": model.lm.backend.context_length}
-    capabilities = ["completion", *has_tools]
+    thinks = ["thinking"] if model.thought_format is not None else []
+    capabilities = ["completion", *has_tools, *thinks]
     template = model.lm.tokenizer.chat_template or ""
     return _about(model) | {"template": template, "model_info": info, "capabilities": capabilities}
 

@@ -6,8 +6,9 @@ OpenAI's endpoints, so everything that shapes a text works here.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -16,6 +17,8 @@ from specbeam.models.prompts import last_message
 from specbeam.options.surfaces import page_script
 from specbeam.recording.events import begin, end, event_line, rounds
 from specbeam.recording.replay import PAGE, replay_page
+from specbeam.results import Piece
+from specbeam.server.answers import AnswerStream
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
@@ -23,6 +26,7 @@ from specbeam.server.errors import Refusal
 from specbeam.server.http import frame
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
+from specbeam.server.tokens import Part
 
 PREFIX = "/page/"
 TYPES = {
@@ -100,6 +104,11 @@ class RoundsRequest:
 
 
 class Rounds:
+    """The rounds of a call.
+
+    A model that thinks has events of the kind "answer" beside them, which tell its thoughts from its answer.
+    """
+
     def __init__(self, call: Call) -> None:
         self._call = call
 
@@ -109,9 +118,25 @@ class Rounds:
         (request,) = call.requests
         draft = next(name for name, draft in call.model.drafts.items() if draft is plan.draft)
         message = last_message(call.model.lm, call.prompts[0], raw=call.raw)
-        yield frame(event_line(begin(call.model.lm, request.prompt_ids, plan.options, draft, message)))
+        answer = None if call.raw or call.model.thought_format is None else AnswerStream(call)
+        first = [begin(call.model.lm, request.prompt_ids, plan.options, draft, message)]
+        first += [] if answer is None else [_answer("", "")]
+        yield b"".join(frame(event_line(event)) for event in first)
         async for received in call.pieces():
             events = [event for _, piece in received for event in rounds(piece.trace or [])]
+            if answer is not None:
+                events += [event for _, piece in received for event in _parts(answer, piece)]
             events += [end(piece.result) for _, piece in received if piece.result is not None]
             if events:
                 yield b"".join(frame(event_line(event)) for event in events)
+
+
+def _parts(answer: AnswerStream, piece: Piece) -> Iterator[dict[str, Any]]:
+    """The thoughts and the content that a piece adds."""
+    changes = answer.push(Part.of(piece, end=None if piece.result is None else piece.result.sequences[0]))
+    for change in changes:
+        yield _answer(change.thoughts, change.content)
+
+
+def _answer(thoughts: str, content: str) -> dict[str, Any]:
+    return {"event": "answer", "reasoning": thoughts, "content": content}

@@ -14,14 +14,14 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from specbeam.errors import shown
 from specbeam.models.prompts import Rendering
 from specbeam.results import Piece, Result
-from specbeam.server.answers import FINISH_REASONS, ReadCall, ToolCallStream
+from specbeam.server.answers import FINISH_REASONS, AnswerStream, ReadCall
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Integer, NewTokens, TopLogprobs, content_of
 from specbeam.server.formats import FlatFormat
 from specbeam.server.http import frame, to_json
-from specbeam.server.ignored_fields import Fields, TextAlone, Verbosity, with_ignored_fields
+from specbeam.server.ignored_fields import Fields, Reasoning, TextAlone, Verbosity, with_ignored_fields
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import Part, chat_log_probs
@@ -34,6 +34,7 @@ from specbeam.server.tools import (
     conversation,
 )
 from specbeam.server.usage import costs, token_counts
+from specbeam.structured.thoughts import thinking_variables
 
 
 @with_ignored_fields
@@ -64,7 +65,7 @@ class InputMessage(Fields):
 
 @with_ignored_fields
 class ReasoningItem(Fields):
-    """An item of another model's history. No chat template here has a place for it, so it has no effect."""
+    """Thoughts in the history. They have no effect: chat templates leave out those before a user's message."""
 
     type: Literal["reasoning"]
 
@@ -142,6 +143,7 @@ class ResponseRequest(ToolFields):
     top_logprobs: TopLogprobs | None = None
     n: Annotated[Integer, Field(ge=1, le=1)] | None = Field(None, description="This endpoint gives one text.")
     text: TextConfig | None = None
+    reasoning: Reasoning | None = None
     response_format: None = None  # it is in text.format
     format_field: ClassVar[str] = "text"
 
@@ -164,8 +166,11 @@ class ResponseRequest(ToolFields):
         messages = self.with_schema(model, self._messages())
         tools = self.tool_use(model, limits.max_tool_calls, messages)
         messages, variables = conversation(model, messages, self.offered if tools and tools.max_calls else (), "input")
-        rendering = Rendering(tools=variables)
+        effort = None if self.reasoning is None else self.reasoning.effort
+        thinking, _ = thinking_variables(model.template, None, effort)
+        rendering = Rendering(chat_template_kwargs=thinking, tools=variables)
         plan = plan if tools is None else tools.plan(plan)
+        plan = plan.after_thoughts(model.thought_format, opens=tools is not None)
         return Call(model, [messages], plan, limits, field="input", rendering=rendering, tools=tools)
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -201,7 +206,7 @@ class ResponseAnswer:
         self._num_events = 0
         form = fields.format
         self._format = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
-        self._has_message = False  # in the stream
+        self._has_message = self._has_thoughts = False  # in the stream
         self._last_ended = -1  # item of the stream
         self._log_probs: list[dict[str, Any]] = []  # of all tokens so far
         self._num_sent = 0  # of these, in deltas of the stream
@@ -210,11 +215,11 @@ class ResponseAnswer:
         text = results[0].sequences[0]
         part = Part.of(text, end=text)
         self._log_probs = self._entries(part)
-        content, calls = part.text, list[ReadCall]()
-        if (tool_calls := self._tool_calls) is not None:
-            if not tool_calls.is_finished:
-                tool_calls.push(part)
-            content, calls = tool_calls.content or "", tool_calls.calls
+        content, calls, thoughts = part.text, list[ReadCall](), ""
+        if (answer := self._answer) is not None:
+            if not answer.is_finished:
+                answer.push(part)
+            content, calls, thoughts = answer.content or "", answer.calls, answer.thoughts
         # A stop string may end a text within a call.
         is_complete = FINISH_REASONS[text.finish_reason] == "stop" and not (calls and text.is_complete is False)
         status = "completed" if is_complete else "incomplete"
@@ -222,6 +227,8 @@ class ResponseAnswer:
         output += [_call_item(call, status) for call in calls[-1:]]
         if content or not calls:
             output.insert(0, self._message(status, _output_text(content, self._entries_of(content, bool(calls)))))
+        if thoughts:
+            output.insert(0, self._reasoning("completed", thoughts))
         prompt, new, reused = token_counts(self._call, results)
         return self._response(
             status,
@@ -239,9 +246,9 @@ class ResponseAnswer:
         )
 
     @cached_property
-    def _tool_calls(self) -> ToolCallStream | None:
-        """The reader of tool calls; None without tools."""
-        return None if self._call.tools is None else ToolCallStream(self._call.tools, self._call)
+    def _answer(self) -> AnswerStream | None:
+        """The reader of thoughts and tool calls; None if there are none."""
+        return AnswerStream.of(self._call)
 
     def _response(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
         fields, options, tools = self._fields, self._call.plan.options, self._call.tools
@@ -278,6 +285,11 @@ class ResponseAnswer:
     def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
+    def _reasoning(self, status: str, thoughts: str | None = None) -> dict[str, Any]:
+        content = [] if thoughts is None else [{"type": "reasoning_text", "text": thoughts}]
+        item = {"id": self._message_id.replace("msg", "rs"), "type": "reasoning", "status": status}
+        return item | {"summary": [], "content": content}
+
     def _entries(self, part: Part) -> list[dict[str, Any]]:
         """The log-probabilities of a part's tokens, if the request includes them."""
         return chat_log_probs(self._call.model.texts, part) if self._fields.has_logprobs else []
@@ -297,7 +309,7 @@ class ResponseAnswer:
         yield (
             self._event("response.created", response=response)
             + self._event("response.in_progress", response=response)
-            + (self._begin_message() if self._call.tools is None else b"")
+            + (self._begin_message() if self._answer is None else b"")
         )
         result = None
         async for received in self._call.pieces():
@@ -316,44 +328,63 @@ class ResponseAnswer:
     def _changes(self, piece: Piece) -> Iterator[bytes]:
         part = Part.of(piece, end=None if piece.result is None else piece.result.sequences[0])
         self._log_probs += self._entries(part)
-        tool_calls = self._tool_calls
-        if tool_calls is None:
+        answer = self._answer
+        if answer is None:
             if piece.text or len(self._log_probs) > self._num_sent:
                 yield self._more_text(piece.text, self._log_probs)
             return
-        for change in tool_calls.push(part):
+        for change in answer.push(part):
+            if change.thoughts:
+                yield self._more_thoughts(change.thoughts)
+                continue
             if change.call is None:
                 if not self._has_message:
                     yield self._begin_message()
-                yield self._more_text(change.content, self._entries_of(tool_calls.content or "", True))
+                yield self._more_text(change.content, self._entries_of(answer.content or "", True))
                 continue
-            call, location = tool_calls.calls[change.call], {"output_index": change.call + self._has_message}
+            call, location = answer.calls[change.call], {"output_index": change.call + self._num_before_calls}
             if change.name is not None:
                 if change.call:
-                    yield self._end_item(_call_item(tool_calls.calls[change.call - 1], "completed"))
+                    yield self._end_item(_call_item(answer.calls[change.call - 1], "completed"))
                 elif self._has_message:
-                    content = tool_calls.content or ""
+                    content = answer.content or ""
                     yield self._end_item(
                         self._message("completed", _output_text(content, self._entries_of(content, True)))
                     )
+                else:
+                    yield self._end_thoughts()
                 item = _call_item(replace(call, arguments=""), "in_progress")
                 yield self._event("response.output_item.added", **location, item=item)
             if change.arguments:
                 kind = "response.function_call_arguments.delta"
                 yield self._event(kind, item_id=_item_id(call), **location, delta=change.arguments)
-        if (
-            part.end is not None
-            and not tool_calls.calls
-            and self._has_message
-            and len(self._log_probs) > self._num_sent
-        ):
+        if part.end is not None and not answer.calls and self._has_message and len(self._log_probs) > self._num_sent:
             yield self._more_text("", self._log_probs)
 
+    @property
+    def _num_before_calls(self) -> int:
+        return self._has_thoughts + self._has_message
+
+    def _more_thoughts(self, text: str) -> bytes:
+        """A delta of the thoughts, which begin with the first one."""
+        events, location = b"", {"output_index": 0, "item_id": self._reasoning("")["id"]}
+        if not self._has_thoughts:
+            self._has_thoughts = True
+            events = self._event("response.output_item.added", output_index=0, item=self._reasoning("in_progress"))
+        return events + self._event("response.reasoning_text.delta", **location, content_index=0, delta=text)
+
+    def _end_thoughts(self) -> bytes:
+        """The events that end the thoughts before the first item behind them."""
+        if not self._has_thoughts or self._last_ended >= 0 or self._answer is None:
+            return b""
+        return self._end_item(self._reasoning("completed", self._answer.thoughts))
+
     def _begin_message(self) -> bytes:
+        before = self._end_thoughts()
         self._has_message = True
-        return self._event(
-            "response.output_item.added", output_index=0, item=self._message("in_progress")
-        ) + self._event("response.content_part.added", **self._location, part=_output_text("", []))
+        item = {"output_index": int(self._has_thoughts), "item": self._message("in_progress")}
+        added = self._event("response.output_item.added", **item)
+        return before + added + self._event("response.content_part.added", **self._location, part=_output_text("", []))
 
     def _end_item(self, item: dict[str, Any]) -> bytes:
         """The events that end the next item."""
@@ -364,6 +395,9 @@ class ResponseAnswer:
             text = {"text": part["text"], "logprobs": part["logprobs"]}
             events = self._event("response.output_text.done", **self._location, **text)
             events += self._event("response.content_part.done", **self._location, part=part)
+        elif item["type"] == "reasoning":
+            text = {"item_id": item["id"], "content_index": 0, "text": item["content"][0]["text"]}
+            events = self._event("response.reasoning_text.done", **location, **text)
         else:
             call = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
             events = self._event("response.function_call_arguments.done", **location, **call)
@@ -376,7 +410,7 @@ class ResponseAnswer:
 
     @property
     def _location(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        return {"item_id": self._message_id, "output_index": int(self._has_thoughts), "content_index": 0}
 
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._num_events, **values}

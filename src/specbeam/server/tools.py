@@ -21,7 +21,7 @@ from specbeam.structured import JsonSchema
 from specbeam.structured.grammar import MAX_SCHEMA_BYTES
 from specbeam.structured.tools import ToolFormat
 from specbeam.structured.tools.grammar import Tool, ToolGrammar
-from specbeam.structured.tools.reader import THOUGHTS
+from specbeam.structured.tools.schema_rules import check
 
 MAX_TOOLS = 128
 ANY_ARGUMENTS = {"type": "object"}
@@ -31,8 +31,6 @@ EXAMPLES: dict[str, Any] = {"string": "", "integer": 0, "number": 0, "boolean": 
 EXAMPLE_LEVELS = 4
 """Levels of nested objects in an example."""
 REPEATS_CALLS = "the last calls had been made before, with the same results, so this answer is a text"
-LAST_TOKENS = 16
-"""The end of a prompt, which says whether the answer begins within thoughts."""
 
 
 class AsSent(Fields):
@@ -299,7 +297,6 @@ class ToolUse:
             max_calls=self.max_calls,
             added={token.content: number for number, token in added.items() if token.content},
             shown=[number for number, token in added.items() if not token.special and number not in lm.eos_token_ids],
-            thinks=self.begins_in_thoughts(lm, ids),
             content=None if content is None else cast(JsonSchema, content(lm, ids)),
         )
 
@@ -313,22 +310,10 @@ class ToolUse:
         ]
         return lm.tokenizer("\n".join(texts), add_special_tokens=False).input_ids
 
-    def begins_in_thoughts(self, lm: LanguageModel, ids: Sequence[int]) -> bool | None:
-        """Whether the answer to a prompt begins within thoughts. None: it may begin with them.
-
-        A model that thinks has the marks as tokens, which messages cannot contain. An answer that is continued may
-        have its thoughts in the prompt.
-        """
-        added = lm.tokenizer.added_tokens_decoder
-        marks = {token.content: number for number, token in added.items() if token.content in THOUGHTS}
-        if len(marks) < len(THOUGHTS):
-            return lm.decode_token([*ids[-LAST_TOKENS:]]).rstrip().endswith(THOUGHTS[0])
-        for number in reversed(ids):
-            if number in marks.values():
-                return number == marks[THOUGHTS[0]]
-            if number in added and added[number].special:  # the turn begins
-                break
-        return None
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The schemas of arguments by the names of the tools that may be called."""
+        return {one.name: one.parameters or NO_ARGUMENTS for one in self.functions if one.name in self.allowed}
 
     def _schema(self, function: Function) -> JsonSchema:
         """The schema of a function's arguments."""
@@ -337,7 +322,9 @@ class ToolUse:
             kind = schema.get("type", "object")
             if kind != "object" and not (isinstance(kind, list) and "object" in kind):
                 raise SpecbeamError(f"arguments are an object, and no {shown(kind)}")
-            return JsonSchema({**schema, "type": "object"})
+            made = JsonSchema({**schema, "type": "object"})
+            check(self.tool_format.syntax, made)
+            return made
         except SpecbeamError as error:
             if function.strict or self.is_required:
                 raise SpecbeamError(f"the tool {function.name}: {error}") from error

@@ -103,7 +103,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
         )
     if lcm(*multiples) > MAX_STATES:
         raise NotEnforceable(f"multipleOf has numbers whose least common multiple is over {MAX_STATES:,}")
-    if (finite := without_endless(made, partial(_target, made), NAMED)) is None:
+    if (finite := without_endless(made, partial(target_of, made), NAMED)) is None:
         raise NotEnforceable("no text satisfies it that has an end")
     return finite
 
@@ -120,7 +120,7 @@ def _enforceable(schema: Mapping[str, Any], place: str, root: Any, multiples: se
         del kept["format"]
     if "uniqueItems" in kept:
         kept = _with_unique_items(kept, place, root)
-    if isinstance(some := kept.get("oneOf"), list) and are_disjoint(some, partial(_target, root)):
+    if isinstance(some := kept.get("oneOf"), list) and are_disjoint(some, partial(target_of, root)):
         if "anyOf" in kept:
             others = kept.get("allOf")
             kept["allOf"] = [*(others if isinstance(others, list) else ()), {"anyOf": some}]
@@ -223,7 +223,7 @@ def _listed(schema: Any, root: Any) -> list[Any] | None:
     """The values of a schema that lists them."""
     for _ in range(MAX_REFERENCES):
         if isinstance(schema, dict) and "$ref" in schema and schema.keys() - ANNOTATIONS <= {"$ref"}:
-            schema = _target(root, str(schema["$ref"]))
+            schema = target_of(root, str(schema["$ref"]))
     if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS - {"type", "enum", "const"}:
         return None
     kind = schema.get("type")
@@ -262,7 +262,7 @@ def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple
         elif name == "patternProperties" and isinstance(one, dict):
             parts += [_together(part, root, known) for part in one.values()]
         elif name == "$ref" and isinstance(one, str):
-            parts.append(_together(_target(root, one), root, known))
+            parts.append(_together(target_of(root, one), root, known))
         elif name == "pattern" and isinstance(one, str):
             parts.append((1, 1))
         elif name not in ("const", "enum"):
@@ -274,7 +274,7 @@ def _together(value: Any, root: Any, known: dict[int, tuple[int, int]]) -> tuple
     return known[id(value)]
 
 
-def _target(root: Any, pointer: str) -> Any:
+def target_of(root: Any, pointer: str) -> Any:
     """The part of a schema that a reference is to; None if there is none."""
     if pointer != "#" and not pointer.startswith("#/"):
         return None
@@ -338,7 +338,7 @@ def _without_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     """
     names = schema["propertyNames"]
     if isinstance(names, dict) and names.keys() == {"$ref"}:
-        names = _target(root, str(names["$ref"]))
+        names = target_of(root, str(names["$ref"]))
     names = {} if names is True else names
     others = {name: value for name, value in schema.items() if name != "propertyNames"}
     if not isinstance(names, dict) or names.get("type", "string") != "string":

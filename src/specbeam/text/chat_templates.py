@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -45,6 +46,14 @@ PROBE = "zqprobezq"
 """A text that no template has of its own. No filter that is usual in templates changes more than its case."""
 LANGUAGES = ("source_lang_code", "target_lang_code")
 """The fields of a part that TranslateGemma's template reads. A text with one of them is always given as a part."""
+THOUGHT_PARTS = re.compile(r"""'\[THINK\]' *[+~] *\w+(\[['"]thinking['"]\]|\.thinking)""")
+"""In Mistral's templates, which read thoughts as a part of the content, and not as a field of the message."""
+CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+"""A call, before a result that a template may read only behind one. Mistral's templates ask for such an id."""
 MAX_PROBED = 1024
 """Templates and roles whose form of content is remembered."""
 OUT_OF_MEMORY, TOO_LONG = 64, 65
@@ -179,7 +188,27 @@ def _readable(message: dict[str, Any], template: str, variables: str) -> dict[st
             f"it leaves out what the role {role!r} says, as a text and as a list of parts: let another role say that, "
             "or use raw=True"
         )
-    return message | _message(role, content, in_parts)
+    readable = message | _message(role, content, in_parts)
+    if role != "assistant" or not any(isinstance(message.get(name), str) for name in reasoning_names()):
+        return readable
+    return _with_thoughts(readable) if THOUGHT_PARTS.search(template) else readable
+
+
+def reasoning_names() -> tuple[str, ...]:
+    """The names under which a message has its reasoning."""
+    from specbeam.text.template_sandbox import REASONING
+
+    return REASONING
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose reasoning is a part of its content, as Mistral's templates read it."""
+    names = reasoning_names()
+    thoughts = next(message[name] for name in names if isinstance(message.get(name), str))
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] * bool(content) if isinstance(content, str) else content
+    others = {name: value for name, value in message.items() if name not in names}
+    return others | {"content": [{"type": "thinking", "thinking": thoughts}, *parts]}
 
 
 @lru_cache(MAX_PROBED)
@@ -199,7 +228,8 @@ def _reads_parts(template: str, variables: str, role: str) -> bool | None:
     has_refused = False
     for in_parts in (False, True):
         probe = _message(role, PROBE, in_parts)
-        for conversation in ([probe, *others], [*others, probe, *others], [*others, probe]):
+        answered = [*others, CALL, probe | {"tool_call_id": CALL["tool_calls"][0]["id"]}] if role == "tool" else []
+        for conversation in ([probe, *others], [*others, probe, *others], [*others, probe], *filter(None, [answered])):
             try:
                 text = _rendered(task | {"conversations": [conversation]})
             except MemoryError:

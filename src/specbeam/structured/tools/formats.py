@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specbeam.structured.tools.syntax import GEMMA, JSON, PYTHON, TAGGED, Json, Syntax
+
 Message = dict[str, Any]
 
 OBJECT = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 """A call as a JSON object, up to its arguments."""
 MISTRAL_CALLS, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+HARMONY_HEAD = (
+    r"(?P<name>[\w.-]+?)(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>\s*(?=\{)"
+)
+"""The channel comes before the function, or behind it."""
 MISTRAL_ID_LENGTH = 9
 """Characters of a call's id. The templates refuse other lengths."""
 PHI_SYSTEM = "You are a helpful assistant with some tools."
@@ -35,6 +41,9 @@ class ToolFormat:
         head: a regular expression for the beginning of a call behind the marker, up to its arguments.
         bare: objects without the marker are calls, too, alone or in a fenced block.
         key: a regular expression for the key of the arguments in such an object.
+        syntax: how arguments are written.
+        also: another text that begins calls, which is read, and never asked for.
+        opening: what comes before an answer without calls.
     """
 
     name: str
@@ -48,19 +57,27 @@ class ToolFormat:
     head: str = OBJECT
     bare: bool = False
     key: str = "arguments"
+    syntax: Syntax = JSON
+    also: str = ""
+    opening: str = ""
 
     @property
     def marks(self) -> str:
         """All texts of the format."""
-        return f"{self.first} {self.middle} {self.between or ''} {self.last}"
+        parts = (self.first, self.before, self.middle, self.after, self.between or "", self.last, self.opening)
+        return " ".join([*parts, self.syntax.marks])
 
     def written(self, name: str, arguments: Any) -> list[str]:
         """An answer with one call, in each of the ways in which models write it."""
-        call = f"{self.before}{name}{self.middle}{json.dumps(arguments, ensure_ascii=False)}{self.after}"
+        call = self.call(name, arguments)
         ways = [f"{self.first}{call}{self.last}"]
         if self.bare:
             ways.append(f"```json\n{json.dumps(json.loads(call), ensure_ascii=False, indent=2)}\n```")
         return ways
+
+    def call(self, name: str, arguments: Any) -> str:
+        """One call, without what stands around all calls."""
+        return f"{self.before}{name}{self.middle}{self.syntax.write(arguments)}{self.after}"
 
     @property
     def call_id(self) -> str:
@@ -69,7 +86,31 @@ class ToolFormat:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[Message], dict[str, Any]]:
         """The messages as the chat template reads them, and the variable by which it gets the tools."""
-        return [*messages], {"tools": [*tools]} if tools else {}
+        made = [*messages] if isinstance(self.syntax, Json) else [*map(_with_objects, messages)]
+        return made, {"tools": [*tools]} if tools else {}
+
+
+def _with_objects(message: Message) -> Message:
+    """A message whose calls have arguments as objects. Of a call that was cut they are the whole arguments."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    made = [
+        call | {"function": {**call["function"], "arguments": _object(call["function"]["arguments"])}} for call in calls
+    ]
+    return message | {"tool_calls": made}
+
+
+def _object(arguments: Any) -> Any:
+    """Arguments as an object, from the beginning of its JSON."""
+    for end in ("", "}", '"}') if isinstance(arguments, str) else ():
+        try:
+            found = json.loads(arguments + end)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {} if isinstance(arguments, str) else arguments
 
 
 @dataclass(frozen=True)
@@ -99,33 +140,42 @@ def _mistral(template: str) -> ToolFormat | None:
 
 
 @dataclass(frozen=True)
-class Phi(ToolFormat):
-    """Microsoft's own template. It reads tools as a text of the system message, and leaves out tool calls."""
+class InContent(ToolFormat):
+    """A template that leaves out tool calls. They go into the content of their message, as the model wrote them."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[Message], dict[str, Any]]:
-        made = [self._with_calls(message) for message in messages]
+        made, variables = super().prompt(messages, tools)
+        return [self._with_calls(message) for message in made], variables
+
+    def _with_calls(self, message: Message) -> Message:
+        calls = [self._written(call["function"]) for call in message.get("tool_calls", ())]
+        if not calls:
+            return message
+        others = {name: value for name, value in message.items() if name != "tool_calls"}
+        return others | {"content": f"{message['content']}{self.first}{', '.join(calls)}{self.last}"}
+
+    def _written(self, function: Any) -> str:
+        """A call. Its arguments have none of the texts by which control tokens begin, as far as their syntax can."""
+        arguments = function["arguments"]
+        if isinstance(arguments, str):  # of a call that was cut
+            text = f"{self.before}{function['name']}{self.middle}{arguments}{self.after}"
+        else:
+            text = self.call(function["name"], arguments)
+        return text.replace("<|", "\\u003c|")
+
+
+@dataclass(frozen=True)
+class Phi(InContent):
+    """Microsoft's own template. It reads tools as a text of the system message."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[Message], dict[str, Any]]:
+        made, _ = super().prompt(messages, ())
         if tools:
             if not made or made[0]["role"] != "system":
                 made.insert(0, {"role": "system", "content": PHI_SYSTEM})
             listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
             made[0] = {**made[0], "tools": listed}
         return made, {}
-
-    def _with_calls(self, message: Message) -> Message:
-        calls = [
-            f"{self.before}{call['function']['name']}{self.middle}{_written(call['function']['arguments'])}{self.after}"
-            for call in message.get("tool_calls", ())
-        ]
-        if not calls:
-            return message
-        text = f"{message['content']}{self.first}{', '.join(calls)}{self.last}"
-        return {"role": message["role"], "content": text}
-
-
-def _written(arguments: dict[str, Any] | str) -> str:
-    """Arguments as JSON. They have none of the texts by which control tokens begin."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return text.replace("<|", "\\u003c|")
 
 
 def _phi(template: str) -> ToolFormat | None:
@@ -172,9 +222,115 @@ def _hermes(template: str) -> ToolFormat | None:
     )
 
 
+def _granite(template: str) -> ToolFormat | None:
+    """Granite 3: a JSON list of all calls behind ``<|tool_call|>``. Granite 4 writes calls as Hermes does."""
+    if not has(template, "<|tool_call|> followed by a JSON list"):
+        return None
+    return InContent("Granite 3", marker="<|tool_call|>", first="<|tool_call|>[", between=", ", last="]")
+
+
+def _hunyuan(template: str) -> ToolFormat | None:
+    """Hunyuan: a JSON list of all calls between ``<tool_calls>`` and ``</tool_calls>``."""
+    if not has(template, "<tool_calls>[", '"arguments":'):
+        return None
+    return ToolFormat("Hunyuan", marker="<tool_calls>", first="<tool_calls>[", between=", ", last="]</tool_calls>")
+
+
+def _qwen3_coder(template: str) -> ToolFormat | None:
+    """Qwen3-Coder, Qwen3.5 and others: ``<function=NAME>`` with a text between tags for each argument."""
+    if not has(template, "<tool_call>", "<function=", "<parameter="):
+        return None
+    return ToolFormat(
+        "Qwen3-Coder",
+        marker="<tool_call>",
+        first="<tool_call>\n",
+        before="<function=",
+        middle=">\n",
+        after="</function>",
+        between="\n</tool_call>\n<tool_call>\n",
+        last="\n</tool_call>",
+        head=r"<function=(?P<name>[^>\s]+)>",
+        syntax=TAGGED,
+    )
+
+
+def _gemma4(template: str) -> ToolFormat | None:
+    """Gemma 4: ``call:NAME{...}`` between ``<|tool_call>`` and ``<tool_call|>``, in a notation of its own."""
+    if not has(template, "<|tool_call>call:"):
+        return None
+    return ToolFormat(
+        "Gemma 4",
+        marker="<|tool_call>",
+        first="<|tool_call>",
+        before="call:",
+        middle="",
+        after="",
+        between="<tool_call|><|tool_call>",
+        last="<tool_call|>",
+        head=r"call:(?P<name>[\w.-]+)\s*(?=\{)",
+        syntax=GEMMA,
+    )
+
+
+def _lfm2(template: str) -> ToolFormat | None:
+    """LFM2 and LFM2.5: a list of calls of Python between ``<|tool_call_start|>`` and ``<|tool_call_end|>``.
+
+    Templates up to LFM2.5-1.2B leave out tool calls.
+    """
+    if not has(template, "List of tools: [") and not has(template, "<|tool_list_start|>"):
+        return None
+    kind = ToolFormat if has(template, "tool_calls") else InContent
+    return kind(
+        "LFM2",
+        marker="<|tool_call_start|>",
+        first="<|tool_call_start|>[",
+        before="",
+        middle="(",
+        after="",
+        between=", ",
+        last="]<|tool_call_end|>",
+        head=r"(?P<name>[\w.-]+)\(",
+        syntax=PYTHON,
+    )
+
+
+@dataclass(frozen=True)
+class Harmony(ToolFormat):
+    """gpt-oss. Its template refuses content beside thoughts where there are calls: the thoughts come first."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[Message], dict[str, Any]]:
+        made, variables = super().prompt(messages, tools)
+        thinks = [bool(message.get("tool_calls") and message.get("reasoning_content")) for message in made]
+        return [
+            message | {"content": ""} if it else message for message, it in zip(made, thinks, strict=True)
+        ], variables
+
+
+def _harmony(template: str) -> ToolFormat | None:
+    """gpt-oss: a message in the channel "commentary" to the function. It ends the answer, so there is one call."""
+    if not has(template, "<|channel|>commentary", "to=", "functions."):
+        return None
+    return Harmony(
+        "gpt-oss",
+        marker="<|channel|>commentary to=functions.",
+        first="<|channel|>commentary to=functions.",
+        before="",
+        middle=" <|constrain|>json<|message|>",
+        after="",
+        head=HARMONY_HEAD,
+        also="to=functions.",
+        opening="<|channel|>final<|message|>",
+    )
+
+
+NAMES = "Hermes, Mistral, Llama 3, Phi-4-mini, Granite 3, Hunyuan, Qwen3-Coder, Gemma 4, LFM2, gpt-oss"
+"""Of the formats, for people."""
+FORMATS = (_mistral, _phi, _llama, _granite, _hunyuan, _qwen3_coder, _gemma4, _lfm2, _harmony, _hermes)
+
+
 def format_of(template: str) -> ToolFormat | None:
     """The format of tool calls that a chat template asks for; None for a template without tools, or with another."""
-    return next((found for of in (_mistral, _phi, _llama, _hermes) if (found := of(template)) is not None), None)
+    return next((found for of in FORMATS if (found := of(template)) is not None), None)
 
 
 def has(template: str, *texts: str) -> bool:

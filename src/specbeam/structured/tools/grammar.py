@@ -14,7 +14,9 @@ from specbeam.errors import ConstraintError
 from specbeam.structured import JsonSchema
 from specbeam.structured.grammar import Parsed
 from specbeam.structured.tools.formats import ToolFormat
-from specbeam.structured.tools.reader import FENCE, SPACE, THOUGHTS, bare
+from specbeam.structured.tools.reader import FENCE, SPACE, bare
+from specbeam.structured.tools.schema_rules import SchemaRules
+from specbeam.structured.tools.syntax import Json
 from specbeam.structured.trials import byte_tokenizer, limits
 
 KEYS = ("arguments", "parameters")
@@ -48,7 +50,6 @@ class ToolGrammar(Parsed):
         max_calls: calls in one answer. 0: it is a text, and attempts no call.
         added: the ids of the tokens that a tokenizer finds in a text before all others, by their texts.
         shown: the ids of added tokens that an answer may show.
-        thinks: the answer begins within thoughts, in which nothing is enforced. None: it may begin with thoughts.
         content: what an answer without calls must be; None for any text. It has the spaces of calls, so the keys alone
             tell the two apart.
 
@@ -65,7 +66,6 @@ class ToolGrammar(Parsed):
     max_calls: int
     added: Mapping[str, int]
     shown: Collection[int]
-    thinks: bool | None = False
     content: JsonSchema | None = None
 
     def __post_init__(self) -> None:
@@ -86,17 +86,25 @@ class ToolGrammar(Parsed):
     def text(self) -> str:
         lines = [*self._calls(), *self._bare_calls(), r"SPACE: /[ \n\r\t]{1,64}/"]
         answer = self._text(lines)
-        if self.thinks is not False:
-            begun = "thoughts SPACE?" if self.thinks else f"({self._literal(THOUGHTS[0])} thoughts SPACE?)?"
-            answer = f"{begun} ({answer})"
-            lines += self._up_to("thoughts", THOUGHTS[1])
-        rules = [tool.schema.rule(f"arguments_{i}") for i, tool in enumerate(self.tools)]
+        rules = self._arguments(lines)
         if self._reads_objects:
             rules += [tool.schema.rule(f"loose_{i}", whitespace=True) for i, tool in enumerate(self.tools)]
         if self.content is not None:
             rules.append(self.content.rule("content"))
         lark = "\n".join([f"start: {answer}", *lines])
         return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, *rules]})
+
+    def _arguments(self, lines: list[str]) -> list[Any]:
+        """The grammars of all tools' arguments. Rules in Lark are added to the lines."""
+        syntax = self.tool_format.syntax
+        if isinstance(syntax, Json):
+            return [tool.schema.rule(f"arguments_{i}") for i, tool in enumerate(self.tools)]
+        grammars = []
+        for i, tool in enumerate(self.tools):
+            rules = SchemaRules(syntax, tool.schema, f"arguments_{i}", self._literal, [*self.added])
+            lines += rules.lines
+            grammars += rules.grammars
+        return grammars
 
     def listed(self, lm: Any) -> None:
         """Answers may have tokens that are no part of a text."""
@@ -134,6 +142,7 @@ class ToolGrammar(Parsed):
     def _calls(self) -> list[str]:
         """The rules of calls as the format writes them, in the syntax of Lark."""
         own = self.tool_format
+        at = "@" if isinstance(own.syntax, Json) else ""
         more = self._more(f"{self._literal(own.between or '')} call")
         lines = [
             f"calls: {self._literal(own.marker)} marked_calls",
@@ -142,7 +151,7 @@ class ToolGrammar(Parsed):
         ]
         for i, tool in enumerate(self.tools):
             before, after = self._literal(own.before + tool.name + own.middle), self._literal(own.after)
-            lines.append(f"call_{i}: {before} @arguments_{i} {after}")
+            lines.append(f"call_{i}: {before} {at}arguments_{i} {after}")
         return lines
 
     def _bare_calls(self) -> list[str]:
@@ -187,21 +196,24 @@ class ToolGrammar(Parsed):
             return "calls | bare" if self._reads_objects else "calls"
         if self.content is not None:
             calls = [*["calls"] * bool(marker), *self._objects(lines)] if self.max_calls else []
-            return " | ".join(["@content", *calls])
+            return " | ".join([f"{self._literal(self.tool_format.opening)} @content", *calls])
         if self._reads_objects:
             openings.append(bare([tool.name for tool in self.tools], self.tool_format.key))
         if marker:
             openings.append(re.escape(marker))  # as text, too, where it is a token
-        is_text = bool(marker) and marker not in self.added
+        is_text = bool(marker) and marker not in self.added and not self.tool_format.opening
         if is_text:
             lines.append(rf"marked[lazy]: /(?s:.*){re.escape(marker)}/")
-        without, token = self._without(openings), self._token({marker, *THOUGHTS})
+        without, token = self._without(openings), self._token({marker})
         before = ".*" if self.max_calls else r"\s*"  # without calls, a text that begins like one would be no answer
         lines += [f"TEXT: /(?s:.+)/{without}", f"SAID: /(?s:{before}{SAYS}.*)/{without}"]
         if not self.max_calls:
-            return f"SAID ({token} TEXT?)*" if token else "SAID"
-        lines.append(f"pre: {self._with_tokens('TEXT?', {marker, *THOUGHTS})}")
+            said = f"SAID ({token} TEXT?)*" if token else "SAID"
+            return f"{self._literal(self.tool_format.opening)} {said}"
+        lines.append(f"pre: {self._with_tokens('TEXT?', {marker})}")
         answers = ["pre SAID", *([f"pre TEXT? {token} TEXT?"] if token else [])]
+        if self.tool_format.opening:
+            return f"calls | {self._literal(self.tool_format.opening)} ({' | '.join(answers)})"
         if marker:
             answers.append("pre marked marked_calls" if is_text else "pre TEXT? calls")
         if self._reads_objects:
@@ -209,17 +221,8 @@ class ToolGrammar(Parsed):
         return " | ".join(answers)
 
     def _without(self, openings: Sequence[str]) -> str:
-        """Leaves out texts in which a call opens, or which begin with thoughts in other tokens than their own."""
-        without = f" & ~/(?s:.*)({'|'.join(openings)})(?s:.*)/" if openings else ""
-        return without + (f" & ~/{SPACE}{THOUGHTS[0]}(?s:.*)/" if self.thinks is None else "")
-
-    def _up_to(self, rule: str, end: str) -> list[str]:
-        """A rule for any text up to an end."""
-        before, written = self._with_tokens("ANY?", {end}), re.escape(end).replace("/", r"\/")
-        lines = [f"ANY: /(?s:.+)/ & ~/(?s:.*){written}(?s:.*)/"]
-        if end in self.added:
-            return [*lines, f"{rule}: {before} ANY? {self._literal(end)}"]
-        return [*lines, f"{rule}: {before} {rule}_end", f"{rule}_end[lazy]: /(?s:.*){written}/"]
+        """Leaves out texts in which a call opens."""
+        return f" & ~/(?s:.*)({'|'.join(openings)})(?s:.*)/" if openings else ""
 
     def _with_tokens(self, text: str, without: Collection[str]) -> str:
         """Any number of the tokens that stand in texts on their own, each with a text before it."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 from specbeam.structured.tools.formats import ToolFormat
+from specbeam.structured.tools.syntax import Json
 
-THOUGHTS = ("<think>", "</think>")
 SPACE = r"[ \n\r\t]*"
 """Of JSON."""
 FENCE = rf"(?:```(?:json)?{SPACE})?"
-GAP = re.compile(r"(?:[\s,;\]}`]|</tool_call>|<\|/tool_call\|>|json)*")
+GAP = re.compile(r"(?:[\s,;\]}`]|</tool_calls?>|<\|/tool_call\|>|<tool_call\|>|json)*")
 """What stands between calls in all formats, beside a marker."""
-PARTS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-"""Of JSON: a string, which may be cut, or a bracket."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Delta:
 
     Attributes:
         content: of the message.
+        thoughts: before it.
         call: the number of the call that the rest belongs to; None for content.
         name: the name of a call that begins.
         arguments: more of a call's arguments.
@@ -47,6 +47,7 @@ class Delta:
     call: int | None = None
     name: str | None = None
     arguments: str = ""
+    thoughts: str = ""
 
 
 class Reader:
@@ -55,7 +56,7 @@ class Reader:
     Args:
         names: of the tools. Nothing else is called.
         max_calls: calls in an answer.
-        thinks: the answer begins within the model's thoughts, which have no calls. None: it may begin with them.
+        schemas: the schemas of their arguments, by name, which give types to arguments that are written as texts.
         has_form: an answer without calls has a form of its own. So calls come first.
 
     Attributes:
@@ -69,22 +70,23 @@ class Reader:
         names: Collection[str],
         max_calls: int,
         *,
-        thinks: bool | None = False,
+        schemas: Mapping[str, Any] | None = None,
         has_form: bool = False,
     ) -> None:
         self.content = ""
         self.calls: list[Call] = []
         self._text = ""
         self._settled = 0  # no call opens before this position
-        self._scanned: dict[int, tuple[int, int]] = {}  # by the start of arguments, how far they are read, and how deep
-        self._thinks, self._has_form = thinks, has_form
+        self._scanned: dict[int, Any] = {}  # by the start of arguments, how far they are read
+        self._has_form = has_form
+        self._schemas = schemas or {}
         self._names, self._max_calls = names, max_calls
         self._format = tool_format
         self._head = re.compile(rf"\s*\[?\s*{tool_format.head}", re.DOTALL)
         marker, opened, begun = tool_format.marker, [], []
-        if marker:
-            opened.append(re.escape(marker))
-            begun.append(_begun([*map(re.escape, marker)]))
+        for mark in filter(None, (marker, tool_format.also)):
+            opened.append(re.escape(mark))
+            begun.append(_begun([*map(re.escape, mark)]))
         if tool_format.bare:
             opened.append(rf"{FENCE}(?P<object>{bare(names, tool_format.key)})")
             name, key = (['"', word, '"', SPACE] for word in (r'(?P<begun>[^"\\]*)', r'[^"\\]*'))
@@ -114,55 +116,41 @@ class Reader:
 
     def _read(self, is_last: bool, is_cut: bool) -> tuple[str, list[Call]]:
         """The content and the calls of the text so far."""
-        text, begin = self._text, self._after_thoughts()
-        if begin is None:
-            return text if is_last or self._thinks or THOUGHTS[0] in text else "", []
-        opening = self._opening.search(text, max(begin, self._settled))
-        if opening is not None and self._has_form and text[begin : opening.start()].strip():
+        text = self._text
+        opening = self._opening.search(text, self._settled)
+        if opening is not None and self._has_form and text[: opening.start()].strip():
             opening = None
         if opening is None:
-            held = self._begun.search(text, max(begin, self._settled))
+            held = self._begun.search(text, self._settled)
             assert held is not None
             self._settled = held.start()
-            is_content = is_last and not (is_cut and self._begins_call(begin, held))
-            return text if is_content else self._before(begin, held.start()), []
+            is_content = is_last and not (is_cut and self._begins_call(held))
+            return text if is_content else text[: held.start()].rstrip(), []
         at = opening.end() if opening.groupdict().get("object") is None else opening.start("object")
         calls = self._calls(at)
         is_content = is_last and not is_cut and not calls
-        return text if is_content else self._before(begin, opening.start()), calls
+        return text if is_content else text[: opening.start()].rstrip(), calls
 
-    def _begins_call(self, begin: int, held: re.Match[str]) -> bool:
+    def _begins_call(self, held: re.Match[str]) -> bool:
         """Whether a call may have begun where an answer was cut. Before a first one there may be space alone."""
         name = held.groupdict().get("begun")
         if name is not None and not any(known.startswith(name) for known in self._names):
             return False
-        is_first = not self._text[begin : held.start()].strip()
+        is_first = not self._text[: held.start()].strip()
         return is_first or (bool(held[0]) and not self._has_form)
-
-    def _before(self, begin: int, end: int) -> str:
-        """The text before a call, without the space that precedes it."""
-        return self._text[:begin] + self._text[begin:end].rstrip()
-
-    def _after_thoughts(self) -> int | None:
-        """Where calls may begin; None within thoughts, or where it is not yet known whether there are any."""
-        if self._thinks is False:
-            return 0
-        begun = self._text.lstrip()
-        if self._thinks or begun.startswith(THOUGHTS[0]):
-            end = self._text.find(THOUGHTS[1])
-            return None if end < 0 else end + len(THOUGHTS[1])
-        return None if begun and THOUGHTS[0].startswith(begun) else 0
 
     def _calls(self, at: int) -> list[Call]:
         """The calls in the text from a position on."""
         text, marker, calls = self._text, self._format.marker, list[Call]()
+        is_json = isinstance(self._format.syntax, Json)
         while len(calls) < self._max_calls:
             if (head := self._head.match(text, at)) and head["name"] in self._names:
-                end, is_whole = self._value(head.end())
-                calls.append(Call(head["name"], text[head.end() : end]))
+                schema = self._schemas.get(head["name"], True)
+                arguments, end, is_whole = self._format.syntax.read(text, head.end(), schema, self._scanned)
+                calls.append(Call(head["name"], arguments))
                 if not is_whole:
                     return calls
-            elif (found := _object(text, at)) and found[1].name in self._names:
+            elif is_json and (found := _object(text, at)) and found[1].name in self._names:
                 end, call = found
                 calls.append(call)
             else:
@@ -172,22 +160,9 @@ class Reader:
             at = gap.end()
             if marker and text.startswith(marker, at):
                 at += len(marker)
-            elif not text.startswith("{", at):
+            elif is_json and not text.startswith("{", at):
                 return calls
         return calls
-
-    def _value(self, begin: int) -> tuple[int, bool]:
-        """Where the JSON object ends that begins at a position, and whether it does."""
-        at, depth = self._scanned.get(begin, (begin, 0))
-        for part in PARTS.finditer(self._text, at):
-            if part[0][0] == '"' and part.end() == len(self._text):
-                break  # a string that may go on
-            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(part[0], 0)
-            self._scanned[begin] = part.end(), depth
-            if depth == 0:
-                self._scanned[begin] = begin, 0
-                return part.end(), True
-        return len(self._text), False
 
 
 def bare(names: Collection[str], key: str) -> str:
