@@ -133,12 +133,13 @@ ARCHITECTURES = {
 # By its model_type, the text model of a model that also reads images, and its encoder of images.
 COMPOSITES = {
     "gemma3": ("gemma3", "siglip_vision_model"),
+    "gemma4": ("gemma4", "gemma4_vision"),
     "mistral3": ("mistral", "pixtral"),
     "lfm2_vl": ("lfm2", "siglip2_vision_model"),
 }
 VISION = {
     **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
-    **{"head_dim": 8, "image_size": 16, "patch_size": 8, "num_patches": 4},
+    **{"head_dim": 8, "image_size": 16, "patch_size": 8, "num_patches": 4, "position_embedding_size": 4},
 }
 
 

@@ -505,6 +505,9 @@ def new_config(size, **changes):
         ({"norm": -1}, "not one of those of NormKind"),
         ({"bands": -1}, "the frames of audio"),
         ({"bands": 2**62}, "the frames of audio"),
+        ({"per_layer_size": -1}, "the embeddings of the layers are too large"),
+        ({"per_layer_size": 2**28}, "the embeddings of the layers are too large"),
+        ({"per_layer_size": 8, "bands": 8}, "the layers of an encoder have no embeddings"),
         ({"norm_eps": float("nan")}, "not finite"),
         ({"logits_softcap": -1.0}, "negative"),
     ],
@@ -516,7 +519,10 @@ def test_kernels_refuse_a_configuration(changes, says):
 
 
 PARTS = {
-    "attention": {"norm": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scale": 1, "rope": -1},
+    "attention": {
+        **{"norm": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scale": 1, "rope": -1},
+        "shares_keys_of": -1,
+    },
     "cross_attention": {"norm": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scale": 1},
     "mlp": {"norm": 1, "intermediate_size": 8},
     "short_convolution": {"norm": 1, "kernel_size": 3},
@@ -559,6 +565,10 @@ def add_part(model, layer, name, count=None, **changes):
         ("mlp", {"output_scale": -1.0}, "a number is wrong"),
         ("attention", {"query_growth": -1.0}, "a number is wrong"),
         ("attention", {"query_growth": 0.1}, "the period in which queries grow is below 1"),
+        ("attention", {"shares_keys_of": 0}, "reads keys of a layer that has none"),
+        ("attention", {"layer": 1, "shares_keys_of": 0}, "reads keys of a layer that has none"),
+        ("attention", {"shares_keys_of": 2**31 - 1}, "reads keys of a layer that has none"),
+        ("per_layer_embedding", {"size": 4}, "embeddings of another size"),
         ("cross_attention", {}, "there is no encoder"),
         ("short_convolution", {"kernel_size": 0}, "the filter of a convolution"),
         ("experts", {"num_experts": 0}, "the number of experts"),
@@ -1041,6 +1051,14 @@ def test_kernels_refuse_parameters_that_are_not_in_the_model():
         None,
     ):
         assert add_vector(0, name) == -1
+    for name, kind, rows, bytes_of_row in (
+        (b"embedding.weight", 0, 2, 8),
+        (b"per_layer_embedding.weight", 3, 2, 8),  # 2 columns are no block of Q4_1
+        (b"per_layer_embedding.weight", 99, 2, 8),
+        (b"per_layer_embedding.weight", 0, 2, 4),
+        (b"per_layer_embedding.weight", 0, -2, 8),
+    ):
+        assert native.specbeam_model_table(model, name, kind, rows, 2, matrix.ctypes.data, rows * bytes_of_row) == -1
     assert add_vector(1, b"mlp_norm.bias", 1) == -1  # as long as the weight, or neither could be trusted
     native.specbeam_model_delete(model)
 

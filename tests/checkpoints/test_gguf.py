@@ -1026,7 +1026,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):
     writer = GGUFWriter(tmp_path / "m.gguf", "mamba")
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
     finish(writer)
-    with pytest.raises(SpecbeamError, match="'mamba' is not supported: supported are gemma2, gemma3_text, gpt2"):
+    with pytest.raises(SpecbeamError, match=r"'mamba' is not supported: supported are .*, gemma4_text"):
         specbeam.load(tmp_path / "m.gguf", backend="torch")
     assert open_checkpoint(tmp_path / "m.gguf").facts.architecture == "mamba"
 
