@@ -122,6 +122,7 @@ ARCHITECTURES = {
 # By its model_type, the text model of a model that also reads images, and its encoder of images.
 COMPOSITES = {
     "gemma3": ("gemma3", "siglip_vision_model"),
+    "gemma4": ("gemma4", "gemma4_vision"),
     "mistral3": ("mistral", "pixtral"),
     "lfm2_vl": ("lfm2", "siglip2_vision_model"),
 }

@@ -111,6 +111,7 @@ FAMILIES = {
 }
 WITH_IMAGES = {
     "gemma3 with images": ("gemma3 with images", SOME_SLIDING),
+    "gemma4 with images": ("gemma4 with images", PER_LAYER),
     "mistral3 with images": ("mistral3 with images", {"sliding_window": 5}),
     "mistral3 with images, ministral3": ("mistral3 with images", {"text": "ministral3"}),
     "lfm2_vl with images": ("lfm2_vl with images", {"tie_word_embeddings": True}),
