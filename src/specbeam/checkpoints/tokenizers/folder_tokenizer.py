@@ -40,7 +40,7 @@ WRONG_IN_FILES = ("phi3", "qwen2")
 """Models whose files often name a wrong class, so transformers takes the class it knows."""
 OF_SEVERAL_PARTS: dict[str, str | None] = {
     **{"gemma3": "GemmaTokenizer", "internvl": "Qwen2Tokenizer"},
-    **dict.fromkeys(("gemma4", "idefics3", "lfm2_vl")),
+    **dict.fromkeys(("gemma4", "gemma4_unified", "idefics3", "lfm2_vl")),
     **dict.fromkeys(("llava", "mistral3", "smolvlm"), PLAIN),
 }
 """The class that transformers knows for the folders of models that also read images or audio; None if it knows none."""
