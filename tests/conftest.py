@@ -239,7 +239,7 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     }
     if architecture == "lfm2_moe":  # it has no other key for its kinds of layers
         layers = changes.get("num_hidden_layers", sizes["num_hidden_layers"])
-        sizes["layer_types"] = (["conv", "full_attention"] * layers)[:layers]
+        sizes["layer_types"] = (["full_attention", "conv"] * layers)[:layers]
     given = {"model_type": architecture} | sizes | ARCHITECTURES[architecture] | changes
     if architecture == "gemma4":
         given["vocab_size_per_layer_input"] = given["vocab_size"]

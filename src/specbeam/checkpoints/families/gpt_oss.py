@@ -31,6 +31,7 @@ class GptOss(Architecture):
         "intermediate_size": (int, 2880),
         "layer_types": (list[str] | None, None),
         "max_position_embeddings": (int, 131_072),
+        "num_experts": (int, None),
         "num_experts_per_tok": (int, 4),
         "num_key_value_heads": (int | None, 8),
         "num_local_experts": (int, 128),
@@ -39,7 +40,6 @@ class GptOss(Architecture):
         "swiglu_alpha": (float, ALPHA),
         "swiglu_limit": (float, LIMIT),
     }
-    older_names: ClassVar = {"num_local_experts": "num_experts"}
     attention: ClassVar = {"sinks": True}
     experts: ClassVar = {"normalized": True, "router_bias": True, "bias": True}
     has_experts = True

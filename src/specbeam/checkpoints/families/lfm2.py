@@ -129,7 +129,6 @@ class LFM2MoE(LFM2):
         "tie_word_embeddings": (bool, True),
         "use_expert_bias": (bool, True),
     }
-    older_names: ClassVar = {"num_experts": "num_local_experts"}
     experts: ClassVar = {"scoring": "sigmoid"}
     has_experts = True
     folder_tensors: ClassVar = LFM2.folder_tensors | {

@@ -73,13 +73,13 @@ class Mixtral(Architecture):
         "hidden_act": (str, "silu"),
         "intermediate_size": (int, 14336),
         "max_position_embeddings": (int, 131072),
+        "num_experts": (int, None),
         "num_experts_per_tok": (int, 2),
         "num_key_value_heads": (int, 8),
         "num_local_experts": (int, 8),
         "rms_norm_eps": (float, 1e-5),
         "sliding_window": (int | None, None),
     }
-    older_names: ClassVar = {"num_local_experts": "num_experts"}
     experts: ClassVar = {"normalized": True}
     folder_tensors: ClassVar = Architecture.folder_tensors | {
         "blocks.N.experts.router": "model.layers.N.block_sparse_moe.gate",

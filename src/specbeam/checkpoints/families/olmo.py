@@ -88,11 +88,16 @@ class OLMoE(Architecture):
         "num_experts": (int, 64),
         "num_experts_per_tok": (int, 8),
         "num_key_value_heads": (int | None, None),
+        "num_local_experts": (int, None),
         "rms_norm_eps": (float, 1e-5),
     }
-    older_names: ClassVar = {"num_experts": "num_local_experts"}
     attention: ClassVar = {"qk_norm": "all"}
     has_experts = True
+
+    def derive(self, keys: SimpleNamespace) -> None:
+        super().derive(keys)
+        if keys.num_local_experts is not None:  # the other name goes before, as in transformers
+            keys.num_experts = keys.num_local_experts
 
     def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         if keys.clip_qkv is not None:

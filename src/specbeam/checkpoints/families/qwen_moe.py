@@ -31,16 +31,18 @@ class Qwen3MoE(Architecture):
         "num_experts": (int, 128),
         "num_experts_per_tok": (int, 8),
         "num_key_value_heads": (int, 4),
+        "num_local_experts": (object, ...),
         "rms_norm_eps": (float, 1e-6),
         "sliding_window": (int | None, 4096),
         "use_sliding_window": (bool, False),
     }
-    older_names: ClassVar = {"num_experts": "num_local_experts"}
     attention: ClassVar = {"qk_norm": "head"}
     has_experts = True
 
     def derive(self, keys: SimpleNamespace) -> None:
         super().derive(keys)
+        if keys.num_local_experts is not ...:  # the other name goes before, as in transformers
+            keys.num_experts = keys.num_local_experts
         keys.sliding_window = keys.sliding_window if keys.use_sliding_window else None
 
     def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:

@@ -135,7 +135,7 @@ def pieces(out: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def with_stacked_experts(tensors: Mapping[str, StoredTensor], architecture: Architecture) -> dict[str, Tensor]:
-    """The tensors of a folder, with the tensors of its experts under the names of ``Architecture.folder_tensors``.
+    """The tensors of a folder, with its experts' tensors under the names of ``Architecture.folder_tensors``.
 
     Raises:
         SpecbeamError: an expert is missing, or has another shape than the others.
@@ -213,5 +213,5 @@ def _each(tensor: StoredTensor) -> tuple[StoredTensor, ...]:
 def _not_of_experts(tensor: StoredTensor) -> SpecbeamError:
     return SpecbeamError(
         f"{tensor.file}: tensor {tensor.name} has the shape {list(tensor.shape)} and the type {tensor.dtype}, which "
-        "are not those of experts"
+        "no experts have"
     )

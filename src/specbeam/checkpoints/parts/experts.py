@@ -17,7 +17,7 @@ class ExpertUse(NamedTuple):
     """What a pass reads of experts.
 
     Attributes:
-        share: of the weights that a pass over one node reads, the share that its experts have.
+        share: of the weights that a pass over one node reads, the weights of its experts.
         num_experts, experts_per_token: of a layer, on average over the layers with experts.
     """
 
@@ -38,7 +38,7 @@ class ExpertUse(NamedTuple):
 class Experts(Part):
     """A router gives each node a few of many gated MLPs, and adds their outputs with weights (Shazeer et al. 2017).
 
-    The router's product has a logit for each expert. A node gets the experts with the highest scores; of equal scores,
+    A router has a logit for each expert. A node gets the experts with the highest scores; of equal scores,
     the lower experts. Its outputs are added in the order of the experts, so they do not depend on other nodes.
 
     Attributes:
@@ -49,7 +49,7 @@ class Experts(Part):
         selection_bias: a number for each expert is added to the scores, for the choice of experts alone.
         normalized: the scores of a node's experts, as weights, are divided by their sum.
         weight_scale: factor of the weights.
-        router_bias, bias: the router's product has a bias, and the products of the experts have biases.
+        router_bias, bias: the product of the router has a bias; the products of the experts have biases.
         swiglu_limit: the clamped activation of gpt-oss (OpenAI 2025) in place of ``activation``. The gate is at most
             the limit, the values are between both limits, and gate * sigmoid(swiglu_alpha * gate) is multiplied by the
             values + 1. None for no limit.
