@@ -104,7 +104,10 @@ def add_modules(module: nn.Module, parameters: Parameters, config: Config) -> No
         own, _, kind = name.partition(".")
         if kind != "weight":
             continue
+        has_bias = f"{own}.bias" in shapes
         if len(shape) == 1:
             module.add_module(own, Norm(*shape, config) if own.endswith("norm") else Vector(*shape))
+        elif len(shape) == 2:
+            module.add_module(own, Weights(shape[0], shape[1], has_bias))
         else:
-            module.add_module(own, (Weights if len(shape) == 2 else ExpertWeights)(*shape, f"{own}.bias" in shapes))
+            module.add_module(own, ExpertWeights(shape[0], shape[1], shape[2], has_bias))

@@ -90,8 +90,8 @@ class FolderCheckpoint(Checkpoint):
         self._text = text_model(self._config, self.shapes)
         for name in self._text.passed_over:
             del self._tensors[name], self.shapes[name]
-        for tensor in self._tensors.values():
-            self.weights_by_type[tensor.dtype] += prod(tensor.shape)
+        for one in self._tensors.values():
+            self.weights_by_type[one.dtype] += prod(one.shape)
         self._changes = None if adapter is None else adapter.for_tensors(self._text.name)
         architecture = ARCHITECTURES.get(str(self._text.config.get("model_type")))
         self._zeros = left_out(self.shapes, () if architecture is None else architecture.folder_zeros)
@@ -102,6 +102,12 @@ class FolderCheckpoint(Checkpoint):
         name = self._text.names.get(name, name)
         bare = name.partition(".")[2]
         return bare if name not in self.shapes and bare in self.shapes else name
+
+    def _stored_tensor(self, name: str) -> StoredTensor:
+        """A tensor that is no expert's."""
+        tensor = self._tensors[name]
+        assert isinstance(tensor, StoredTensor)
+        return tensor
 
     @property
     def facts(self) -> Facts:
@@ -153,7 +159,7 @@ class FolderCheckpoint(Checkpoint):
         embedding, head = map(self._stored, self._embedding_and_head(config))
         if embedding not in self.shapes and head in self.shapes:
             self._tensors[embedding], self.shapes[embedding] = self._tensors.pop(head), self.shapes.pop(head)
-        if head not in self.shapes or are_equal(self._tensors[embedding], self._tensors[head]):
+        if head not in self.shapes or are_equal(self._stored_tensor(embedding), self._stored_tensor(head)):
             return config
         logger.warning(
             "%s: config.json ties %s to the embedding, but the folder stores another one, which is used, as in "
@@ -271,7 +277,7 @@ class FolderCheckpoint(Checkpoint):
         return self.architecture.folder_rows(source, self.parts.get(source))
 
     def table(self, source: str) -> Table | None:
-        tensor = self._tensors[source]
+        tensor = self._stored_tensor(source)
         if source in self._updates or tensor.dtype not in NUMBERS:
             return None
         size = prod(tensor.shape) * (4 if tensor.dtype == "F32" else 2)
@@ -290,7 +296,7 @@ class FolderCheckpoint(Checkpoint):
             return np.zeros(stop - start, np.float32)
         tensor = self._tensors[source]
         transposed = self.architecture.stores_transposed(source)
-        piece = tensor.columns(start, stop).T if transposed else tensor.rows(start, stop)
+        piece = self._stored_tensor(source).columns(start, stop).T if transposed else tensor.rows(start, stop)
         piece = as_matrix(self.architecture.folder_values(source, piece))
         if self._changes is not None and source in self._updates:
             piece = piece + self._changes.update(self._updates[source], start, stop)

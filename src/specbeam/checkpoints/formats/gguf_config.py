@@ -195,8 +195,9 @@ def _read(
             **architecture.experts,
             "bias": "ffn_down_exps.bias" in metadata.in_layers,
         }
-        parts = (Attention, attention_fields), (MLP, mlp_fields), (Experts, experts_fields)
-        usual = Usual(*(partial(part, **numbers) for part, numbers in parts))
+        usual = Usual(
+            partial(Attention, **attention_fields), partial(MLP, **mlp_fields), partial(Experts, **experts_fields)
+        )
         return architecture.gguf_layer(i, usual, metadata)
 
     epsilon = "layer_norm_epsilon" if architecture.features.get("norm") == "layer" else "layer_norm_rms_epsilon"
