@@ -48,6 +48,13 @@ def by_transformers(given):
     try:
         complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
         complete.allow_global_per_layer_attribute_access = True  # layers of Gemma 4 have their own numbers
+        ropes = getattr(complete, "rope_parameters", None) or {}
+        if given["model_type"] == "hunyuan_v1_dense" and ropes.get("rope_type") == "dynamic" and ropes.get("alpha"):
+            dim = (
+                complete.head_dim or complete.hidden_size // complete.num_attention_heads
+            )  # as its model's code has it
+            theta = ropes["rope_theta"] * float(ropes["alpha"]) ** (dim / (dim - 2))
+            complete.rope_parameters = {"rope_type": "default", "rope_theta": theta}
         for parameters in nested(complete) or [complete.rope_parameters] if architecture.has_rope else []:
             check_rope(parameters)  # models of transformers fail later where this refuses
         return folder_config._read(architecture, complete, TENSORS)

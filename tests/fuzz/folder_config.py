@@ -20,8 +20,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_unified", {"sliding_window": 5, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     ("llama", {"rope_parameters": LLAMA3_ROPE}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
-    *((name, {}) for name in ("granite", "glm4")),
-    ("exaone4", {"sliding_window": 5}),
+    *((name, {}) for name in ("granite", "glm", "glm4", "ernie4_5", "seed_oss")),
+    *((name, {"sliding_window": 5}) for name in ("exaone4", "starcoder2", "cohere2")),
     ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [2.0, 4.0]}}),
 ]
 GENERATION = {

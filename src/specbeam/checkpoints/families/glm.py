@@ -57,7 +57,7 @@ class GLM4(GLM):
         "blocks.N.post_attention_norm": "model.layers.N.post_self_attn_layernorm",
         "blocks.N.post_mlp_norm": "model.layers.N.post_mlp_layernorm",
     }
-    gguf_keys: ClassVar = {"nextn_predict_layers": ("uint32",)}
+    gguf_keys: ClassVar = {"nextn_predict_layers": ("uint32",), "rope.dimension_sections": ("[uint32]", "[int32]")}
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.mlp.gate_up": "blk.N.ffn_up"}
 
     def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:

@@ -42,8 +42,8 @@ class Hunyuan(Architecture):
         if ropes["rope_type"] != "dynamic" or not alpha:
             return ropes
         head_dim = keys.head_dim or keys.hidden_size // keys.num_attention_heads
-        if not is_real(alpha):
-            raise SpecbeamError(f"config.json says alpha = {str(alpha)[:80]!r} for its rotation, which is no number")
+        if not is_real(alpha) or alpha <= 0:
+            raise SpecbeamError(f"config.json says alpha = {str(alpha)[:80]!r} for its rotation: it must be over 0")
         return {"rope_type": "default", "rope_theta": stretched(ropes["rope_theta"], alpha, head_dim)}
 
     def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:

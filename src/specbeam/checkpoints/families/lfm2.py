@@ -111,6 +111,7 @@ class LFM2MoE(LFM2):
 
     name = "lfm2_moe"
     gguf_name = "lfm2moe"
+    sizes = (65536, 2048, 32, 32)
     keys: ClassVar = {
         "conv_L_cache": (int, 3),
         "conv_bias": (bool, False),

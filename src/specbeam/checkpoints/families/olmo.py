@@ -77,6 +77,7 @@ class OLMoE(Architecture):
 
     name = "olmoe"
     gguf_name = "olmoe"
+    gguf_keys: ClassVar = {"attention.clamp_kqv": ("float32",)}
     tokenizer_class = "GPTNeoXTokenizer"
     keys: ClassVar = {
         "attention_bias": (bool, False),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
 from specbeam.checkpoints.architecture import Architecture, Usual
-from specbeam.checkpoints.config import Layer
+from specbeam.checkpoints.config import Config, Layer
 
 
 class StarCoder2(Architecture):
@@ -17,12 +18,11 @@ class StarCoder2(Architecture):
     tokenizer_class = "GPT2Tokenizer"
     features: ClassVar = {"norm": "layer"}
     mlp: ClassVar = {"activation": "gelu_tanh", "gated": False}
-    older_names: ClassVar = {"layer_norm_eps": "norm_epsilon"}
     keys: ClassVar = {
         "hidden_act": (str, "gelu_pytorch_tanh"),
         "intermediate_size": (int, 12288),
-        "layer_norm_eps": (float, 1e-5),
         "max_position_embeddings": (int, 4096),
+        "norm_epsilon": (float, 1e-5),
         "num_key_value_heads": (int, 2),
         "sliding_window": (int | None, None),
         "tie_word_embeddings": (bool, True),
@@ -35,6 +35,9 @@ class StarCoder2(Architecture):
 
     def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         return usual.attention(qkv_bias=keys.use_bias, output_bias=keys.use_bias), usual.mlp(bias=keys.use_bias)
+
+    def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
+        return replace(config, norm_eps=keys.norm_epsilon)
 
 
 ARCHITECTURES = (StarCoder2(),)
