@@ -224,6 +224,8 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     if composite is not None:
         architecture, images = COMPOSITES[composite]
         architecture = changes.pop("text", architecture)
+        if torch is None:
+            needs("transformers: models of several parts")
     sizes = {
         "vocab_size": 259,
         "hidden_size": 32,

@@ -26,7 +26,7 @@ from specbeam.core.tree import Tree
 from specbeam.system.machine import Memory
 from tests.backends.test_conformance import FAMILIES, ONE_PER_ARCHITECTURE
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import examples, random_model, rewrite
+from tests.conftest import examples, needs_torch, random_model, rewrite
 
 ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe")
 ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "neon", "portable") if library().specbeam_isa(isa.encode())]
@@ -82,6 +82,7 @@ def test_a_folder_and_a_file_have_the_same_bits_however_they_store_the_experts(s
     assert len(bits) == 1
 
 
+@needs_torch
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_of_equal_scores_the_lower_experts_are_taken(save, backend):
     """A router that prefers no expert. The model is equal to one that has the first three experts alone."""
