@@ -41,7 +41,7 @@ from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.tree import Tree
 from tests.backends.test_conformance import FAMILIES, WITH_KERNELS, evaluate
-from tests.conftest import in_thorough_mode, random_model
+from tests.conftest import random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of padding are whatever they are
 DTYPES = [torch.float32, torch.float16]  # the interpreter has no products of bfloat16
@@ -217,6 +217,7 @@ def test_texts_equal_the_texts_of_the_reference(pair, options):
     assert got.sequences[0].score == pytest.approx(expected.sequences[0].score, abs=1e-4)
 
 
+@pytest.mark.thorough
 def test_requests_go_ahead_together(pair):
     """Sequences and searches, some with suffixes: each as if it were alone."""
     reference, lm = pair("llama")
@@ -233,13 +234,10 @@ def test_requests_go_ahead_together(pair):
         assert request.result().sequences[0].score == pytest.approx(expected.sequences[0].score, abs=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("gpu", "family"),
-    [
-        ("H100", "qwen3"),
-        *(pytest.param("H100", family, marks=pytest.mark.thorough) for family in ("gpt2", "gemma2")),
-        *(pytest.param(gpu, "qwen3", marks=pytest.mark.thorough) for gpu in ("A100", "RTX 4090")),
-    ],
+    [("H100", "qwen3"), ("H100", "gpt2"), ("H100", "gemma2"), ("A100", "qwen3"), ("RTX 4090", "qwen3")],
 )
 def test_kernels_compile_for_gpus(save, gpu, family, tmp_path):
     """Their shared memory suffices, also for heads of 256 features."""
@@ -250,8 +248,7 @@ def test_kernels_compile_for_gpus(save, gpu, family, tmp_path):
         )
     )
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    counts = ("1", "3", "40") if in_thorough_mode() else ("1", "40")
-    command = [sys.executable, "-m", "tests.backends.compiled_kernels", gpu, str(folder), *counts]
+    command = [sys.executable, "-m", "tests.backends.compiled_kernels", gpu, str(folder), "1", "3", "40"]
     env = own | {"TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
