@@ -913,3 +913,24 @@ def test_the_files_are_small_and_served_with_a_policy(served):
     assert "http" not in (PAGE / "index.html").read_text()
     assert served.http.get("/page/../app.py").status_code == 404
     assert "/" not in served.http.get("/openapi.json").json()["paths"]
+
+
+def test_thoughts_are_folded_above_the_answer(tab, served):
+    """Events as the server of a model that thinks sends them."""
+    sent = [{"event": "answer", "reasoning": "Two and two.", "content": ""}]
+    sent += [{"event": "answer", "reasoning": "", "content": "Four."}]
+    ended = {"text": "<think>Two and two.</think>Four.", "finish_reason": "stop", "token_ids": [], "score": 0}
+    stats = {"new_tokens": 3, "target_passes": 3, "draft_passes": 0, "drafted": 0, "accepted": 0, "seconds": 1.0}
+    begun = {"event": "begin", "format": 1, "model": "tiny", "draft": "none", "options": {}, "prompt": []}
+    every = [begun, *sent, {"event": "end", "sequences": [ended | {"log_prob": 0}], "stats": stats}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in every)
+    tab.route("**/rounds/chat", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    tab.goto(f"{served.url}/#view=chat")
+    tab.locator("#message").fill("What is two and two?")
+    tab.get_by_role("button", name="Send", exact=True).click()
+    tab.get_by_text("Four.", exact=True).wait_for()
+    thoughts = tab.get_by_text("Two and two.", exact=True)
+    assert not thoughts.is_visible()
+    tab.locator("details.thoughts summary").click()
+    assert thoughts.is_visible()
+    assert "<think>" not in tab.locator(".messages").inner_text()
