@@ -12,6 +12,7 @@ from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.setup import Setup
 from specbeam.drafting.custom import CustomDrafter, FunctionDrafter, MakeDrafter, Propose
 from specbeam.drafting.drafter import Chains, Drafter
+from specbeam.drafting.head import HeadDrafter
 from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.policy import Cost
@@ -42,7 +43,7 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
             return lm.draft_model(source)
         except SpecbeamError as error:
             raise SpecbeamError(
-                f'draft={os.fspath(source)!r}: give "ngram", "suffix", a model or module:name; {error}', option="draft"
+                f'draft={os.fspath(source)!r}: give "ngram", "suffix", "mtp", a model or module:name; {error}', option="draft"
             ) from error
 
     if isinstance(draft, str):
@@ -146,15 +147,9 @@ def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, c
         warpers = warpers_of(replace(options, temperature=temperature, top_k=top_k))
         selector = Selector(selector.process, warpers, selector.seed)
     added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
-    return ModelDrafter(
-        setup.tree,
-        selector,
-        setup.stop,
-        lm.backend.vocab_size,
-        draft.backend.context_length,
-        [token_id for token_id, token in added.items() if token.special],
-        controller,
-    )
+    special = [token_id for token_id, token in added.items() if token.special]
+    about = (setup.tree, selector, setup.stop, lm.backend.vocab_size, draft.backend.context_length, special, controller)
+    return ModelDrafter(*about) if draft.backend.target is None else HeadDrafter(draft.backend.target, *about)
 
 
 def _is_module(draft: Any) -> bool:
@@ -178,6 +173,10 @@ def _check_own(draft: Any) -> None:
 
 
 def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
+    if draft.backend.target is not None and draft.backend.target is not lm.backend:
+        raise SpecbeamError(
+            f"the draft head {draft.source} was loaded for another model than {lm.source}: give its source as the draft"
+        )
     ours, theirs = lm.backend.device, draft.backend.device
     if ours != theirs:
         raise SpecbeamError(

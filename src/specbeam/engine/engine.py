@@ -110,6 +110,8 @@ class Engine:
             raise SpecbeamError(
                 f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
             )
+        if lm.backend.target is not None:
+            raise SpecbeamError(f"{lm.source} is a draft head and no model: give it as the draft of its model")
         self.lm = lm
         self._budget = Budget(lm.backend, max_batch_tokens, max_cache_tokens)
         self._clients: Clients[RequestState] = Clients()

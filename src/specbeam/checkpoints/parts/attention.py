@@ -74,6 +74,8 @@ class Attention(Heads):
         keys_are_values: the values are the keys before norm and rotation, so there is no product for them.
         shares_keys_of: the number of an earlier layer, whose keys and values are read in place of own ones; None where
             it has its own.
+        beside_embedding: its input is the normed embedding of the node's token, then the normed hidden states. Only
+            draft heads have it (:class:`specbeam.checkpoints.stems.FeatureStem`).
         sinks: a number for each query head is one more score in the softmax, and has no value (OpenAI 2025).
     """
 
@@ -87,6 +89,7 @@ class Attention(Heads):
     keys_are_values: bool = False
     shares_keys_of: int | None = None
     sinks: bool = False
+    beside_embedding: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,7 +116,7 @@ class Attention(Heads):
         return Memory(2 * self.key_size if self.shares_keys_of is None else 0, self.window)
 
     def weights(self, config: Sizes) -> Parameters:
-        hidden, own = config.hidden_size, self.shares_keys_of is None
+        hidden, own = config.hidden_size * (2 if self.beside_embedding else 1), self.shares_keys_of is None
         if not own:
             yield from product("query", self.query_size, hidden, self.qkv_bias)
         elif self.keys_are_values:

@@ -1,0 +1,156 @@
+"""Draft heads that read hidden states of the target: multi-token prediction (MTP) and EAGLE-3."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam
+from specbeam.backends.contract import NO_FEATURE
+from specbeam.cache.slots import Slots
+from specbeam.core.tree import Tree
+from tests.conftest import random_model
+from tests.heads import add_mtp, write_eagle3
+
+TOKENS = [3, 17, 5, 9, 250, 44, 7, 3, 17, 5, 100, 8]
+DRAFTED = [21, 6, 90]
+"""Tokens that the target has not evaluated: there a head reads its own features."""
+SOME = [*range(0, 259, 3)]
+"""The tokens that an EAGLE-3 head has."""
+
+
+def norm(x, weight, eps=1e-6):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotated(x, positions, theta):
+    """Halves of heads, rotated. x: [heads, n, features]"""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    left, right = x[..., :half], x[..., half:]
+    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
+
+
+def attention(x, w, theta, heads, kv_heads, size, norms=None, eps=1e-6):
+    """Causal attention with projections w("q") to w("o") of all rows of x, [n, features]."""
+    n, split = len(x), lambda y, count: y.view(len(x), count, size).transpose(0, 1)
+    q, k, v = split(x @ w("q").T, heads), split(x @ w("k").T, kv_heads), split(x @ w("v").T, kv_heads)
+    if norms is not None:
+        q, k = norm(q, norms[0], eps), norm(k, norms[1], eps)
+    positions = torch.arange(n, dtype=torch.float64)
+    q, k = rotated(q, positions, theta), rotated(k, positions, theta)
+    k, v = (y.repeat_interleave(heads // kv_heads, 0) for y in (k, v))
+    scores = (q @ k.transpose(1, 2)) / size**0.5 + torch.full((n, n), -torch.inf).triu(1)
+    return (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1) @ w("o").T
+
+
+def mlp(x, w):
+    return (torch.nn.functional.silu(x @ w("gate").T) * (x @ w("up").T)) @ w("down").T
+
+
+def states_of(model, tokens):
+    """The hidden states before each layer, and the last normed ones, [layers + 1, n, hidden]."""
+    with torch.no_grad():
+        return torch.stack(model(torch.tensor([tokens]), output_hidden_states=True).hidden_states)[:, 0].double()
+
+
+def mtp_logits(model, head, tokens, drafted):
+    """Logits after each token but the first, with the head's own features before all drafted tokens but the first."""
+    w = {name: torch.tensor(tensor).double() for name, tensor in head.items()}
+    weights, config = {n: p.double() for n, p in model.state_dict().items()}, model.config
+    theta, eps = config.rope_parameters["rope_theta"], config.rms_norm_eps
+    features, logits = list(states_of(model, tokens)[-1]), []
+    sequence = tokens + drafted
+    for end in range(len(tokens), len(sequence) + 1):
+        e = weights["model.embed_tokens.weight"][sequence[1:end]]
+        both = [
+            norm(e, w["mtp.pre_fc_norm_embedding.weight"], eps),
+            norm(torch.stack(features[: end - 1]), w["mtp.pre_fc_norm_hidden.weight"], eps),
+        ]
+        x, layer = torch.cat(both, -1) @ w["mtp.fc.weight"].T, "mtp.layers.0."
+        norms = [w[f"{layer}self_attn.{n}_norm.weight"] for n in "qk"] if config.model_type == "qwen3" else None
+        x = x + attention(
+            norm(x, w[f"{layer}input_layernorm.weight"], eps),
+            lambda n: w[f"mtp.layers.0.self_attn.{n}_proj.weight"],
+            *(theta, config.num_attention_heads, config.num_key_value_heads, config.head_dim, norms, eps),
+        )
+        x = x + mlp(
+            norm(x, w[f"{layer}post_attention_layernorm.weight"], eps),
+            lambda n: w[f"mtp.layers.0.mlp.{n}_proj.weight"],
+        )
+        states = norm(x, w["mtp.norm.weight"], eps)
+        features = features[: len(tokens)] + list(states[len(tokens) - 1 :])
+        # the feature of the last token that the target has evaluated is the target's
+        logits = states @ weights["lm_head.weight"].T
+    return logits.numpy()
+
+
+def eagle3_logits(model, head, tokens, drafted):
+    """The same of an EAGLE-3 head."""
+    w = {name.removesuffix(".weight"): torch.tensor(tensor) for name, tensor in head.items()}
+    w = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in w.items()}
+    states, count = states_of(model, tokens), model.config.num_hidden_layers
+    embedding = model.state_dict()["model.embed_tokens.weight"].double()
+    read = torch.cat([states[2], states[count // 2], states[count - 3]], -1) @ w["fc"].T
+    features, sequence, layer = list(read), tokens + drafted, "midlayer."
+    for end in range(len(tokens), len(sequence) + 1):
+        e = norm(embedding[sequence[1:end]], w[f"{layer}input_layernorm"], 1e-5)
+        x = torch.stack(features[: end - 1])
+        beside = torch.cat([e, norm(x, w[f"{layer}hidden_norm"], 1e-5)], -1)
+        x = x + attention(beside, lambda n: w[f"midlayer.self_attn.{n}_proj"], 1000.0, 4, 2, 8)
+        x = x + mlp(norm(x, w[f"{layer}post_attention_layernorm"], 1e-5), lambda n: w[f"midlayer.mlp.{n}_proj"])
+        features = features[: len(tokens)] + list(x[len(tokens) - 1 :])
+        logits = norm(x, w["norm"], 1e-5) @ w["lm_head"].T
+    found = torch.full((len(sequence) - 1, model.config.vocab_size), -torch.inf, dtype=torch.float64)
+    found[:, torch.arange(len(w["lm_head"])) + w.get("d2t", 0)] = logits
+    return found.numpy()
+
+
+def logits_of(lm, head, tokens, drafted, pieces=(100,)):
+    """Logits of a head after each token, which it and the target read in pieces of these sizes."""
+    tree = Tree(tokens + drafted)
+    theirs, own, rows, start = Slots(tree, lm.backend), Slots(tree, head.backend), [], 0
+    for size in pieces:
+        nodes = np.arange(start, min(start + size, len(tokens)))
+        lm.backend.forward([theirs.tree_batch(nodes, nodes[:0])])
+        batch = own.tree_batch(nodes, np.arange(len(nodes)))
+        batch.features = theirs.at(np.maximum(nodes - 1, 0))
+        rows.append(head.backend.forward([batch]))
+        start += size
+    for node in range(len(tokens), len(tree)):
+        batch = own.tree_batch(np.array([node]), np.array([0]))
+        is_first = node == len(tokens)  # the target has evaluated its parent
+        batch.features = theirs.at(np.array([node - 1])) if is_first else -2 - own.at(np.array([node - 1]))
+        rows.append(head.backend.forward([batch]))
+    return np.concatenate(rows)
+
+
+def two_layers(kind, **changes):
+    return random_model(kind, num_hidden_layers=2, **changes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_mtp_head_has_the_logits_of_its_formulas(save, kind):
+    model = two_layers(kind, **({"head_dim": 8} if kind == "llama" else {}))
+    head = add_mtp(folder := save(model))
+    lm = specbeam.load(folder, backend="cpu", quantize="float32")
+    found = logits_of(lm, lm.draft_model("mtp"), TOKENS, DRAFTED)
+    expected = mtp_logits(model, head, TOKENS, DRAFTED)
+    assert (found[0] == -np.inf).all()  # the root has no parent, whose features it would read
+    assert expected.std() > 0.5
+    assert np.abs(found[1:] - expected).max() < 2e-3
+
+
+@pytest.mark.parametrize("tokens", [None, SOME])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_eagle3_head_has_the_logits_of_its_formulas(save, tmp_path, kind, tokens):
+    model = random_model(kind, num_hidden_layers=6)
+    head = write_eagle3(tmp_path / "head", folder := save(model), tokens=tokens)
+    lm = specbeam.load(folder, backend="cpu", quantize="float32")
+    found = logits_of(lm, lm.draft_model(tmp_path / "head"), TOKENS, DRAFTED)
+    expected = eagle3_logits(model, head, TOKENS, DRAFTED)
+    assert (np.isinf(found[1:]) == np.isinf(expected)).all()
+    is_there = np.isfinite(expected)
+    assert expected[is_there].std() > 0.5
+    assert np.abs(found[1:][is_there] - expected[is_there]).max() < 2e-3
