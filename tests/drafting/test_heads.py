@@ -1,16 +1,22 @@
 """Draft heads that read hidden states of the target: multi-token prediction (MTP) and EAGLE-3."""
 
-import json
+import random
+import zlib
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import specbeam
-from specbeam.backends.contract import NO_FEATURE
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import Tree
-from tests.conftest import random_model
+from tests.backends.test_conformance import FAMILIES
+from tests.cases import BOS, EOS, FOLDERS, Models, draw_case, prompt_of, run_case
+from tests.conftest import byte_tokenizer, examples, random_model
+from tests.engine.conftest import assert_memory_is_within_its_limit, assert_nothing_is_held
+from tests.engine.test_exactness import alone
 from tests.heads import add_mtp, write_eagle3
 
 TOKENS = [3, 17, 5, 9, 250, 44, 7, 3, 17, 5, 100, 8]
@@ -154,3 +160,136 @@ def test_an_eagle3_head_has_the_logits_of_its_formulas(save, tmp_path, kind, tok
     is_there = np.isfinite(expected)
     assert expected[is_there].std() > 0.5
     assert np.abs(found[1:][is_there] - expected[is_there]).max() < 2e-3
+
+
+@pytest.fixture(scope="module")
+def heads(save, tmp_path_factory):
+    """By model: its folder, and the names of its heads. With few tokens, many draft tokens are accepted."""
+    made = {}
+    for name, kind, size in (("llama", "llama", 12), ("qwen3", "qwen3", 40)):
+        model = random_model(kind, vocab_size=size, num_hidden_layers=4, eos_token_id=1, bos_token_id=0)
+        add_mtp(folder := save(model))
+        few = [*range(0, size, 2)]
+        for number, tokens in enumerate((None, few)):
+            write_eagle3(tmp_path_factory.getbasetemp() / f"{name} {number}", folder, tokens=tokens)
+        made[name] = folder, ["mtp", *(str(tmp_path_factory.getbasetemp() / f"{name} {n}") for n in (0, 1))]
+    return made
+
+
+METHODS = {
+    "greedy": {},
+    "sample": {"do_sample": True, "seed": 5},
+    "2 beams": {"num_beams": 2},
+    "8 beams": {"num_beams": 8, "num_return_sequences": 8},
+    "drawn beams": {"num_beams": 4, "do_sample": True, "seed": 5},
+}
+
+
+@pytest.mark.parametrize("how", ["float32", "int8"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_texts_are_those_without_a_head(heads, name, method, how):
+    folder, drafts = heads[name]
+    lm = specbeam.load(folder, backend="cpu", quantize=how, threads=1)
+    options = {"max_new_tokens": 24, "min_new_tokens": 20, **METHODS[method]}
+    plain = specbeam.generate(lm, [3, 5, 2, 7, 4], **options)
+    for draft in drafts:
+        sizes = {"num_draft_tokens": 3, "draft_width": 2}
+        drafted = specbeam.generate(lm, [3, 5, 2, 7, 4], draft=draft, **sizes, **options)
+        assert drafted.stats.drafted > 0
+        for one, other in zip(plain.sequences, drafted.sequences, strict=True):
+            assert (one.token_ids, one.score.hex()) == (other.token_ids, other.score.hex())
+            assert one.log_probs == other.log_probs
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_in_the_engine_a_head_reads_the_features_of_the_target(save, tmp_path, monkeypatch, kind, options):
+    """Draft tokens alone are made of its own features. Accepted ones are evaluated again."""
+    size, prompt = 8, [3, 5, 2, 0, 4]
+    model = random_model("qwen3", vocab_size=size, num_hidden_layers=4, eos_token_id=1, bos_token_id=0)
+    folder = save(model)
+    head = add_mtp(folder) if kind == "mtp" else write_eagle3(tmp_path / "head", folder, tokens=[*range(size - 1)])
+    lm = specbeam.load(folder, backend="cpu", quantize="float32", threads=1)
+    draft = lm.draft_model("mtp" if kind == "mtp" else tmp_path / "head")
+    formulas, forward = {"mtp": mtp_logits, "eagle3": eagle3_logits}[kind], draft.backend.forward
+    tokens, is_own, depths = {}, {}, []  # by slot
+
+    def watched(segments):
+        found = forward(segments)
+        (segment,) = segments
+        tokens.update(zip(segment.slots.tolist(), segment.tokens.tolist(), strict=True))
+        is_own.update(zip(segment.slots.tolist(), (segment.features < 0).tolist(), strict=True))
+        for row, logits in zip(segment.wanted.tolist(), found, strict=True):
+            path = [*segment.prefix, *segment.suffixes[row]][: segment.positions[row] + 1]
+            depth = sum(is_own[slot] for slot in path)
+            assert not any(is_own[slot] for slot in path[: len(path) - depth])
+            text = [tokens[slot] for slot in path]
+            expected = formulas(model, head, text[: -depth - 1], text[-depth - 1 :])[-1]
+            is_there = np.isfinite(logits)
+            assert np.abs(logits[is_there] - expected[is_there]).max() < 2e-3
+            depths.append(depth)
+        return found
+
+    monkeypatch.setattr(draft.backend, "forward", watched)
+    sizes = {"num_draft_tokens": 3, "draft_width": 4}
+    result = specbeam.generate(lm, prompt, draft=draft, **sizes, max_new_tokens=10, min_new_tokens=10, **options)
+    assert result.stats.accepted > 1
+    assert {0, 1, 2} <= {*depths}
+
+
+WITH_HEADS = ("llama, 8 tokens", "llama, confident", "llama, spellings", "qwen3", "glm4")
+
+
+class WithHeads(Models):
+    """The models of some cases, with heads of both kinds for each."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        for name in WITH_HEADS:
+            family, vocabulary = FOLDERS[name]
+            architecture, changes = FAMILIES[family]
+            ends = {"eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": EOS}
+            sizes = {"vocab_size": vocabulary, "num_hidden_layers": 4, **ends, **changes}
+            model = random_model(architecture, seed=zlib.crc32(name.encode()), **sizes)
+            model.save_pretrained(folder / name)
+            byte_tokenizer(vocab_size=vocabulary).save_pretrained(folder / name)
+            add_mtp(folder / name)
+            tokens = [*range(2, vocabulary, 2)]
+            write_eagle3(folder / f"eagle3 of {name}", folder / name, tokens=tokens)
+
+    def draft(self, case, name):
+        lm = self.load(case["model"], case["format"])
+        return name and lm.draft_model("mtp" if name == "mtp" else self.folder / f"eagle3 of {case['model']}")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return WithHeads(tmp_path_factory.mktemp("models"))
+
+
+def case_with_heads(seed):
+    """The first case of a seed whose model has heads here, with a head for most of its requests."""
+    index = 0
+    while True:
+        case, index = draw_case(seed, index), index + 1
+        if case["model"] in WITH_HEADS and case["format"] not in ("torch", "transformers"):
+            draw = random.Random(seed)
+            for one in case["requests"]:
+                can_draft = one["kind"] != "samples" and one["options"].get("num_return_sequences", 1) >= 1
+                one["draft"] = draw.choice((None, "mtp", "mtp", "eagle3", "eagle3")) if can_draft else None
+                if one["draft"] is None:
+                    one["options"] = {name: value for name, value in one["options"].items() if "draft" not in name}
+            return case
+
+
+@settings(max_examples=examples(3))
+@given(case=st.integers(0, 10**9).map(case_with_heads))
+def test_batches_preemption_and_shared_prefixes_change_no_bit(models, case):
+    checks = {"stepped": assert_memory_is_within_its_limit, "ended": assert_nothing_is_held}
+    outcomes = run_case(case, models, **checks)
+    for number, (request, outcome) in enumerate(zip(case["requests"], outcomes, strict=True)):
+        if "cancel" in request or "timeout" in request or "broken" in outcome or "error" in outcome:
+            continue
+        (expected,) = run_case(alone(case, request, prompt_of(case, number, outcomes)), models)
+        assert outcome == expected
