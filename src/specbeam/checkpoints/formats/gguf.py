@@ -19,7 +19,13 @@ from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts, Table, le
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
 from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
-from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, NEXTN, check_transformers, config_from_gguf
+from specbeam.checkpoints.formats.gguf_config import (
+    DIVISORS,
+    KINDS_OF_MODELS,
+    NEXTN,
+    check_transformers,
+    config_from_gguf,
+)
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, GGUFVocabulary, vocabulary_from_gguf

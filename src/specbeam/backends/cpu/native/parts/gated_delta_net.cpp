@@ -7,8 +7,8 @@ namespace specbeam {
 
 namespace {
 
-// ln(1 + y) of y from 0 to 1, by the series of the inverse hyperbolic tangent. The system's function has other last bits
-// in another version.
+// ln(1 + y) of y from 0 to 1, by the series of the inverse hyperbolic tangent. The system's function has other last
+// bits in another version.
 F32 log1p(F32 y) {
   const F32 s = y / (2.0f + y), square = s * s;
   F32 sum = all(1.0f / 17);
@@ -83,9 +83,8 @@ class GatedDeltaNet final : public Part {
       rates(row + convolved + values, mixed + n * stride + at_rates);
     });
     const int64_t groups = 2 * heads.num_key_heads + count;
-    p.threads.each(p.nodes * groups, 8, [&](int64_t i) {
-      convolve(p, kept, i / groups, i % groups, mixed + i / groups * stride);
-    });
+    p.threads.each(p.nodes * groups, 8,
+                   [&](int64_t i) { convolve(p, kept, i / groups, i % groups, mixed + i / groups * stride); });
     float *attended = room(p.space.attended, p.nodes * values);
     const float *keys = mixed + heads.key_size(), *decays = mixed + at_rates;
     attend_linearly(p, heads, p.cache.rows(heads.row_size(), rows), state,
@@ -139,8 +138,8 @@ class GatedDeltaNet final : public Part {
       store(to + i, active);
     }
     if (group >= vectors) return;
-    const double length = std::sqrt(double(sum(squares)) + 1e-6) *
-                          (group < heads.num_key_heads ? std::sqrt(double(heads.key_dim)) : 1.0);
+    const double length =
+        std::sqrt(double(sum(squares)) + 1e-6) * (group < heads.num_key_heads ? std::sqrt(double(heads.key_dim)) : 1.0);
     const float by = float(1 / length);
     for (int64_t i = begin; i < begin + size; i += LANES) store(to + i, load<F32>(to + i) * by);
   }
