@@ -11,8 +11,8 @@ def add_mtp(folder, seed=0, spread=0.4):
     """Add a multi-token prediction head to a folder of a model, as Qwen3.5's folders have it."""
     file, draw = Path(folder) / "model.safetensors", np.random.default_rng(seed)
     tensors = load_file(file)
-    config = json.loads((Path(folder) / "config.json").read_text())
-    last, hidden = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    hidden = json.loads((Path(folder) / "config.json").read_text())["hidden_size"]
+    last = max(name for name in tensors if "self_attn" in name).partition("self_attn")[0]  # of fewer than 10 layers
     shapes = {"fc.weight": (hidden, 2 * hidden)}
     shapes |= {f"{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     shapes |= {f"layers.0.{n.removeprefix(last)}": t.shape for n, t in tensors.items() if n.startswith(last)}

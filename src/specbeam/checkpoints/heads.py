@@ -25,6 +25,9 @@ FOLDER_MODULES = {
 }
 """A head's modules outside of its layer, by our names: their names in a folder."""
 
+GGUF_MODULES = {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "norm": "shared_head_norm"}
+"""The same in the head's block of a GGUF file."""
+
 
 def mtp_config(target: Config) -> Config:
     """The configuration of the multi-token prediction head of a model.
@@ -53,6 +56,18 @@ def folder_modules(target: Mapping[str, str]) -> dict[str, str]:
     """
     of_layer = {own: name for own, name in target.items() if own.startswith("blocks.")}
     return {own: name.replace("model.layers.N", "mtp.layers.N") for own, name in of_layer.items()} | FOLDER_MODULES
+
+
+def gguf_modules(target: Mapping[str, str], block: int) -> dict[str, str]:
+    """The names of a head's modules in a GGUF file, by our names.
+
+    Args:
+        target: the same of its target (:attr:`specbeam.checkpoints.architecture.Architecture.gguf_tensors`).
+        block: the number of its block, which follows the layers of the target.
+    """
+    of_layer = {own: name for own, name in target.items() if own.startswith("blocks.")}
+    own = {name: f"blk.{block}.nextn.{theirs}" for name, theirs in GGUF_MODULES.items()}
+    return {name: theirs.replace("blk.N", f"blk.{block}") for name, theirs in of_layer.items()} | own
 
 
 def check_one_layer(tensors: Collection[str]) -> None:

@@ -7,6 +7,7 @@ import mmap
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -19,8 +20,15 @@ from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts, Table, le
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
 from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
-from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, check_transformers, config_from_gguf
+from specbeam.checkpoints.formats.gguf_config import (
+    DIVISORS,
+    KINDS_OF_MODELS,
+    NEXTN,
+    check_transformers,
+    config_from_gguf,
+)
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
+from specbeam.checkpoints.heads import gguf_modules, mtp_config
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, GGUFVocabulary, vocabulary_from_gguf
 from specbeam.errors import SpecbeamError
@@ -195,11 +203,31 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return DIVISORS + self.architecture.gguf_ignored
+        layers, further = self.config.num_layers, self.metadata.get(f"{self.architecture.gguf_name}.{NEXTN}", 0)
+        blocks = tuple(f"blk.{layers + i}." for i in range(further))
+        passed_over = tuple(name for name in self.shapes if blocks and name.startswith(blocks))
+        return DIVISORS + self.architecture.gguf_ignored + passed_over
 
-    @property
+    @cached_property
     def modules(self) -> Mapping[str, str]:
         return self.architecture.gguf_tensors
+
+    @cached_property
+    def mtp(self) -> GGUFCheckpoint | None:
+        block, further = self.config.num_layers, self.metadata.get(f"{self.architecture.gguf_name}.{NEXTN}", 0)
+        if not further:
+            return None
+        if further > 1:
+            raise SpecbeamError(f"{self.path}: a head for multi-token prediction of {further} blocks is not supported")
+        head = copy(self)
+        vars(head).pop("parts", None)
+        vars(head).update(
+            config=mtp_config(self.config),
+            modules=gguf_modules(self.modules, block),
+            shapes={name: shape for name, shape in self.shapes.items() if name.startswith(f"blk.{block}.")},
+            is_head=True,
+        )
+        return head
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:

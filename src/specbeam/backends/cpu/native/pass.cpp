@@ -109,6 +109,7 @@ Pass::Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segm
   for (const auto &one : model.features)
     if (one->of_all) last_read = std::max(last_read, *std::max_element(one->layers.begin(), one->layers.end()));
   if (model.encoder) find_sources(count);
+  if (cache.states) find_borders(*this, space.borders);
 }
 
 // A node sees its whole source: a prefix, which ends where the node stands.
@@ -438,6 +439,7 @@ void forward(const Model &model, const Cache &cache, Threads &threads, Workspace
   Pass pass(model, cache, threads, workspace, segments, count, wanted, wanted_count);
   const Threads::Awake awake(threads);
   pass.run(vocab, logits);
+  cache.states.finish_pass();
 }
 
 void encode(const Model &encoder, const Cache &one_part, Threads &threads, Workspace &workspace, const float *features,
