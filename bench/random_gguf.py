@@ -105,7 +105,27 @@ class ExpertsShape(NamedTuple):
     window: int = 0
 
 
-SHAPES: dict[str, Shape | GemmaShape | ExpertsShape] = {
+class QwenShape(NamedTuple):
+    """The sizes of a Qwen3.5 without experts, whose last block is a head for multi-token prediction.
+
+    Attributes:
+        layers: every fourth one has attention, the others have Gated DeltaNets.
+        linear_heads, linear: of these, value heads and key heads alike, and the size of a head.
+    """
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int
+    linear_heads: int = 16
+    head: int = 256
+    linear: int = 128
+    filter: int = 4
+    vocab: int = 248_320
+
+
+SHAPES: dict[str, Shape | GemmaShape | ExpertsShape | QwenShape] = {
     "lfm2-350m": Shape(1024, 4608, 16, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-700m": Shape(1536, 6912, 24, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-1.2b": Shape(2048, 8192, 32, 8, 16, (2, 5, 8, 10, 12, 14)),
@@ -114,6 +134,7 @@ SHAPES: dict[str, Shape | GemmaShape | ExpertsShape] = {
     "hy-mt-7b": Shape(4096, 14336, 32, 8, 32, range(32), "hunyuan-dense", vocab=128_256, context=262_144),
     "gemma4-e2b": GemmaShape(1536, 6144, 8, 1, 35, 5, 20, 2),
     "gemma4-e4b": GemmaShape(2560, 10240, 8, 2, 42, 6, 18, 1),
+    "qwen3.5-0.8b": QwenShape(1024, 3584, 8, 2, 24),
     "qwen3-30b-a3b": ExpertsShape("qwen3moe", 2048, 768, 128, 8, 32, 4, 128, 48, 151_936, 40_960, 1e6),
     "olmoe-1b-7b": ExpertsShape("olmoe", 2048, 1024, 64, 8, 16, 16, 128, 16, 50_304, 4096, 1e4),
     "gpt-oss-20b": ExpertsShape("gpt-oss", 2880, 2880, 32, 4, 64, 8, 64, 24, 201_088, 131_072, 150_000.0, 128),
@@ -134,7 +155,8 @@ def main() -> None:
     shape = SHAPES[given.shape]
     if isinstance(shape, ExpertsShape):
         shape = shape._replace(layers=min(given.layers or shape.layers, shape.layers))
-    architecture = "gemma4" if isinstance(shape, GemmaShape) else shape.architecture
+    named = {GemmaShape: "gemma4", QwenShape: "qwen35"}
+    architecture = named.get(type(shape)) or shape.architecture
     writer = GGUFWriter(given.file, architecture, use_temp_file=True)
     draw = np.random.default_rng(given.seed)
     writer.add_name(f"random {given.shape}")
@@ -142,6 +164,8 @@ def main() -> None:
         write(writer, shape, draw)
     elif isinstance(shape, GemmaShape):
         write_gemma4(writer, shape, draw)
+    elif isinstance(shape, QwenShape):
+        write_qwen35(writer, shape, draw)
     else:
         write_experts(writer, shape, draw)
     writer.write_header_to_file()
@@ -199,6 +223,67 @@ def write(writer: GGUFWriter, shape: Shape, draw: np.random.Generator) -> None:
         matrix(f"{at}.ffn_gate", shape.inner, hidden)
         matrix(f"{at}.ffn_up", shape.inner, hidden)
         matrix(f"{at}.ffn_down", hidden, shape.inner)
+
+
+def write_qwen35(writer: GGUFWriter, shape: QwenShape, draw: np.random.Generator) -> None:
+    """The same for Qwen3.5, without a vocabulary."""
+    hidden, wide, of_linear = shape.hidden, shape.heads * shape.head, shape.linear_heads * shape.linear
+    writer.add_block_count(shape.layers + 1)
+    writer.add_uint32("qwen35.nextn_predict_layers", 1)
+    writer.add_context_length(262_144)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head)
+    writer.add_value_length(shape.head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(shape.head // 4)
+    writer.add_rope_freq_base(1e7)
+    writer.add_uint32("qwen35.full_attention_interval", 4)
+    writer.add_uint32("qwen35.ssm.conv_kernel", shape.filter)
+    writer.add_uint32("qwen35.ssm.group_count", shape.linear_heads)
+    writer.add_uint32("qwen35.ssm.time_step_rank", shape.linear_heads)
+    writer.add_uint32("qwen35.ssm.state_size", shape.linear)
+    writer.add_uint32("qwen35.ssm.inner_size", of_linear)
+
+    def matrix(name: str, rows: int, columns: int, kind: GGMLQuantizationType = Q4_0) -> None:
+        writer.add_tensor(f"{name}.weight", blocks(draw, rows, columns, kind), raw_dtype=kind)
+
+    def vector(name: str, size: int, value: float = 1.0) -> None:
+        writer.add_tensor(name, np.full(size, value, np.float32))
+
+    matrix("token_embd", shape.vocab, hidden, Q8_0)
+    vector("output_norm.weight", hidden)
+    for layer in range(shape.layers + 1):
+        at = f"blk.{layer}"
+        vector(f"{at}.attn_norm.weight", hidden)
+        if layer == shape.layers or (layer + 1) % 4 == 0:
+            matrix(f"{at}.attn_q", 2 * wide, hidden)
+            matrix(f"{at}.attn_k", shape.kv_heads * shape.head, hidden)
+            matrix(f"{at}.attn_v", shape.kv_heads * shape.head, hidden)
+            matrix(f"{at}.attn_output", hidden, wide)
+            vector(f"{at}.attn_q_norm.weight", shape.head)
+            vector(f"{at}.attn_k_norm.weight", shape.head)
+        else:
+            matrix(f"{at}.attn_qkv", 3 * of_linear, hidden)
+            matrix(f"{at}.attn_gate", of_linear, hidden)
+            matrix(f"{at}.ssm_beta", shape.linear_heads, hidden)
+            matrix(f"{at}.ssm_alpha", shape.linear_heads, hidden)
+            filters = draw.normal(0, 0.3, (3 * of_linear, shape.filter)).astype(np.float32)
+            writer.add_tensor(f"{at}.ssm_conv1d.weight", filters)
+            vector(f"{at}.ssm_a", shape.linear_heads, -1.0)
+            vector(f"{at}.ssm_dt.bias", shape.linear_heads, -3.0)
+            vector(f"{at}.ssm_norm.weight", shape.linear)
+            matrix(f"{at}.ssm_out", hidden, of_linear)
+        vector(f"{at}.post_attention_norm.weight", hidden)
+        matrix(f"{at}.ffn_gate", shape.inner, hidden)
+        matrix(f"{at}.ffn_up", shape.inner, hidden)
+        matrix(f"{at}.ffn_down", hidden, shape.inner)
+    at = f"blk.{shape.layers}.nextn"
+    matrix(f"{at}.eh_proj", hidden, 2 * hidden)
+    for norm in ("enorm", "hnorm", "shared_head_norm"):
+        vector(f"{at}.{norm}.weight", hidden)
 
 
 def write_gemma4(writer: GGUFWriter, shape: GemmaShape, draw: np.random.Generator) -> None:

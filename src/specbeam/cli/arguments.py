@@ -14,7 +14,7 @@ from specbeam.cli.prompts import read_rows
 from specbeam.drafting.resolve import resolve_draft
 from specbeam.errors import SpecbeamError, shown
 from specbeam.options.declared import OPTIONS, SHAPING, Kind, Option
-from specbeam.options.names import BACKENDS, LOOKUPS
+from specbeam.options.names import BACKENDS, LOOKUPS, MTP
 from specbeam.options.options import Options
 from specbeam.text import chat_templates
 from specbeam.text.escapes import unescaped
@@ -334,9 +334,11 @@ def check_draft_source(source: str | None) -> None:
 
     def check(model: str) -> None:
         try:
-            check_source(model)
+            if model != MTP:
+                check_source(model)
         except SpecbeamError as error:
-            raise SpecbeamError(f"--draft {model}: give ngram, suffix, a model or module:name; {error}") from error
+            says = "give ngram, suffix, mtp, a model or module:name"
+            raise SpecbeamError(f"--draft {model}: {says}; {error}") from error
 
     resolve_draft(source, check, from_here=True)
 

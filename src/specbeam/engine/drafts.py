@@ -27,7 +27,7 @@ from specbeam.options.declared import OPTIONS
 from specbeam.options.options import Options
 
 Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
-"""A draft model or its source, "ngram", "suffix", an automaton over earlier texts, one of these three for a text that
+"""A draft model or its source, "ngram", "suffix", "mtp", an automaton over earlier texts, one of these lookups for a text that
 goes on from more than its prompt, or a user-defined drafter: a function, a class, or the text that names one."""
 
 
@@ -87,7 +87,7 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         raise not_allowed(
             "draft",
             draft,
-            'a model or its source, "ngram", "suffix", the automaton that specbeam.suffix_automaton returned, or a '
+            'a model or its source, "ngram", "suffix", "mtp", the automaton that specbeam.suffix_automaton returned, or a '
             "function of your own (docs/guides/extend.md)",
         )
 
