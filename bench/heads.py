@@ -18,7 +18,6 @@ from collections.abc import Callable
 import numpy as np
 
 import specbeam
-from specbeam.backends.contract import TreeBatch
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import Tree
 
@@ -35,7 +34,12 @@ def main() -> None:
     lm = specbeam.load(given.model, backend="cpu", threads=given.threads)
     head = lm.draft_model("mtp")
     tree = Tree(np.random.default_rng(0).integers(2, 30_000, CONTEXT + 1).tolist())
-    theirs, own, read, last = Slots(tree, lm.backend), Slots(tree, head.backend), np.arange(CONTEXT), np.array([CONTEXT])
+    theirs, own, read, last = (
+        Slots(tree, lm.backend),
+        Slots(tree, head.backend),
+        np.arange(CONTEXT),
+        np.array([CONTEXT]),
+    )
     for part in np.split(read, 2):
         lm.backend.forward([theirs.tree_batch(part, part[:0])])
         batch = own.tree_batch(part, part[:0])

@@ -121,6 +121,7 @@ class QwenShape(NamedTuple):
     linear_heads: int = 16
     head: int = 256
     linear: int = 128
+    architecture: str = "qwen35"
     filter: int = 4
     vocab: int = 248_320
 
@@ -155,8 +156,7 @@ def main() -> None:
     shape = SHAPES[given.shape]
     if isinstance(shape, ExpertsShape):
         shape = shape._replace(layers=min(given.layers or shape.layers, shape.layers))
-    named = {GemmaShape: "gemma4", QwenShape: "qwen35"}
-    architecture = named.get(type(shape)) or shape.architecture
+    architecture = "gemma4" if isinstance(shape, GemmaShape) else shape.architecture
     writer = GGUFWriter(given.file, architecture, use_temp_file=True)
     draw = np.random.default_rng(given.seed)
     writer.add_name(f"random {given.shape}")

@@ -67,6 +67,8 @@ NAMED = {
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
     **{"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
 }
+NEXTN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+"""Modules of a head for multi-token prediction outside of its layer, and their names in a GGUF file."""
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
 WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe"}
 LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
@@ -85,10 +87,11 @@ def expert_tensors(config, name, array):
     return {f"blk.{layer}.ffn_{part}_exps.{kind}": np.ascontiguousarray(own) for part, own in parts.items()}
 
 
-def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metadata):
+def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, head=None, **metadata):
     """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
 
     Args:
+        head: the tensors of its head for multi-token prediction, by their names in a folder.
         stored: tensors in place of the model's, with their types, by their names in the file.
     """
     config, architecture = model.config, model.config.model_type
@@ -101,7 +104,9 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
     writer = GGUFWriter(path, named)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(hidden)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + bool(head))
+    if head:
+        writer.add_uint32(f"{named}.nextn_predict_layers", 1)
     inner = 4 * hidden if named == "gpt2" else config.intermediate_size
     if named in ("lfm2", "lfm2moe"):
         inner = len(model.state_dict()["model.layers.0.feed_forward.w1.weight"])  # config.json may have another width
@@ -214,8 +219,12 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
             continue
         size = UINT32 if type(value) is int and value < 2**32 else ValueType.UINT64
         writer.add_key_value(key, value, size if type(value) is int else ValueType.get_type(value))
-    names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    names = get_tensor_name_map(
+        {v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers + bool(head)
+    )
+    block = f"model.layers.{config.num_hidden_layers}."
+    in_head = {name.replace("mtp.layers.0.", block): tensor for name, tensor in (head or {}).items()}
+    for name, tensor in (model.state_dict() | in_head).items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
@@ -228,7 +237,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         if named in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         if named == "qwen35":
-            if name.endswith("norm.weight") and "linear_attn" not in name:
+            if "norm" in name and "linear_attn" not in name:
                 array = array + 1
             name, array = linear_attention_tensor(config, name, array)
         if ".experts." in name:
@@ -244,6 +253,8 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         name += ".weight" if name.endswith(("layer_scalar", ".sinks")) else ""
         name = name.replace("expert_bias", "expert_bias.bias")
         there = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"  # lfm2moe's lack the head
+        if name.startswith("mtp."):
+            there = f"blk.{config.num_hidden_layers}.nextn.{NEXTN[name.split('.')[1]]}.weight"
         form = Type.F32 if exact else kind
         array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
         writer.add_tensor(there, array, raw_dtype=form)

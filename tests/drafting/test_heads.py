@@ -1,6 +1,7 @@
 """Draft heads that read hidden states of the target: multi-token prediction (MTP) and EAGLE-3."""
 
 import random
+import re
 import zlib
 
 import numpy as np
@@ -8,12 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 import specbeam
+from specbeam import SpecbeamError
 from specbeam.cache.slots import Slots
+from specbeam.cli import main
+from specbeam.cli.serve import _make_models
 from specbeam.core.tree import Tree
 from tests.backends.test_conformance import FAMILIES
 from tests.cases import BOS, EOS, FOLDERS, Models, draw_case, prompt_of, run_case
+from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import byte_tokenizer, examples, random_model
 from tests.engine.conftest import assert_memory_is_within_its_limit, assert_nothing_is_held
 from tests.engine.test_exactness import alone
@@ -138,7 +144,7 @@ def logits_of(lm, head, tokens, drafted, pieces=(100,)):
 
 
 MTP = [("llama", {"head_dim": 8}), ("qwen3", {}), ("qwen3_5", {})]
-"""Models that have heads for multi-token prediction here. Only those of Qwen3.5 have them elsewhere."""
+"""Models that have heads for multi-token prediction here. Elsewhere only Qwen3.5 has one."""
 
 
 @pytest.mark.parametrize(("kind", "changes"), MTP)
@@ -300,3 +306,146 @@ def test_batches_preemption_and_shared_prefixes_change_no_bit(models, case):
             continue
         (expected,) = run_case(alone(case, request, prompt_of(case, number, outcomes)), models)
         assert outcome == expected
+
+
+def test_a_gguf_file_has_the_head_of_its_folder(save, tmp_path):
+    """The block behind the layers, with llama.cpp's names."""
+    model = random_model("qwen3_5", tie_word_embeddings=True)
+    file, folder = tmp_path / "m.gguf", save(model)
+    head = add_mtp(folder)
+    write_gguf(file, model, head=head)
+    lms = [specbeam.load(source, backend="cpu", quantize="float32") for source in (folder, file)]
+    logits = [logits_of(lm, lm.draft_model("mtp"), TOKENS, DRAFTED) for lm in lms]
+    assert np.abs(logits[0][1:] - logits[1][1:]).max() < 1e-3  # the target's value heads are in another order
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_the_pieces_in_which_a_prompt_is_read_change_no_bit(save, tmp_path, kind):
+    model = random_model("qwen3", num_hidden_layers=6)
+    add_mtp(folder := save(model))
+    write_eagle3(tmp_path / "head", folder, tokens=SOME)
+    for quantize in ("float32", "int8", "int4"):
+        lm = specbeam.load(folder, backend="cpu", quantize=quantize)
+        head = lm.draft_model("mtp" if kind == "mtp" else tmp_path / "head")
+        whole = logits_of(lm, head, TOKENS, DRAFTED)
+        assert whole.tobytes() == logits_of(lm, head, TOKENS, DRAFTED, [1, 1, 2, 5, 3]).tobytes()
+
+
+def test_a_head_computes_the_logits_of_the_first_tokens_alone(save, tmp_path):
+    write_eagle3(tmp_path / "head", folder := save(random_model("llama", num_hidden_layers=6)), tokens=SOME)
+    lm = specbeam.load(folder, backend="cpu", quantize="float32")
+    head, tree = lm.draft_model(tmp_path / "head"), Tree(TOKENS)
+    slots, own, nodes = Slots(tree, lm.backend), Slots(tree, head.backend), np.arange(len(tree))
+    lm.backend.forward([slots.tree_batch(nodes, nodes[:0])])
+    found = []
+    for vocab in (259, 100, 1):
+        batch = own.tree_batch(nodes, nodes[1:], vocab)
+        batch.features = slots.at(np.maximum(nodes - 1, 0))
+        found.append(head.backend.forward([batch]))
+    assert [one.shape[1] for one in found] == [259, 100, 1]
+    assert found[1].tobytes() == found[0][:, :100].tobytes()
+    assert found[2].tobytes() == found[0][:, :1].tobytes()
+
+
+def bad_head(what, folder, target):
+    """Write an EAGLE-3 head with a mistake, and return what its refusal says."""
+    tokens, changes, tensors = SOME, {}, {}
+    if what == "hidden size":
+        changes, says = (
+            {"target_hidden_size": 48},
+            "hidden_size = 48, but the model has 32: give the head of this model",
+        )
+    elif what == "vocabulary":
+        changes, says = {"vocab_size": 300}, "with 300 tokens, but the model has 259"
+    elif what == "layers":
+        changes = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}
+        says = "before the layers 1, 5, 9, but the model has 6 layers"
+    elif what == "two layers":
+        changes, says = {"num_hidden_layers": 2}, "EAGLE-3 heads with 2 layers are not supported"
+    elif what == "variant":
+        changes, says = {"norm_before_residual": True}, "EAGLE-3 heads with norm_before_residual"
+    elif what == "token map out of range":
+        tensors, says = (
+            {"d2t": np.full(len(SOME), 250)},
+            "maps row 9 of the logits to token 259, but the vocabulary has 259",
+        )
+    elif what == "token map without order":
+        tensors, says = {"d2t": -np.arange(len(SOME))}, "d2t does not map rows of the logits to ascending tokens"
+    elif what == "no token map":
+        tensors, says = {"d2t": None}, "has no tensor d2t with the tokens of its 87 rows of logits"
+    else:
+        tensors, says = {what: None}, f"has no tensor {what}"
+    write_eagle3(folder, target, tokens=tokens, **changes)
+    file = folder / "model.safetensors"
+    stored = {name: tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
+    save_file(stored, file, {"format": "pt"})
+    return says
+
+
+BAD = ["hidden size", "vocabulary", "layers", "two layers", "variant", "token map out of range"]
+BAD += ["token map without order", "no token map", "fc.weight", "midlayer.hidden_norm.weight", "lm_head.weight"]
+
+
+@pytest.fixture(scope="module")
+def target(save):
+    return specbeam.load(save(random_model("llama", num_hidden_layers=6)), backend="cpu", quantize="float32")
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_head_is_refused_by_name(target, tmp_path, what):
+    says = bad_head(what, tmp_path / "head", target.source)
+    with pytest.raises(SpecbeamError, match=re.escape(says)):
+        specbeam.generate(target, [5, 6], draft=tmp_path / "head")
+
+
+def test_a_head_is_no_model_and_no_head_of_another_model(target, save, tmp_path):
+    write_eagle3(tmp_path / "head", target.source)
+    with pytest.raises(SpecbeamError, match="is a draft head and no model: give it as the draft of its model"):
+        specbeam.load(tmp_path / "head")
+    head = target.draft_model(tmp_path / "head")
+    with pytest.raises(SpecbeamError, match="is a draft head and no model"):
+        specbeam.generate(head, [5, 6])
+    other = specbeam.load(save(random_model("llama", seed=1)), backend="cpu", quantize="float32")
+    with pytest.raises(SpecbeamError, match="was loaded for another model"):
+        specbeam.generate(other, [5, 6], draft=head)
+    with pytest.raises(SpecbeamError, match="has no head for multi-token prediction"):
+        specbeam.generate(other, [5, 6], draft="mtp")
+
+
+def test_other_backends_refuse_heads(save, tmp_path):
+    add_mtp(folder := save(random_model("qwen3", num_hidden_layers=4)))
+    lm = specbeam.load(folder, backend="torch", device="cpu", dtype="float32")
+    with pytest.raises(SpecbeamError, match="mtp is a draft head, which runs on the cpu backend"):
+        specbeam.generate(lm, [5, 6], draft="mtp")
+
+
+def test_a_model_with_a_head_of_several_layers_runs_without_it(save):
+    folder = save(random_model("qwen3", num_hidden_layers=4))
+    add_mtp(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"mtp.layers.1.mlp.down_proj.weight": tensors["mtp.fc.weight"]}, file, {"format": "pt"})
+    lm = specbeam.load(folder, backend="cpu", quantize="float32")
+    assert specbeam.generate(lm, [5, 6], max_new_tokens=3).token_ids
+    with pytest.raises(SpecbeamError, match="head of several layers is not supported"):
+        specbeam.generate(lm, [5, 6], draft="mtp")
+
+
+def test_the_command_takes_heads(heads, capsys):
+    folder, drafts = heads["qwen3"]
+    shared = ["--model", str(folder), "--threads", "1", "--quantize", "float32", "--raw", "--max-new-tokens", "8"]
+    texts = []
+    for draft in ([], *(["--draft", name] for name in drafts)):
+        assert main(["generate", "!", *shared, *draft]) == 0
+        texts.append(capsys.readouterr().out)
+    assert len({*texts}) == 1
+
+
+def test_the_server_drafts_with_the_head_of_its_model(heads):
+    folder, drafts = heads["qwen3"]
+    placement = {"backend": "cpu", "quantize": "float32", "threads": 1}
+    made = _make_models(
+        placement, [("m", str(folder))], [("own", drafts[0]), ("eagle", drafts[1])], default_draft="own"
+    )
+    served = made.get("m")
+    assert all(served.drafts[name].backend.target is served.lm.backend for name in ("own", "eagle"))

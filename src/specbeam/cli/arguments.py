@@ -160,10 +160,10 @@ def add_draft_to(parser: argparse.ArgumentParser) -> None:
     source = add(
         "--draft",
         metavar="SOURCE",
-        help="proposes the next tokens: a smaller model, ngram or suffix, which look them up in the text so far, or a "
-        "function of your own as module:name (docs/guides/extend.md)",
+        help="proposes the next tokens: a smaller model, mtp for the model's own draft head, ngram or suffix, which "
+        "look them up in the text so far, or a function of your own as module:name (docs/guides/extend.md)",
     )
-    source.completer = completer(*LOOKUPS)  # type: ignore[attr-defined]
+    source.completer = completer(*LOOKUPS, MTP)  # type: ignore[attr-defined]
     add("--draft-corpus", metavar="FILE", help="earlier texts for --draft suffix, one per line as for --prompts")
     for option in OFFERED:
         if "draft" in option.needs:

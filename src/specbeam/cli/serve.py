@@ -68,7 +68,8 @@ def add_to(commands: Any) -> None:
         "--draft",
         action="append",
         metavar="[NAME=]SOURCE",
-        help="a draft model, ngram, suffix, mtp, or a drafter of your own as module:name (repeatable). The first one drafts "
+        help="a draft model, ngram, suffix, mtp (the first model's own draft head), or a drafter of your own as "
+        "module:name (repeatable). The first one drafts "
         "for requests that name none; beside a speech model and a text model, the first of each kind",
     )
     draft.completer = completer(*LOOKUPS)

@@ -27,8 +27,9 @@ from specbeam.options.declared import OPTIONS
 from specbeam.options.options import Options
 
 Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
-"""A draft model or its source, "ngram", "suffix", "mtp", an automaton over earlier texts, one of these lookups for a text that
-goes on from more than its prompt, or a user-defined drafter: a function, a class, or the text that names one."""
+"""A draft model or its source, "mtp", "ngram", "suffix", an automaton over earlier texts, one of the last three for a
+text that goes on from more than its prompt, or a user-defined drafter: a function, a class, or the text that names
+one."""
 
 
 def load_draft(lm: LanguageModel, draft: Any) -> Any:
@@ -43,7 +44,8 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
             return lm.draft_model(source)
         except SpecbeamError as error:
             raise SpecbeamError(
-                f'draft={os.fspath(source)!r}: give "ngram", "suffix", "mtp", a model or module:name; {error}', option="draft"
+                f'draft={os.fspath(source)!r}: give "ngram", "suffix", "mtp", a model or module:name; {error}',
+                option="draft",
             ) from error
 
     if isinstance(draft, str):
@@ -87,8 +89,8 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         raise not_allowed(
             "draft",
             draft,
-            'a model or its source, "ngram", "suffix", "mtp", the automaton that specbeam.suffix_automaton returned, or a '
-            "function of your own (docs/guides/extend.md)",
+            'a model or its source, "ngram", "suffix", "mtp", the automaton that specbeam.suffix_automaton returned, '
+            "or a function of your own (docs/guides/extend.md)",
         )
 
 

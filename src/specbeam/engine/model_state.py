@@ -112,8 +112,10 @@ class ModelState:
         return np.where(theirs == NOWHERE, -2 - own, theirs)
 
     def forget_drafted(self) -> None:
-        """Free the slots of nodes below draft tokens. Those that are accepted are evaluated again, with features of the
-        target."""
+        """Free the slots of nodes that read the head's own features.
+
+        Accepted ones are evaluated again, with features of the target.
+        """
         if len(self._drafted):
             self.slots.free(self._drafted)
             self._drafted = NO_NODES

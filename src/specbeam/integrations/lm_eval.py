@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch

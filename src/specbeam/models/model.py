@@ -183,7 +183,9 @@ class LanguageModel:
             checkpoint = open_checkpoint(locate(name))
             return checkpoint if checkpoint.is_head else None
         if self.origin is None or self.placement is None:
-            raise SpecbeamError(f"specbeam has not loaded {self.source} itself: draft='mtp' needs a model that it loads")
+            raise SpecbeamError(
+                f"specbeam has not loaded {self.source} itself: draft='mtp' needs a model that it loads"
+            )
         origin = self.origin
         own, *_ = _open(origin.source, self.placement, origin.revision, origin.adapter)
         if own.mtp is None:

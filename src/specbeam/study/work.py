@@ -60,7 +60,9 @@ class Work:
         target = self._model(self.study.target_model, method.load)
 
         def load(source: str) -> LanguageModel:
-            return target.draft_head(source, method.draft_load.get("quantize")) or self._model(source, method.draft_load)
+            return target.draft_head(source, method.draft_load.get("quantize")) or self._model(
+                source, method.draft_load
+            )
 
         return target, resolve_draft(method.draft, load, from_here=True)
 

@@ -111,6 +111,6 @@ def check_target(checkpoint: Checkpoint, stem: FeatureStem, target: Config) -> N
         )
     if not all(0 <= layer <= target.num_layers + 1 for layer in layers):
         raise SpecbeamError(
-            f"the draft head {checkpoint.path} reads hidden states before the layers {', '.join(map(str, layers))}, but "
-            f"the model has {target.num_layers} layers: give the head of this model"
+            f"the draft head {checkpoint.path} reads hidden states before the layers {', '.join(map(str, layers))}, "
+            f"but the model has {target.num_layers} layers: give the head of this model"
         )

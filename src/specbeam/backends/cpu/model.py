@@ -64,7 +64,7 @@ def bytes_of_slot(native: Library, config: Config, integer_cache: bool) -> int:
 
 
 def _pack(native: Library, config: Config, integer_cache: bool) -> bytes:
-    """The fields of the native ModelConfig have the names of the configuration's, but for those of its stem."""
+    """The fields of the native ModelConfig have the names of the configuration's, but for the numbers of its stem."""
     structure, stem = native.structures["ModelConfig"], config.stem
     others = {
         "integer_cache": integer_cache,

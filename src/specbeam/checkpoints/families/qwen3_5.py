@@ -1,4 +1,4 @@
-"""Qwen3.5 without experts (Qwen 2026). Most layers have a Gated DeltaNet, and every fourth one an attention with a gate.
+"""Qwen3.5 without experts (Qwen 2026). Most layers have a Gated DeltaNet, every fourth one an attention with a gate.
 
 GGUF files list the value heads in another order, so that value head h has key head h % num_key_heads. Behind the layers
 they have a block that predicts further tokens (``nextn_predict_layers``; :mod:`specbeam.checkpoints.heads`). Folders

@@ -37,7 +37,14 @@ from specbeam.checkpoints.formats.adapter import Adapter
 from specbeam.checkpoints.formats.composite import TextModel, text_model
 from specbeam.checkpoints.formats.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.formats.folder_experts import MXFP4, MXFP4Tensor, Tensor, with_stacked_experts
-from specbeam.checkpoints.formats.safetensors_file import INTEGERS, Floats, StoredTensor, are_equal, extents_of, tensors_of
+from specbeam.checkpoints.formats.safetensors_file import (
+    INTEGERS,
+    Floats,
+    StoredTensor,
+    are_equal,
+    extents_of,
+    tensors_of,
+)
 from specbeam.checkpoints.heads import IN_FOLDER, check_one_layer, folder_modules, mtp_config
 from specbeam.checkpoints.parts.part import Parameter
 from specbeam.checkpoints.stems import FeatureStem

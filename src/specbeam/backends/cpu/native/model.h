@@ -221,7 +221,7 @@ class Cache {
 struct Features {
   std::vector<int64_t> layers;
   int64_t size;  // numbers of a row
-  bool of_all;   // all nodes get a row, not only those that go on
+  bool of_all;   // all nodes get a row, not only the nodes that go on
   Cache cache;
 
   Features(std::vector<int64_t> which, int64_t hidden, bool all)
