@@ -202,7 +202,9 @@ def test_a_token_reads_all_weights_but_the_embedding_and_the_other_experts(save,
     experts = model.config.num_experts_per_tok / model.config.num_experts if kind == "qwen3_moe" else 1
     weights = {name: tensor.numel() for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
     read = sum(size * (experts if ".experts." in name else 1) for name, size in weights.items())
-    assert bytes_per_token(open_checkpoint(save(model)), "float32") == pytest.approx(4 * read, rel=0.03)  # a router has whole blocks, too
+    assert bytes_per_token(open_checkpoint(save(model)), "float32") == pytest.approx(
+        4 * read, rel=0.03
+    )  # a router has whole blocks, too
 
 
 def is_close(stated, computed):
