@@ -82,6 +82,13 @@ SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ff
 """Vectors of Gemma 4 whose names in a file end otherwise than those of other tensors."""
 
 
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def expert_tensors(config, name, array):
     """The tensors that llama.cpp's converter makes of a stacked tensor of experts, by their names."""
     kind = "bias" if name.endswith("bias") else "weight"
@@ -94,14 +101,21 @@ def expert_tensors(config, name, array):
     else:
         parts = np.split(array, 2, axis=1) if stacked == "gate_up" else ()
     parts = {"gate": parts[0], "up": parts[1]} if stacked == "gate_up" else {"down": array}
-    return {f"blk.{layer}.ffn_{part}_exps.{kind}": np.ascontiguousarray(own) for part, own in parts.items()}
+    return {f"blk.{layer}.ffn_{part}_exps.{kind}": own for part, own in parts.items()}
 
 
-def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metadata):
+def quantized(name, array, kind):
+    """A tensor as a file stores it, and its type."""
+    return quants.quantize(np.ascontiguousarray(array), kind), kind
+
+
+def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, quantize=quantized, finish=finish, **metadata):
     """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
 
     Args:
         stored: tensors in place of the model's, with their types, by their names in the file.
+        quantize: what makes a tensor of a name, an array and a type, which is F32 for tensors that stay exact.
+        finish: writes the file that a writer holds.
     """
     config, architecture = model.config, model.config.model_type
     named = NAMED.get(architecture, architecture)
@@ -245,7 +259,8 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
                 needs("transformers, which stacks experts")
             for there, own in expert_tensors(config, name, array).items():
                 form = Type.F32 if there.endswith("bias") else kind
-                writer.add_tensor(there, quants.quantize(own, form), raw_dtype=form)
+                own, form = quantize(there, own, form)
+                writer.add_tensor(there, own, raw_dtype=form)
             continue
         if "shared_mlp.input_linear" in name:
             for part, half in zip(("gate", "up"), np.split(array, 2), strict=True):
@@ -264,7 +279,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         name = name.replace("moe.router.", "moe.router.layer.")
         there = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"  # lfm2moe's lack the head
         form = Type.F32 if exact else kind
-        array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
+        array, form = (stored or {}).get(there) or quantize(there, array, form)
         writer.add_tensor(there, array, raw_dtype=form)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
@@ -296,13 +311,6 @@ def gemma4_sizes(writer, config):
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     widths = [config.intermediate_size * (1 if i < len(slides) - shared else wide) for i in range(len(slides))]
     return widths, [layer.num_key_value_heads for layer in layers], head_dim
-
-
-def finish(writer):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
