@@ -115,7 +115,8 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        writer.add_rope_dimension_sections([2, 2, 0, 0])
+        pairs = int(config.rope_parameters["partial_rotary_factor"] * head_dim) // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     if named == "gemma4":
         inner, kv_heads, head_dim = gemma4_sizes(writer, config)
     writer.add_feed_forward_length(inner)
@@ -883,7 +884,7 @@ def byte_level(tokens, merges, pre, **more):
 LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
 SPLITS = {
     f"{LIKE_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe deepseek-v3 hunyuan-dense": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
-    "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
+    "qwen2 qwen35 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
     "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
     "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
     "tekken": "o W Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
