@@ -115,11 +115,14 @@ def quantized(name, array, kind):
     return quants.quantize(np.ascontiguousarray(array), kind), kind
 
 
-def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, quantize=quantized, finish=finish, **metadata):
+def write_gguf(
+    path, model, kind=Type.F32, tokenizer=True, stored=None, more=None, quantize=quantized, finish=finish, **metadata
+):
     """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
 
     Args:
         stored: tensors in place of the model's, with their types, by their names in the file.
+        more: tensors beside the model's, float32, by their names in the file.
         quantize: what makes a tensor of a name, an array and a type, which is F32 for tensors that stay exact.
         finish: writes the file that a writer holds.
     """
@@ -300,6 +303,8 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, quantize
         form = Type.F32 if exact else kind
         array, form = (stored or {}).get(there) or quantize(there, array, form)
         writer.add_tensor(there, array, raw_dtype=form)
+    for there, array in (more or {}).items():
+        writer.add_tensor(there, array)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))

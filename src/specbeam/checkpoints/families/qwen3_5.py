@@ -30,6 +30,7 @@ class Qwen35(Architecture):
     name = "qwen3_5_text"
     gguf_name = "qwen35"
     tokenizer_class = "Qwen3_5Tokenizer"
+    turn_end = "<|im_end|>"
     sizes = (248320, 4096, 32, 16)
     keys: ClassVar = {
         "attention_bias": (bool, False),
