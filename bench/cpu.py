@@ -2,8 +2,8 @@
 
     pip install ctranslate2 llama-cpp-python
     python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--data FILE ...] [--tokens 64] [--prompts 10] [--seed 0]
-        [--repeats 1] [--threads 2] [--isa avx2] [--parts load memory greedy beams batch prefill passes drafts]
-        [--json FILE]
+        [--repeats 1] [--threads 2] [--isa avx2] [--without-int8]
+        [--parts load memory greedy beams batch prefill passes drafts] [--json FILE]
 
 Every engine has its own process, which sleeps while others run. All take turns on every prompt, so that a drifting
 machine favours none. Figures are medians over the prompts, with the worst and the best; the warm-up is left out. The
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     add_isa_option(parser)
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--without-int8", action="store_true", help="the file's int8 weights would not fit into memory")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_option(parser)
     given = parser.parse_args()
@@ -74,7 +75,8 @@ def main() -> None:
 
     engines: dict[str, Engine] = {}
     for name, make in ENGINES.items():  # one loads after the other
-        if make in (keep, int8) or not given.without_peers:
+        left_out = given.without_int8 if make is int8 else given.without_peers and make is not keep
+        if not left_out:
             engine = Engine(make, given)
             if wrong := engine.started():
                 print(f"{name}: {wrong}\n")
