@@ -187,7 +187,7 @@ def test_a_call_that_is_cut(tooled):
         assert len(part["function"]["arguments"]) < len(call["function"]["arguments"])
 
 
-OF_ALL_KINDS = ("llama", "gpt-oss", "qwen3-coder", "gemma4")
+OF_ALL_KINDS = ("llama", "gpt-oss", "qwen3-coder", "gemma")
 """Formats that differ the most: JSON, channels, tags, and a notation of their own."""
 
 
