@@ -196,7 +196,7 @@ def draw_case(seed: int, index: int) -> dict[str, Any]:
         vocabulary = FOLDERS[model][1]
         if "ties" in model and how in ("torch", "transformers"):
             how = "float32"  # there a batch changes the last bits, and so the order of ties
-        if model.startswith("lfm2") and how == "transformers":
+        if model.startswith(("lfm2", "qwen3_5")) and how == "transformers":
             how = "float32"  # that backend refuses short convolutions
     else:
         model, how, vocabulary = draw.choice([*FILES]) + ".gguf", "", LARGEST

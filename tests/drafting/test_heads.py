@@ -427,7 +427,7 @@ def test_a_model_with_a_head_of_several_layers_runs_without_it(save):
     save_file(tensors | {"mtp.layers.1.mlp.down_proj.weight": tensors["mtp.fc.weight"]}, file, {"format": "pt"})
     lm = specbeam.load(folder, backend="cpu", quantize="float32")
     assert specbeam.generate(lm, [5, 6], max_new_tokens=3).token_ids
-    with pytest.raises(SpecbeamError, match="head of several layers is not supported"):
+    with pytest.raises(SpecbeamError, match="head for multi-token prediction of several layers is not supported"):
         specbeam.generate(lm, [5, 6], draft="mtp")
 
 

@@ -70,7 +70,16 @@ def gguf_modules(target: Mapping[str, str], block: int) -> dict[str, str]:
     return {name: theirs.replace("blk.N", f"blk.{block}") for name, theirs in of_layer.items()} | own
 
 
-def check_one_layer(tensors: Collection[str]) -> None:
-    """Refuse a head of several layers, of which each predicts another token."""
-    if any(name.startswith(f"{IN_FOLDER}layers.1.") for name in tensors):
-        raise SpecbeamError("a multi-token prediction head of several layers is not supported")
+def check_head(tensors: Collection[str], block: int = 0) -> None:
+    """Refuse a head of several layers, of which each predicts another token, and one with embeddings of its own.
+
+    Args:
+        tensors: of a folder's head, or of a GGUF file.
+        block: the number of the head's block in a GGUF file.
+    """
+    if any(name.startswith((f"{IN_FOLDER}layers.1.", f"blk.{block + 1}.nextn.")) for name in tensors):
+        raise SpecbeamError("a head for multi-token prediction of several layers is not supported")
+    nextn = f"blk.{block}.nextn."
+    own = {"mtp.embed_tokens.weight", f"{nextn}embed_tokens.weight", f"{nextn}shared_head_head.weight"} & {*tensors}
+    if own:
+        raise SpecbeamError(f"a head for multi-token prediction with its own {', '.join(sorted(own))} is not supported")

@@ -91,8 +91,8 @@ def thinking_of(lm: LanguageModel, think: bool | None, raw: bool) -> Rendering:
     variables, ignored = thinking_variables(template, think)
     if ignored:
         option = "--think" if think else "--no-think"
-        says = f"{option} has no effect: {lm.source} has no chat template with a variable for it"
-        print(f"specbeam: {says}", file=sys.stderr)
+        why = "no chat template is used" if not template else f"the chat template of {lm.source} has no variable for it"
+        print(f"specbeam: {option} has no effect: {why}", file=sys.stderr)
     return Rendering(chat_template_kwargs=variables)
 
 
