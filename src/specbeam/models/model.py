@@ -168,11 +168,13 @@ class LanguageModel:
             if key not in self._drafts:
                 if (checkpoint := self._checkpoint_of_head(name)) is None:
                     return None
-                make = getattr(self.backend, "head", None)
-                if make is None:
+                from specbeam.backends.cpu import CpuBackend
+                from specbeam.backends.cpu.head import CpuHead
+
+                if not isinstance(self.backend, CpuBackend):
                     says = f"{name} is a draft head, which runs on the cpu backend, and {self.source} is on"
                     raise SpecbeamError(f"{says} {self.backend.name}: load it with backend='cpu'", option="backend")
-                backend = make(checkpoint, quantize or _weight_format(placement))
+                backend = CpuHead(checkpoint, quantize or _weight_format(placement), self.backend)
                 self._drafts[key] = replace(
                     self, source=name, backend=backend, weights=backend.weights_digest, origin=None, names=(name,)
                 )

@@ -155,12 +155,6 @@ class CpuBackend(Backend):
             raise RuntimeError(f"a source was refused: {wrong.decode()}")
         return slots
 
-    def head(self, checkpoint: Checkpoint, quantize: str = "auto") -> CpuBackend:
-        """A draft head of this model (:class:`specbeam.backends.cpu.head.CpuHead`)."""
-        from specbeam.backends.cpu.head import CpuHead
-
-        return CpuHead(checkpoint, quantize, self)
-
     @fork_guard
     def forward(self, segments: list[TreeBatch]) -> NDArray[np.float32]:
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
