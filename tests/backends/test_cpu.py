@@ -594,7 +594,7 @@ def test_kernels_refuse_parts_that_do_not_fit_together():
     assert add_part(model, 1, "attention") is add_part(model, 1, "mlp", parallel=1) is None
     assert "what two parts before it read" in add_part(model, 1, "short_convolution", parallel=1)
     assert add_part(model, 1, "short_convolution", parallel=1, norm=0) is None
-    assert library().specbeam_cache_reserve(model, 1) is None
+    assert library().specbeam_cache_reserve(model, 1, 0) is None
     assert add_part(model, 2, "mlp") is None  # it keeps nothing
     assert "memory was reserved before" in add_part(model, 2, "attention")
     library().specbeam_model_delete(model)
@@ -924,7 +924,7 @@ def test_layers_of_different_parts_run_as_numpy_does(order):
     tokens, at = np.random.default_rng(2).integers(0, VOCAB, length), np.arange(length)
     for isa in ISAS:
         one, bits = NativeModel(config, isa, threads=2), []
-        assert one.native.specbeam_cache_reserve(one.model, 2 * length) is None
+        assert one.native.specbeam_cache_reserve(one.model, 2 * length, 0) is None
         expected = Reference(config, one.parameters).logits(tokens)
         for slots, step, shared in ((at, length, length), (2 * at, 7, 3), (at[::-1].copy(), 131, 0), (at, 1, length)):
             found = []

@@ -11,7 +11,7 @@ from itertools import count, islice
 from operator import attrgetter
 from typing import cast
 
-from specbeam.backends.contract import AheadBackend, Backend, Encoder
+from specbeam.backends.contract import AheadBackend, Backend, Encoder, token_bytes
 from specbeam.cache.budget import Budget
 from specbeam.core.tree import Nodes
 from specbeam.engine.clients import Clients
@@ -310,7 +310,7 @@ class Scheduler:
             if any(request.request.is_read for request, _ in batch):
                 times = self.costs(backend, ahead=True)
                 passes = min(passes, 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1)
-            bytes_per_pass = nodes * backend.slot_bytes
+            bytes_per_pass = nodes * token_bytes(backend)
             free_bytes = (self.budget.capacity if len(batch) > 1 else self.budget.cache_bytes) - self.budget.held
             passes = max(1, min(passes, free_bytes // bytes_per_pass))
             self.budget.evict(free_bytes - passes * bytes_per_pass)

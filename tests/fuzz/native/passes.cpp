@@ -86,7 +86,7 @@ std::vector<float> logits_alone(Input &in, void *model, const Tree &tree, Slots 
     if (slot < 0) {
       slot = int64_t(taken.size());
       taken.push_back(false);
-      check(!specbeam_cache_reserve(model, int64_t(taken.size())));
+      check(!specbeam_cache_reserve(model, int64_t(taken.size()), nullptr));
     }
     taken[size_t(slot)] = true;
     const auto parent = int64_t(alone.nodes.size()) - 1;
@@ -157,7 +157,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const Layers &layers, 
   const auto cross_heads = layers.cross_heads();
   CHECK((specbeam_cache_slot_bytes(model) > 0) == (reach >= 0));
   if (reach < 0) {  // no node has a place then
-    CHECK(specbeam_cache_reserve(model, 1));
+    CHECK(specbeam_cache_reserve(model, 1, nullptr));
     return;
   }
   Slots taken;
@@ -169,7 +169,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const Layers &layers, 
     std::vector<Watched> watched;
     const int64_t slots = in.rarely() ? in.PickValueInArray({INT64_MIN, int64_t(-1), int64_t(1) << 40, INT64_MAX})
                                       : in.ConsumeIntegralInRange<int64_t>(0, c.context_length > 64 ? MOST_SLOTS : 192);
-    const bool refused = specbeam_cache_reserve(model, slots);
+    const bool refused = specbeam_cache_reserve(model, slots, nullptr);
     check(refused == (slots > MOST_SLOTS));
     if (!refused && slots > int64_t(taken.size())) taken.resize(size_t(slots));
     if (!taken.empty() && in.rarely()) add_late(model, encoder && in.ConsumeBool());
@@ -254,7 +254,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   std::vector<Tree> trees(in.ConsumeIntegralInRange<size_t>(1, 3));
   if (missing) {
     const int64_t zero = 0;
-    specbeam_cache_reserve(model, 1);
+    specbeam_cache_reserve(model, 1, nullptr);
     const Segment s{1, 1, 0, 0, &zero, &zero, &zero, &zero, nullptr, nullptr};
     check(specbeam_forward(model, &s, 1, &zero, 1, 1, nullptr));
   } else {
