@@ -34,7 +34,7 @@ from specbeam import SpecbeamError
 from specbeam.backends.contract import TreeBatch
 from specbeam.backends.cpu import CpuBackend, _pack_segments, weights
 from specbeam.backends.cpu.library import address, choose_isa, find, library
-from specbeam.backends.cpu.model import bytes_of_slot, new_model
+from specbeam.backends.cpu.model import bytes_of_sequence, new_model
 from specbeam.backends.torch import TorchBackend
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint, parts
@@ -627,7 +627,7 @@ class Unknown(Part):
 def test_a_part_without_kernels_is_refused():
     config = Config("tiny", 8, 8, ((Unknown(),),), 8, 1e-5)
     with pytest.raises(SpecbeamError, match="the native CPU kernels have no unknown: reinstall specbeam, or use"):
-        bytes_of_slot(library(), config, False)
+        bytes_of_sequence(library(), config, False, 1)
 
 
 def test_a_layer_with_two_parts_of_one_kind_is_refused():
@@ -975,7 +975,7 @@ def test_slots_that_no_part_reads_may_be_missing(order):
     config, length = config_of(ORDERS[order]), 40
     at = np.arange(length)
     one = NativeModel(config)
-    assert one.native.specbeam_cache_reserve(one.model, length) is None
+    assert one.native.specbeam_cache_reserve(one.model, length, 0) is None
     expected = one.forward(of_one_sequence(at, at, [-1]))
     unseen = length - config.window
     for missing, is_right in ((unseen, True), (unseen + 1, False)):
@@ -1004,7 +1004,7 @@ def test_a_slot_has_the_bytes_of_all_parts(order):
 
     for integers in (True, False):
         expected = sum(of_part(part, integers) for part in config.parts)
-        assert bytes_of_slot(library(), config, integers) == expected
+        assert bytes_of_sequence(library(), config, integers, 1) == expected
 
 
 # Parameters

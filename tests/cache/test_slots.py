@@ -44,9 +44,9 @@ class FakeBackend:
             found.append(name)
         return found
 
-    def forward(self, slots, nodes, parents):
+    def forward(self, slots, nodes, parents, rest=None):
         """Evaluate nodes as a backend does, and check all that a segment promises."""
-        segment = slots.tree_batch(nodes, np.arange(len(nodes)))
+        segment = slots.tree_batch(nodes, np.arange(len(nodes)), rest=rest)
         assert max(segment.slots) < self.capacity
         assert segment.tokens.tolist() == [token if token < 200 else 0 for token in slots.tree.tokens(nodes)]
         assert len(set(segment.slots.tolist())) == len(nodes)
@@ -141,9 +141,10 @@ class Grower:
         assert pending.tolist() == sorted(wanted | (needed - self.placed))
         for part in np.array_split(pending, draw(st.integers(1, 3))):  # a long prompt is prefilled in chunks
             if len(part):
-                self.backend.forward(self.slots, part, self.parents)
+                rest = pending[pending > part[-1]]
+                self.backend.forward(self.slots, part, self.parents, draw(st.sampled_from([rest, None])))
                 self.placed |= set(part.tolist())
-                self.slots.evaluated(pending[pending > part[-1]])
+                self.slots.evaluated(rest)
         self.below = below
 
     def prune(self):

@@ -66,6 +66,7 @@ class Slots:
         self._placed = 0  # nodes of the shared prefix that have got slots, which are in _prefix
         self.rows = [TreeRows(own) for own in self.cache.rows]
         self._has_cheap_points = points_are_cheap(self.cache.rows, self.cache.slot_bytes or self.cache.token_bytes)
+        self._kept_depth: int | None = None  # the least position of the nodes of the last keep, until they are evaluated
         self._points: set[int] = set()  # lengths of the prompt's beginnings from which other trees may go on
         self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
 
@@ -110,10 +111,15 @@ class Slots:
         """How many new slots these nodes need."""
         return int(np.count_nonzero(self.at(nodes) == NOWHERE))
 
-    def growth_bytes(self, nodes: Nodes) -> int:
-        """Bytes of the new slots and rows that a pass over these nodes needs."""
-        size = self.growth(nodes) * self.cache.slot_bytes
-        return size + sum(len(one.lacking(self._reading(one, nodes))) * one.own.bytes for one in self.rows)
+    def growth_bytes(self, nodes: Nodes, rest: Nodes | None = None, ahead: int = 0) -> int:
+        """Bytes of the new slots and rows that passes need. Arguments as for :meth:`tree_batch`."""
+        later = ahead * len(nodes)
+        size = (self.growth(nodes) + later) * self.cache.slot_bytes
+        lowest = self._lowest_later(nodes if rest is None else rest) if self.rows else 0
+        for one in self.rows:
+            given = len(one.lacking(self._reading(one, nodes, lowest, ahead)))
+            size += (given + (later if one.lifetime.every == 1 else 0)) * one.own.bytes
+        return size
 
     def shareable_bytes(self) -> int:
         """Bytes of other trees that it would share if it began now."""
@@ -202,12 +208,15 @@ class Slots:
         source: Any = None,
         ahead: int = 0,
         token: Ints | None = None,
+        rest: Nodes | None = None,
     ) -> TreeBatch:
         """Give nodes slots, and return the part of a pass that evaluates them. Their ancestors have slots or are here.
 
         Args:
             ahead: let the segment have slots for this many further passes, each over as many nodes.
             token: of a single node that the tree gets after this pass, below its tip, int64 [1].
+            rest: the nodes that are evaluated after these, but for nodes that grow and nodes below them. None where that
+                is not known.
         """
         self._follow_tree(nodes)
         self.is_fresh = False
@@ -217,7 +226,7 @@ class Slots:
         try:
             later = self._reserve(ahead * len(nodes)) if ahead else NO_SLOTS
             if self.rows:
-                self._give_rows(nodes, later, ahead, is_next)
+                self._give_rows(nodes, later, nodes if rest is None else rest, ahead, is_next)
             self.pool.reserve(self.backend)
         except Exception:  # at the next try, lower slots may be free
             self._placed = before
@@ -261,8 +270,9 @@ class Slots:
             if self.cached < read:
                 self.add_prefix(self.tree.prefix[:read], self._points_among(self.cached, read))
         if self.rows:
-            depths = self.tree.depths(pending[pending < len(self.tree)])
-            self._let_rows_go(min(self.tree.growing_depth, int(depths.min(initial=len(self.tree)))))
+            self._let_rows_go(self._lowest_later(pending))
+            if not len(pending):
+                self._kept_depth = None
 
     @locked
     def add_prefix(self, path: Nodes, points: Iterable[int] | None = None) -> None:
@@ -312,7 +322,9 @@ class Slots:
         """Free the slots of all nodes but these, their ancestors and the shared prefix."""
         needed = np.union1d(self.tree.prefix, self.tree.paths_beyond_prefix(nodes))
         self.free(np.setdiff1d(np.flatnonzero(self._slot != NOWHERE), needed))
-        self._let_rows_go(int(self.tree.depths(nodes).min()))
+        if self.rows:
+            self._kept_depth = int(self.tree.depths(nodes).min())
+            self._let_rows_go(self._kept_depth)
 
     @locked
     def close(self) -> None:
@@ -327,6 +339,11 @@ class Slots:
         self._reset()
 
     @locked
+    def _lowest_later(self, rest: Nodes) -> int:
+        """The least position of a node that is evaluated later: one of the rest, or where nodes grow, or below that."""
+        lowest = self.tree.growing_depth if self._kept_depth is None else self._kept_depth
+        return int(self.tree.depths(rest[rest < len(self.tree)]).min(initial=lowest))
+
     def _let_rows_go(self, lowest: int) -> None:
         """Let rows go that no node from a position on reads."""
         depths = self.tree.depths(slice(0, len(self.tree)))
@@ -365,57 +382,44 @@ class Slots:
         one.give(nodes, self._slot[nodes])
 
     @locked
-    def _give_rows(self, nodes: Nodes, later: Ints, ahead: int, is_next: bool | np.bool_) -> None:
+    def _give_rows(self, nodes: Nodes, later: Ints, rest: Nodes, ahead: int, is_next: bool | np.bool_) -> None:
         """Give the rows that a pass over nodes needs, and passes ahead over nodes in reserved slots, int64 [n]."""
+        lowest = self._lowest_later(rest)
         for one in self.rows:
-            if is_next and one.lifetime.every == 1:
+            if is_next and one.lifetime.every == 1:  # the last node of its sequence is read again
                 one.give_next(nodes.item(), self._slot.item(nodes.item()))
             else:
-                self._give(one, self._reading(one, nodes, ahead))
+                self._give(one, self._reading(one, nodes, lowest, ahead))
             if len(later) and one.lifetime.every == 1:
                 one.reserve(later)
 
-    def _reading(self, one: TreeRows, nodes: Nodes, ahead: int = 0) -> Nodes:
-        """The nodes that need rows of a lifetime for a pass over some nodes, and for passes ahead of it."""
-        if one.lifetime.every > 1:
-            return self._rows_of_ancestors(one, nodes, ahead)
-        return self._rows_of(one, nodes)
+    def _reading(self, one: TreeRows, nodes: Nodes, lowest: int, ahead: int = 0) -> Nodes:
+        """The nodes that need rows of a lifetime for a pass over some nodes, for passes ahead of it, and after it.
 
-    def _rows_of(self, one: TreeRows, nodes: Nodes) -> Nodes:
-        """The nodes of a pass that need rows, for a lifetime of rows at all positions."""
-        tree = self.tree
-        if one.lifetime.in_pass or len(nodes) == 1:
-            return nodes
-        reach, depths = one.lifetime.reach, tree.depths(nodes)
-        on_prefix = tree.prefix[np.minimum(depths, tree.prefix_length - 1)] == nodes
-        there = depths[on_prefix]
-        if not len(there):
-            return nodes
-        end = int(there.max()) + 1
-        is_read = there >= end - reach  # the last node may be repeated
-        for point in self._points_among(int(there.min()), end):
-            is_read |= (there >= point - reach) & (there < point)
-        gets_row = ~on_prefix
-        gets_row[on_prefix] = is_read
-        return nodes[gets_row]
-
-    def _rows_of_ancestors(self, one: TreeRows, nodes: Nodes, ahead: int) -> Nodes:
-        """The nodes whose rows are made or read in a pass over nodes, for a lifetime of rows at some positions."""
+        Args:
+            lowest: the least position of a node that is evaluated after the pass.
+        """
         tree, life, at = self.tree, one.lifetime, one.rows.at
         if nodes[-1] >= len(tree):  # the next node of a single sequence
             depths, on_prefix = nodes - len(tree) + tree.prefix_length, np.ones(len(nodes), bool)
         else:
             depths = tree.depths(nodes)
             on_prefix = tree.prefix[np.minimum(depths, tree.prefix_length - 1)] == nodes
-        there, farthest = depths[on_prefix], int(depths.max()) + ahead - life.lag
-        nearest = int(depths.min() if not len(there) else there.max()) + 1 - life.reach
+        there = depths[on_prefix]
+        points = self._points_among(int(there.min()), int(there.max()) + 1) if len(there) else []
+        if life.every == 1:
+            is_read = depths >= (0 if life.in_pass else lowest + 1 - life.reach)
+            for point in points:
+                is_read |= on_prefix & (depths >= point - life.reach) & (depths < point)
+            return nodes[is_read]
+        nearest, farthest = lowest + 1 - life.reach, int(depths.max()) + ahead - life.lag
         positions = {*at(nearest, min(farthest, tree.prefix_length - 1))}
-        for point in self._points_among(int(there.min()), int(there.max()) + 1) if len(there) else ():
+        for point in points:
             positions.update(at(point - life.reach, point - 1 - life.lag))
         found = [tree.prefix[sorted(positions)]]
         if not on_prefix.all():
             paths, ends = tree.paths_beyond_prefix(nodes[~on_prefix]), depths[~on_prefix]
-            for position in at(max(tree.prefix_length, int(ends.min()) + 1 - life.reach), farthest):
+            for position in at(max(tree.prefix_length, nearest), farthest):
                 found.append(paths[ends + ahead - life.lag >= position, position - tree.prefix_length])
         return np.unique(np.concatenate(found))
 

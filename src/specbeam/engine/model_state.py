@@ -152,6 +152,10 @@ class ModelState:
             size += max(0, rows - one.used) * one.own.bytes
         return size
 
-    def growth_bytes(self, nodes: Nodes) -> int:
-        """Bytes that a pass over some pending nodes takes, beside the bytes that it holds."""
-        return self.slots.growth_bytes(nodes) + self.source_growth * self.backend.slot_bytes
+    def growth_bytes(self, nodes: Nodes, rest: Nodes, ahead: int = 0) -> int:
+        """Bytes that a pass over some pending nodes takes, and further passes, beside the bytes that it holds.
+
+        Args:
+            rest: the other pending nodes.
+        """
+        return self.slots.growth_bytes(nodes, rest, ahead) + self.source_growth * self.backend.slot_bytes

@@ -149,9 +149,9 @@ class RequestState:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
         return sum(state.slots.shareable_bytes() for state in self._states)
 
-    def growth_bytes(self, nodes: Nodes) -> int:
-        """Bytes that a pass over some of its pending nodes takes, beside the bytes that it holds."""
-        return self.model.growth_bytes(nodes)
+    def growth_bytes(self, nodes: Nodes, ahead: int = 0) -> int:
+        """Bytes that a pass over some of its pending nodes takes, and further passes, beside the bytes that it holds."""
+        return self.model.growth_bytes(nodes, self.pending[len(nodes) :], ahead)
 
     @property
     def used_slots(self) -> int:
@@ -221,7 +221,8 @@ class RequestState:
         request, state = self.step.selection_request, self.model
         vocab = None if request is None else request.vocab
         token = self._held[-1].tokens[:, 0] if self._held else None
-        segment = state.slots.tree_batch(nodes, wanted, vocab, state.source, ahead, token)
+        rest = self.pending[len(nodes) :]
+        segment = state.slots.tree_batch(nodes, wanted, vocab, state.source, ahead, token, rest)
         segment.probe = self.step.probe
         return segment
 
@@ -412,10 +413,10 @@ class RequestState:
         while True:
             slots.keep(part)
             self._evaluate(part)
-            if len(part) == 1 or budget.holds(self._target.growth_bytes(self.pending)):
+            if len(part) == 1 or budget.holds(self.growth_bytes(self.pending)):
                 break
             part = part[: len(part) // 2]
-        if not budget.holds(self._target.growth_bytes(self.pending[: budget.max_batch_tokens])):
+        if not budget.holds(self.growth_bytes(self.pending[: budget.max_batch_tokens])):
             # The next pass would come back here.
             of_source = self._target.used - slots.used
             own = slots.held_bytes + of_source * self._target.backend.slot_bytes + self.source_bytes
