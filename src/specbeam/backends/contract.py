@@ -17,6 +17,8 @@ Source = NDArray[np.int64] | NDArray[np.float32]
 """What an encoder reads: token ids, int64 [n], or features of audio, float32 [mel bins, frames]."""
 
 
+EMPTY_SLOT_BYTES = 1
+"""What a slot counts with where a backend keeps everything in rows. So cached slots without rows are evicted, too."""
 ROWS_AT_ONCE = 8
 """Rows of a part that reads the nodes of a pass elsewhere are taken and let go by this many: such rows are large."""
 KEYS_AT_ONCE = 64
@@ -126,7 +128,7 @@ class Backend(Protocol):
     vocab_size: int
     context_length: int
     slot_bytes: int
-    """Bytes per slot of what later nodes may read however far away they are, such as keys and values."""
+    """Bytes per slot of what later nodes may read however far away they are, such as keys and values. At least 1."""
     lifetimes: tuple[Lifetime, ...] = ()
     """Of what is read by near nodes alone. A backend may keep that in slots, too: then it has no lifetimes."""
     expert_use: ExpertUse | None = None
@@ -198,7 +200,7 @@ def kept_whole(size: int, window: int | None) -> tuple[int, tuple[Lifetime, ...]
         size: bytes of that.
         window: the longest window of any layer. None if a layer sees all tokens.
     """
-    return (size, ()) if window is None else (0, (Lifetime(window, size),))
+    return (size, ()) if window is None else (EMPTY_SLOT_BYTES, (Lifetime(window, size),))
 
 
 def sequence_bytes(backend: Backend, length: int, batch: int) -> int:

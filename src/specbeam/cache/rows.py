@@ -249,14 +249,10 @@ def resumable(rows: Sequence[EngineRows], slots: Ints) -> int:
     return int(np.flatnonzero(can_go_on)[-1])
 
 
-def points_are_cheap(rows: Sequence[EngineRows], token_bytes: int) -> bool:
-    """Whether there are resume points at all multiples of ``POINT_TOKENS``.
-
-    Args:
-        token_bytes: bytes of what a cached prefix keeps of each token.
-    """
+def points_are_cheap(rows: Sequence[EngineRows], slot_bytes: int) -> bool:
+    """Whether there are resume points at all multiples of ``POINT_TOKENS``."""
     point = sum(one.bytes * -(-one.lifetime.reach // one.lifetime.every) for one in rows)
-    return 0 < point <= MAX_POINT_SHARE * POINT_TOKENS * token_bytes
+    return 0 < point <= MAX_POINT_SHARE * POINT_TOKENS * slot_bytes
 
 
 class ResumePoints:

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from specbeam.backends.contract import POINT_TOKENS, Backend, TreeBatch
+from specbeam.backends.contract import EMPTY_SLOT_BYTES, POINT_TOKENS, Backend, TreeBatch
 from specbeam.cache.places import BLOCK_SLOTS, NOWHERE
 from specbeam.cache.pool import EngineCache, locked
 from specbeam.cache.prefixes import NO_SLOTS, Ints, common_length
@@ -65,7 +65,7 @@ class Slots:
         self._prefix = NO_SLOTS  # slots by position
         self._placed = 0  # nodes of the shared prefix that have got slots, which are in _prefix
         self.rows = [TreeRows(own) for own in self.cache.rows]
-        self._has_cheap_points = points_are_cheap(self.cache.rows, self.cache.slot_bytes or self.cache.token_bytes)
+        self._has_cheap_points = points_are_cheap(self.cache.rows, self.cache.slot_bytes)
         self._kept_depth: int | None = None  # the least position of the nodes of the last keep, until they are evaluated
         self._points: set[int] = set()  # lengths of the prompt's beginnings from which other trees may go on
         self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
@@ -83,7 +83,7 @@ class Slots:
     def places(self, nodes: Nodes) -> Ints:
         """Where the backend keeps nodes, int64 [n]: slots, or rows if it keeps everything in those. -1 for nowhere."""
         slots = self.at(nodes)
-        if self.cache.slot_bytes or len(self.rows) != 1:
+        if not self.rows or self.cache.slot_bytes > EMPTY_SLOT_BYTES:
             return slots
         return np.where(slots == NOWHERE, NOWHERE, self.pool.table[0][slots])
 
