@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specbeam.backends.contract import Lifetime
 from specbeam.cache.places import NOBODY, NOWHERE, FreeList
 from specbeam.cache.pool import EngineCache, pool_of
+from specbeam.cache.rows import UNMADE
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import NO_NODES, Tree
 from tests.calls import calls_made
@@ -69,30 +70,29 @@ class FakeBackend:
         for row, sequence in enumerate(sequences):
             position = len(sequence) - 1
             seen = [*segment.prefix.tolist(), *segment.suffixes[row].tolist()][: position + 1]
-            assert all(-1 <= of[slot] < self.rows[number] for slot in seen)
+            assert all(UNMADE - self.rows[number] < of[slot] < self.rows[number] for slot in seen)
             if lifetime.every == 1 and of[seen[-1]] >= 0:
                 stored[of[seen[-1]]] = sequence[-1]
             paths.append(seen)
-        made = {}  # in this pass, whether or not they have a row
+        made = set()  # in this pass
         for seen, sequence in zip(paths, sequences, strict=True):
             position = len(sequence) - 1
             for at in range(max(0, position + 1 - lifetime.reach), position + 1 - lifetime.lag):
                 if (at + 1) % lifetime.every:
                     continue
                 place, name = of[seen[at]], sequence[at]
-                if lifetime.every > 1 and stored.get(place if place >= 0 else None) != name:
-                    # It is made of the one before, which another node has made, or this one.
+                if lifetime.every > 1 and place < 0 and at > position - lifetime.lag - lifetime.every:
+                    # It is made of the one before, in its row or beside the cache.
                     before = at - lifetime.every
-                    if at == position - lifetime.lag and before >= 0:
-                        other = of[seen[before]]
-                        assert sequence[before] in made or (other >= 0 and stored.get(other) == sequence[before])
-                    else:
-                        assert at == position - lifetime.lag or name in made
-                    made[name] = True
-                    if place >= 0:
-                        stored[place] = name
-                elif lifetime.in_pass or seen[at] not in here:
+                    if name not in made and before >= 0:
+                        assert sequence[before] in made or stored[of[seen[before]]] == sequence[before]
+                    made.add(name)
+                    if place <= UNMADE:
+                        stored[UNMADE - place] = name
+                elif lifetime.every == 1 and (lifetime.in_pass or seen[at] not in here):
                     assert stored.get(place) == name
+                elif place >= 0:
+                    assert stored[place] == name
 
 
 class Parents(dict):
@@ -183,9 +183,10 @@ def check(pool, cache, trees):
         assert own.used == len(needed)
         assert own.kept == len(at_points.keys() - needed.keys())
         having = np.flatnonzero(rows.of != NOWHERE)
-        assert len(np.unique(rows.of[having])) == len(having)
+        places = np.where(rows.of <= UNMADE, UNMADE - rows.of, rows.of)[having]
+        assert len(np.unique(places)) == len(having)
         assert needed.keys() | at_points.keys() <= {*having.tolist()}
-        assert (rows.owners[rows.of[having]] == cache.number).all()
+        assert (rows.owners[places] == cache.number).all()
         assert not (needed.keys() | at_points.keys()) - {*np.flatnonzero((pool.references > 0) | pool.cached).tolist()}
 
 

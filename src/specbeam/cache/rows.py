@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from specbeam.backends.contract import POINT_TOKENS, Lifetime
 from specbeam.cache.places import NOWHERE, Places
-from specbeam.cache.prefixes import Ints
+from specbeam.cache.prefixes import NO_SLOTS, Ints
 from specbeam.core.tree import Nodes
 
+UNMADE = NOWHERE - 1
 MAX_POINT_SHARE = 1 / 8
 """A resume point at every multiple of ``POINT_TOKENS`` takes at most this share of the bytes of the slots between."""
 
@@ -26,7 +27,7 @@ class Rows(Places):
     """The rows of one lifetime in a pool. Its methods are called with the pool's lock.
 
     Attributes:
-        of: the row of each slot, or ``NOWHERE``, int32 [slots].
+        of: the row of each slot, or ``NOWHERE``, int32 [slots]. ``UNMADE - row`` if the pass that makes it is to come.
         needed: by slot, how many nodes of trees need its row.
         kept: by slot, how many resume points keep its row.
     """
@@ -45,9 +46,9 @@ class Rows(Places):
 
     def leave(self, slots: Ints) -> None:
         """Free the rows of slots that nobody needs, int64 [n]."""
-        rows = self.of[slots]
+        rows = self.of[slots].astype(np.int64)
         self.of[slots] = NOWHERE
-        self.give_back(rows[rows != NOWHERE].astype(np.int64))
+        self.give_back(np.where(rows <= UNMADE, UNMADE - rows, rows)[rows != NOWHERE])
 
     def clear(self, slots: NDArray[np.bool_], owner: int) -> None:
         """Free all rows of an owner, who has these slots, bool [slots]."""
@@ -138,6 +139,7 @@ class TreeRows:
         self._spare: list[int] = []  # rows reserved for the tree, the next one last
         self._last = NOWHERE  # the row that was given last
         self._swept = 0  # nodes at positions below this need no row
+        self._making = NO_SLOTS  # the slots whose rows the pass makes
 
     def grow(self, capacity: int) -> None:
         """Make room for this many nodes."""
@@ -164,7 +166,7 @@ class TreeRows:
                 self._spare = [*reversed(self.own.lend(more, (self._spare[:1] or [self._last])[0])), *self._spare]
             given = self._spare[: -len(bare) - 1 : -1]
             del self._spare[-len(bare) :]
-            self.rows.of[bare] = given
+            self.rows.of[bare] = given if self.lifetime.every == 1 else UNMADE - np.array(given)
             self._last = given[-1]
 
     def give(self, nodes: Nodes, slots: Ints) -> None:
@@ -174,6 +176,16 @@ class TreeRows:
             self.own.hold(slots)
             self._needs[nodes] = True
             self.used += len(nodes)
+
+    def begin(self, slots: Ints) -> None:
+        """A pass begins that reads the rows of slots, int64 [n], and makes those that are not there."""
+        self._making = slots[self.rows.of[slots] <= UNMADE]
+
+    def end(self) -> None:
+        """The pass went well."""
+        made = np.unique(self._making[self.rows.of[self._making] <= UNMADE])
+        self.rows.of[made] = UNMADE - self.rows.of[made]
+        self._making = NO_SLOTS
 
     def give_next(self, node: int, slot: int) -> None:
         """The same for one node in a slot that nobody else has, in a few operations."""
@@ -198,10 +210,10 @@ class TreeRows:
     def change(self, node: int, slot: int, to: int) -> bool:
         """Let a node that needs its row have it in another slot of the same tokens. Returns whether it could be had."""
         rows = self.rows
-        if rows.of[to] != NOWHERE:
+        if rows.of[to] >= 0:
             self.own.hold(np.array([to]))
             self.own.let_go(np.array([slot]))
-        elif rows.needed[slot] == 1 and not rows.kept[slot]:
+        elif rows.of[to] == NOWHERE and rows.needed[slot] == 1 and not rows.kept[slot]:
             self.own.move(slot, to)
         else:
             self._needs[node] = False
@@ -242,7 +254,7 @@ def resumable(rows: Sequence[EngineRows], slots: Ints) -> int:
     can_go_on = np.ones(len(after), bool)
     for one in rows:
         life = one.lifetime
-        lacks = (one.rows.of[slots] == NOWHERE) & (after[1:] % life.every == 0)
+        lacks = (one.rows.of[slots] < 0) & (after[1:] % life.every == 0)
         lacking = np.concatenate([[0], np.cumsum(lacks)])
         end = np.maximum(0, after - life.lag)
         can_go_on &= lacking[end] == lacking[np.clip(after + 1 - life.reach, 0, end)]
@@ -276,7 +288,7 @@ class ResumePoints:
         kept = []
         for one in self._rows:
             read = slots[[*one.rows.at(len(slots) - one.lifetime.reach, len(slots) - 1 - one.lifetime.lag)]]
-            has_row = one.rows.of[read] != NOWHERE
+            has_row = one.rows.of[read] >= 0
             if not has_row[1:].all():  # the first is read by the last node alone
                 return None
             kept.append(read[has_row])

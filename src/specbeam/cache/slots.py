@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -117,9 +118,19 @@ class Slots:
         size = (self.growth(nodes) + later) * self.cache.slot_bytes
         lowest = self._lowest_later(nodes if rest is None else rest) if self.rows else 0
         for one in self.rows:
-            given = len(one.lacking(self._reading(one, nodes, lowest, ahead)))
+            given = len(one.lacking(self._reading(one, nodes, lowest)))
             size += (given + (later if one.lifetime.every == 1 else 0)) * one.own.bytes
         return size
+
+    def max_ahead(self, nodes: Nodes) -> int:
+        """How many passes may follow one over these nodes, each over their children, without a row of an ancestor."""
+        tree, ahead = self.tree, sys.maxsize
+        for one in self.rows:
+            if (life := one.lifetime).every > 1:
+                node = int(nodes[-1])
+                position = node - len(tree) + tree.prefix_length if node >= len(tree) else int(tree.depths(nodes).max())
+                ahead = min(ahead, -(position + 1 - life.lag + 1) % life.every)
+        return ahead
 
     def shareable_bytes(self) -> int:
         """Bytes of other trees that it would share if it began now."""
@@ -226,7 +237,7 @@ class Slots:
         try:
             later = self._reserve(ahead * len(nodes)) if ahead else NO_SLOTS
             if self.rows:
-                self._give_rows(nodes, later, nodes if rest is None else rest, ahead, is_next)
+                self._give_rows(nodes, later, nodes if rest is None else rest, is_next)
             self.pool.reserve(self.backend)
         except Exception:  # at the next try, lower slots may be free
             self._placed = before
@@ -270,6 +281,7 @@ class Slots:
             if self.cached < read:
                 self.add_prefix(self.tree.prefix[:read], self._points_among(self.cached, read))
         if self.rows:
+            self._end_pass()
             self._let_rows_go(self._lowest_later(pending))
             if not len(pending):
                 self._kept_depth = None
@@ -368,7 +380,7 @@ class Slots:
             for one in self.rows:
                 first = max(0, len(slots) - one.lifetime.reach)
                 last = path[[*one.rows.at(first, len(slots) - 1)]]
-                self._give(one, last[one.rows.of[self._slot[last]] != NOWHERE])
+                self._give(one, last[one.rows.of[self._slot[last]] >= 0])
                 one.take(len(slots))
             if self.rows and len(slots) == len(found):
                 self.cache.points.add(slots)
@@ -382,19 +394,27 @@ class Slots:
         one.give(nodes, self._slot[nodes])
 
     @locked
-    def _give_rows(self, nodes: Nodes, later: Ints, rest: Nodes, ahead: int, is_next: bool | np.bool_) -> None:
+    def _give_rows(self, nodes: Nodes, later: Ints, rest: Nodes, is_next: bool | np.bool_) -> None:
         """Give the rows that a pass over nodes needs, and passes ahead over nodes in reserved slots, int64 [n]."""
         lowest = self._lowest_later(rest)
         for one in self.rows:
             if is_next and one.lifetime.every == 1:  # the last node of its sequence is read again
                 one.give_next(nodes.item(), self._slot.item(nodes.item()))
             else:
-                self._give(one, self._reading(one, nodes, lowest, ahead))
+                read = self._reading(one, nodes, lowest)
+                self._give(one, read)
+                if one.lifetime.every > 1:
+                    one.begin(self._slot[read])
             if len(later) and one.lifetime.every == 1:
                 one.reserve(later)
 
-    def _reading(self, one: TreeRows, nodes: Nodes, lowest: int, ahead: int = 0) -> Nodes:
-        """The nodes that need rows of a lifetime for a pass over some nodes, for passes ahead of it, and after it.
+    @locked
+    def _end_pass(self) -> None:
+        for one in self.rows:
+            one.end()
+
+    def _reading(self, one: TreeRows, nodes: Nodes, lowest: int) -> Nodes:
+        """The nodes that need rows of a lifetime for a pass over some nodes, and after it.
 
         Args:
             lowest: the least position of a node that is evaluated after the pass.
@@ -412,7 +432,7 @@ class Slots:
             for point in points:
                 is_read |= on_prefix & (depths >= point - life.reach) & (depths < point)
             return nodes[is_read]
-        nearest, farthest = lowest + 1 - life.reach, int(depths.max()) + ahead - life.lag
+        nearest, farthest = lowest + 1 - life.reach, int(depths.max()) - life.lag
         positions = {*at(nearest, min(farthest, tree.prefix_length - 1))}
         for point in points:
             positions.update(at(point - life.reach, point - 1 - life.lag))
@@ -420,7 +440,7 @@ class Slots:
         if not on_prefix.all():
             paths, ends = tree.paths_beyond_prefix(nodes[~on_prefix]), depths[~on_prefix]
             for position in at(max(tree.prefix_length, nearest), farthest):
-                found.append(paths[ends + ahead - life.lag >= position, position - tree.prefix_length])
+                found.append(paths[ends - life.lag >= position, position - tree.prefix_length])
         return np.unique(np.concatenate(found))
 
     def _share(self, path: Nodes, slots: Ints) -> None:

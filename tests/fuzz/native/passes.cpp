@@ -108,7 +108,8 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
   Arrays &a = arrays[which];
   const auto n = in.ConsumeIntegralInRange<int64_t>(0, s.nodes - 1);
   const auto below_zero = [&] { return in.ConsumeIntegralInRange<int64_t>(INT64_MIN, -1); };
-  switch (in.ConsumeIntegralInRange(0, 12)) {
+  static std::vector<int32_t> rows;
+  switch (in.ConsumeIntegralInRange(0, 13)) {
     case 0: a.tokens[n] = in.wild(); break;
     case 1: a.positions[n] = in.number(0, 20); break;
     case 2: a.slots[n] = in.number(0, 100); break;
@@ -137,6 +138,12 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
     case 11:
       if (s.watched) const_cast<int64_t *>(s.heads)[in.ConsumeIntegralInRange<int64_t>(0, 1)] = in.wild();
       break;
+    case 12:
+      rows = rows_of_slots();
+      rows[in.ConsumeIntegralInRange<size_t>(0, 2 * ROW_SLOTS)] = int32_t(in.wild());
+      s.row_of_slot = in.rarely() ? nullptr : rows.data();
+      if (in.rarely()) s.row_slots = in.ConsumeBool() ? below_zero() : INT64_MAX;
+      break;
     default: wanted.push_back(in.wild());
   }
 }
@@ -155,7 +162,8 @@ void passes(Input &in, void *model, const ModelConfig &c, const Layers &layers, 
             const Layers &of_encoder, Parameters &parameters, std::vector<Tree> &trees) {
   const int64_t reach = layers.reach();
   const auto cross_heads = layers.cross_heads();
-  CHECK((specbeam_cache_slot_bytes(model) > 0) == (reach >= 0));
+  int64_t lifetime[5];
+  CHECK((specbeam_cache_slot_bytes(model) > 0 || !specbeam_cache_lifetime(model, 0, lifetime)) == (reach >= 0));
   if (reach < 0) {  // no node has a place then
     CHECK(specbeam_cache_reserve(model, 1, nullptr));
     return;

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend, Source, TreeBatch, logits_wanted
+from specbeam.backends.contract import EMPTY_SLOT_BYTES, Backend, Source, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import Library, address, choose_isa, library
 from specbeam.backends.cpu.model import kept_by, new_model
@@ -93,7 +93,8 @@ class CpuBackend(Backend):
         if encoder is not None:
             self.encoder_reads = "audio"
             self.encoder_layers, self.encoder_size = encoder.num_layers, encoder.hidden_size
-        self.slot_bytes, self.lifetimes = kept_by(self._library, self._model)
+        slot_bytes, self.lifetimes = kept_by(self._library, self._model)
+        self.slot_bytes = max(slot_bytes, EMPTY_SLOT_BYTES)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
             problem = "only %d of %d threads could be started: a limit on processes or on memory is reached"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.backends.contract import EMPTY_SLOT_BYTES, Lifetime
+from specbeam.backends.contract import Lifetime
 from specbeam.backends.cpu.library import Library
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.parts.part import Part
@@ -64,8 +64,7 @@ def kept_by(native: Library, model: int) -> tuple[int, tuple[Lifetime, ...]]:
     while native.specbeam_cache_lifetime(model, len(lifetimes), numbers.ctypes.data) == 0:
         reach, row_bytes, every, lag, in_pass = numbers.tolist()
         lifetimes.append(Lifetime(reach, row_bytes, every, lag, bool(in_pass)))
-    slot_bytes = int(native.specbeam_cache_slot_bytes(model))
-    return slot_bytes or (EMPTY_SLOT_BYTES if lifetimes else 0), tuple(lifetimes)
+    return int(native.specbeam_cache_slot_bytes(model)), tuple(lifetimes)
 
 
 def bytes_of_sequence(native: Library, config: Config, integer_cache: bool, length: int) -> int:

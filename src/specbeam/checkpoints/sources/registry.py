@@ -83,7 +83,7 @@ ALIASES = {
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         ),
         253_113_024,
-        312_000_000,
+        277_000_000,
         "gemma",
         False,
         "Gemma 3 270M (base), Q4_K_M",
@@ -115,7 +115,7 @@ ALIASES = {
     "gemma3-1b-it": Alias(
         HubModel("ggml-org/gemma-3-1b-it-GGUF", "gemma-3-1b-it-Q4_K_M.gguf"),
         806_058_240,
-        941_000_000,
+        899_000_000,
         "gemma",
         True,
         "Gemma 3 1B Instruct, Q4_K_M",
@@ -171,7 +171,7 @@ ALIASES = {
     "gemma3-4b-it": Alias(
         HubModel("ggml-org/gemma-3-4b-it-GGUF", "gemma-3-4b-it-Q4_K_M.gguf"),
         2_489_757_856,
-        2_958_000_000,
+        2_733_000_000,
         "gemma",
         True,
         "Gemma 3 4B Instruct, Q4_K_M, text only",

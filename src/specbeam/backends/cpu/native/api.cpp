@@ -54,12 +54,13 @@ struct Loaded {
 // Calls f(position in its row, its number in the segment, the segment) for each node of a pass that has a row in a
 // region, in order.
 template <class F> static void each_row(Region &own, int64_t region, const Segment *segments, int64_t count, const F &f) {
+  if (own.lifetime.every > 1) return;  // see Filling::find
   for (const Segment *s = segments; s < segments + count; s++)
     for (int64_t n = 0; n < s->nodes; n++)
       if (const int64_t row = row_of(*s, region, s->slots[n]); row != NO_ROW) f(own.positions[row], n, *s);
 }
 
-// Notes where the nodes of a pass are, and empties their rows if it fails.
+// Notes where the nodes of a pass are, and which rows of ancestors it makes. Empties their rows if it fails.
 class Filling {
  public:
   Filling(Cache &all, const Segment *some, int64_t number) : cache(all), segments(some), count(number) {
@@ -68,6 +69,27 @@ class Filling {
   }
   ~Filling() {
     each_node([&](const Segment &s, int64_t n) { cache.node_of[s.slots[n]] = Cache::NO_NODE; });
+  }
+
+  // Finds the rows that the pass makes, which are empty until it went well. Returns the error, or null.
+  const char *find() {
+    for (size_t region = 1; region < cache.regions.size(); region++) {
+      const Lifetime &life = cache.regions[region]->lifetime;
+      const char *reason = nullptr;
+      if (life.every > 1)
+        each_node([&](const Segment &s, int64_t n) {
+          for (int64_t p = life.last(s.positions[n] - life.lag); p >= first_seen(s.positions[n], life.reach);
+               p -= life.every)
+            if (const char *wrong = add(s, int64_t(region), *ancestors(s, n, p), p)) reason = wrong;
+        });
+      if (reason) return reason;
+    }
+    return nullptr;
+  }
+
+  // The pass went well.
+  void made() {
+    for (const Row &row : making) row.in_row() = int32_t(row.position);
   }
 
   // Notes the nodes' positions in their slots and rows. Returns the error, or null.
@@ -93,9 +115,29 @@ class Filling {
   }
 
  private:
+  struct Row {
+    Region *region;
+    int64_t row, slot, position;
+    int32_t &in_row() const { return region->positions[row]; }
+  };
+
   Cache &cache;
   const Segment *segments;
   const int64_t count;
+  std::vector<Row> making;
+
+  const char *add(const Segment &s, int64_t region, int64_t slot, int64_t position) {
+    const int64_t row = UNMADE - row_of(s, region, slot);
+    Region &own = *cache.regions[region];
+    if (row < 0) return nullptr;
+    if (row >= own.capacity) return "a row is not in the cache";
+    for (const Row &one : making)
+      if (one.region == &own && one.row == row)
+        return one.slot == slot ? nullptr : "two nodes have the same slot or the same row";
+    making.push_back({&own, row, slot, position});
+    own.positions[row] = Cache::EMPTY;
+    return nullptr;
+  }
 
   template <class F> void each_node(const F &f) const {
     for (const Segment *s = segments; s < segments + count; s++)
@@ -379,6 +421,7 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   Filling filling(cache, segments, count);
   const char *reason = filling.fill();
   if (!reason) reason = wrong_ancestors(loaded.model, cache, segments, count);
+  if (!reason) reason = filling.find();
   try {
     if (!reason)
       forward(loaded.model, cache, loaded.pool(), *loaded.workspace, segments, count, wanted, wanted_count, vocab,
@@ -387,6 +430,7 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
     reason = OUT_OF_MEMORY;
   }
   if (reason) filling.empty();
+  else filling.made();
   return reason;
 }
 

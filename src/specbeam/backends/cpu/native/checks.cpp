@@ -128,7 +128,7 @@ static const char *wrong_rows(const Cache &cache, const Segment &s, int64_t slot
     if (s.row_slots && slot >= s.row_slots) return "a slot has no rows";
     const Region &own = *cache.regions[i];
     const int64_t row = row_of(s, int64_t(i), slot);
-    if (row == NO_ROW && !own.lifetime.in_pass) continue;
+    if (own.lifetime.every > 1 || (row == NO_ROW && !own.lifetime.in_pass)) continue;
     if (row < 0 || row >= own.capacity) return "a row is not in the cache";
   }
   return nullptr;
@@ -183,7 +183,19 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
         const int64_t row = row_of(*s, int64_t(i), slot);
         return row >= 0 && row < own.capacity && own.positions[row] == position;
       };
-      const int64_t reach = own.lifetime.reach;
+      const Lifetime &life = own.lifetime;
+      if (life.every > 1) {
+        // A node whose parent is not in the pass makes the last row that it reads, or it is there. Others go on from it.
+        for (int64_t n = 0; n < s->nodes; n++) {
+          const int64_t position = s->positions[n];
+          if (position && cache.node_of[*ancestors(*s, n, position - 1)] != Cache::NO_NODE) continue;
+          const int64_t last = life.last(position - life.lag);
+          const auto is_made = [&](int64_t p) { return p < 0 || has_row(*ancestors(*s, n, p), p); };
+          if (!is_made(last) && !is_made(last - life.every)) return "a node reads a row that cannot be made";
+        }
+        continue;
+      }
+      const int64_t reach = life.reach;
       for (int64_t p = first_seen(*least, reach); p < std::min(*deepest + 1, s->prefix_length); p++)
         if (!has_row(s->prefix[p], p)) return "a node reads a row that is empty or holds a node of another position";
       for (int64_t n = 0; n < s->nodes; n++)

@@ -133,6 +133,8 @@ struct Lifetime {
   int64_t reach = 0;           // 0 for all positions
   int64_t every = 1, lag = 0;
   bool in_pass = true;
+  // The last position above `position` or at it that has a row, or -1.
+  int64_t last(int64_t position) const { return position < 0 ? -1 : (position + 1) / every * every - 1; }
   bool operator==(const Lifetime &other) const {
     return reach == other.reach && every == other.every && lag == other.lag && in_pass == other.in_pass;
   }
@@ -285,8 +287,8 @@ class Cache {
   void add_region(const Lifetime &lifetime) { regions.push_back(std::make_unique<Region>(lifetime, one_part)); }
 };
 
-// The row of a slot in a region, or NO_ROW.
-constexpr int64_t NO_ROW = -1;
+// The row of a slot in a region, or NO_ROW. A row that this pass makes is UNMADE - row.
+constexpr int64_t NO_ROW = -1, UNMADE = -2;
 inline int64_t row_of(const Segment &s, int64_t region, int64_t slot) {
   if (!region || !s.row_slots) return slot;
   return slot < s.row_slots ? s.row_of_slot[(region - 1) * s.row_slots + slot] : NO_ROW;
