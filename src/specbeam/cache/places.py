@@ -15,6 +15,7 @@ MAX_RUNS_SEEN = 16
 MAX_FREE_SHARE = 0.25
 """While short runs are at most this share of all places, take new places instead of them."""
 
+
 class FreeList:
     """The free places: some runs below ``end``, and all places from ``end`` on.
 

@@ -53,7 +53,8 @@ struct Loaded {
 
 // Calls f(position in its row, its number in the segment, the segment) for each node of a pass that has a row in a
 // region, in order.
-template <class F> static void each_row(Region &own, int64_t region, const Segment *segments, int64_t count, const F &f) {
+template <class F> static void each_row(Region &own, int64_t region, const Segment *segments, int64_t count,
+                                        const F &f) {
   if (own.lifetime.every > 1) return;  // see Filling::find
   for (const Segment *s = segments; s < segments + count; s++)
     for (int64_t n = 0; n < s->nodes; n++)
