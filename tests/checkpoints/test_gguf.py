@@ -35,7 +35,7 @@ from specbeam.checkpoints.tokenizers.gguf_tokenizer import PRE, tokenizer_from_g
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import vocabulary_from_gguf
 from specbeam.core.tree import Tree
 from tests.absent import needs
-from tests.backends.test_conformance import KEYS_ARE_VALUES, PER_LAYER
+from tests.backends.test_conformance import EXPERTS_BESIDE, KEYS_ARE_VALUES, PER_LAYER
 from tests.conftest import (
     ALPHA,
     BOS,
@@ -65,16 +65,41 @@ NAMED = {
     **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2", "mixtral": "llama"},
     **{"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"},
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
-    **{"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
+    **{
+        "qwen3_5_text": "qwen35",
+        "qwen2_moe": "qwen2moe",
+        "qwen3_moe": "qwen3moe",
+        "gpt_oss": "gpt-oss",
+        "lfm2_moe": "lfm2moe",
+    },
+    **{"granitemoeshared": "granitemoe", "glm4_moe": "glm4moe"},
 }
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
-WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe"}
+WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe"}
+PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+SHARED_WIDTHS = ("shared_intermediate_size", "shared_expert_intermediate_size")
 LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+
+
+EXACT = (".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight")
+"""Ends of the names of matrices that a converter never quantizes."""
+SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale"}
+"""Vectors of Gemma 4 whose names in a file end otherwise than those of other tensors."""
+
+
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def expert_tensors(config, name, array):
     """The tensors that llama.cpp's converter makes of a stacked tensor of experts, by their names."""
     kind = "bias" if name.endswith("bias") else "weight"
+    if config.model_type == "gemma4_text" and "gate_up" in name:
+        return {f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight": array}
     layer, stacked = name.split(".")[2], "gate_up" if "gate_up" in name else "down"
     if config.model_type == "gpt_oss":  # [experts, in, out], and gate and up alternate
         array = array.swapaxes(1, 2) if kind == "weight" else array
@@ -82,14 +107,24 @@ def expert_tensors(config, name, array):
     else:
         parts = np.split(array, 2, axis=1) if stacked == "gate_up" else ()
     parts = {"gate": parts[0], "up": parts[1]} if stacked == "gate_up" else {"down": array}
-    return {f"blk.{layer}.ffn_{part}_exps.{kind}": np.ascontiguousarray(own) for part, own in parts.items()}
+    return {f"blk.{layer}.ffn_{part}_exps.{kind}": own for part, own in parts.items()}
 
 
-def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metadata):
+def quantized(name, array, kind):
+    """A tensor as a file stores it, and its type."""
+    return quants.quantize(np.ascontiguousarray(array), kind), kind
+
+
+def write_gguf(
+    path, model, kind=Type.F32, tokenizer=True, stored=None, more=None, quantize=quantized, finish=finish, **metadata
+):
     """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
 
     Args:
         stored: tensors in place of the model's, with their types, by their names in the file.
+        more: tensors beside the model's, float32, by their names in the file.
+        quantize: what makes a tensor of a name, an array and a type, which is F32 for tensors that stay exact.
+        finish: writes the file that a writer holds.
     """
     config, architecture = model.config, model.config.model_type
     named = NAMED.get(architecture, architecture)
@@ -108,6 +143,15 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         kv_heads = [kv_heads * (kind != "conv") for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_vocab_size(config.vocab_size)
+    if named == "qwen35":
+        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        pairs = int(config.rope_parameters["partial_rotary_factor"] * head_dim) // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     if named == "gemma4":
         inner, kv_heads, head_dim = gemma4_sizes(writer, config)
     writer.add_feed_forward_length(inner)
@@ -116,11 +160,20 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         writer.add_head_count_kv(kv_heads)
     if named not in WITHOUT_KEY_LENGTH:
         writer.add_key_length(head_dim)
-    if experts := getattr(config, "num_experts", None):
+    if experts := next((n for key in COUNTS if (n := getattr(config, key, None))), None):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture not in ("olmoe", "mixtral"):
+        writer.add_expert_used_count(config.top_k_experts if named == "gemma4" else config.num_experts_per_tok)
+        if named not in ("olmoe", "llama", "granitemoe"):
             writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if shared := next((n for key in SHARED_WIDTHS if (n := getattr(config, key, None))), None):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if named == "glm4moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_nextn_predict_layers(0)
     if named == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
@@ -179,7 +232,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
     if named == "cohere2":
         writer.add_sliding_window(config.sliding_window)
         writer.add_logit_scale(config.logit_scale)
-    if named == "granite":
+    if named in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -211,7 +264,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
-        if named in ("llama", "mistral3", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
+        if named in PAIRED and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, heads if "q_proj" in name else kv_heads)
         if named == "gpt2" and ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
@@ -219,22 +272,39 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
             array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
         if named in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
+        if named == "qwen35":
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                array = array + 1
+            name, array = linear_attention_tensor(config, name, array)
         if ".experts." in name:
             if re.search(r"experts\.\d", name):
                 needs("transformers, which stacks experts")
             for there, own in expert_tensors(config, name, array).items():
                 form = Type.F32 if there.endswith("bias") else kind
-                writer.add_tensor(there, quants.quantize(own, form), raw_dtype=form)
+                own, form = quantize(there, own, form)
+                writer.add_tensor(there, own, raw_dtype=form)
             continue
-        filters = "conv.conv" in name
+        if "shared_mlp.input_linear" in name:
+            for part, half in zip(("gate", "up"), np.split(array, 2), strict=True):
+                there = f"blk.{name.split('.')[2]}.ffn_{part}_shexp.weight"
+                writer.add_tensor(there, quants.quantize(half, kind), raw_dtype=kind)
+            continue
+        if scale := next((own for end, own in SCALES.items() if name.endswith(end)), None):
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{scale}", array)
+            continue
+        filters = "conv.conv" in name or "conv1d" in name
         array = array.squeeze(1) if filters else array
-        exact = filters or array.ndim == 1 or name.endswith((".gate.weight", ".router.weight"))
+        array = array[0] if name.endswith("shared_expert_gate.weight") else array
+        exact = filters or array.ndim == 1 or name.endswith(EXACT)
         name += ".weight" if name.endswith(("layer_scalar", ".sinks")) else ""
-        name = name.replace("expert_bias", "expert_bias.bias")
+        name = name.replace("expert_bias", "expert_bias.bias").replace("correction_bias", "correction.bias")
+        name = name.replace("moe.router.", "moe.router.layer.")
         there = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"  # lfm2moe's lack the head
         form = Type.F32 if exact else kind
-        array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
+        array, form = (stored or {}).get(there) or quantize(there, array, form)
         writer.add_tensor(there, array, raw_dtype=form)
+    for there, array in (more or {}).items():
+        writer.add_tensor(there, array)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
@@ -265,6 +335,27 @@ def gemma4_sizes(writer, config):
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     widths = [config.intermediate_size * (1 if i < len(slides) - shared else wide) for i in range(len(slides))]
     return widths, [layer.num_key_value_heads for layer in layers], head_dim
+
+
+def linear_attention_tensor(config, name, array):
+    """The name that gguf knows, and the tensor with value heads in llama.cpp's order, in which h has key head h % n."""
+    n, size = config.linear_num_key_heads, config.linear_value_head_dim
+    keys = 2 * n * config.linear_key_head_dim
+
+    def tiled(rows, size):
+        return rows.reshape(n, -1, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    own = name.partition("linear_attn.")[2].removesuffix(".weight")
+    if own in ("in_proj_qkv", "conv1d"):
+        array = np.concatenate([array[:keys], tiled(array[keys:], size)])
+    elif own == "in_proj_z":
+        array = tiled(array, size)
+    elif own in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        array = tiled(-np.exp(array) if own == "A_log" else array, 1)
+        name = name.replace("dt_bias", "dt_proj.bias")
+    elif own == "out_proj":
+        array = np.ascontiguousarray(tiled(array.T, size).T)
+    return name, array
 
 
 def finish(writer):
@@ -300,6 +391,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("gemma3", GEMMA | {"num_hidden_layers": 7}),
         ("gemma4", PER_LAYER),
         ("gemma4", KEYS_ARE_VALUES),
+        ("gemma4", EXPERTS_BESIDE),
         ("gemma4_unified", KEYS_ARE_VALUES | {"num_kv_shared_layers": 1}),
         ("olmo2", {}),
         ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5}),
@@ -307,18 +399,24 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("hunyuan_v1_dense", {"rope_parameters": ALPHA, "tie_word_embeddings": True}),
         ("granite", {}),
         ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("granitemoe", {"tie_word_embeddings": True}),
+        ("granitemoeshared", {}),
         ("glm4", {}),
+        ("glm4_moe", {}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "norm_topk_prob": False}),
         ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
         ("exaone4", WITHOUT_WINDOWS | {"rope_parameters": LLAMA3_ROPE}),
         ("ernie4_5", {"tie_word_embeddings": True}),
         ("seed_oss", {}),
         ("starcoder2", {}),
         ("cohere2", {"sliding_window": 5, "num_hidden_layers": 5, "tie_word_embeddings": True}),
+        ("qwen2_moe", {}),
         ("qwen3_moe", {"norm_topk_prob": True}),
         ("olmoe", {}),
         ("mixtral", {}),
         ("gpt_oss", {"num_hidden_layers": 4}),
         ("lfm2_moe", {"tie_word_embeddings": True}),
+        ("qwen3_5", {"tie_word_embeddings": True}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),
@@ -332,6 +430,18 @@ def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
     for backend in ("torch", "cpu"):
         lm = specbeam.load(path, backend=backend, dtype="float32")
         assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=20).token_ids == out[0, 3:].tolist()
+
+
+def test_layers_that_predict_several_tokens_are_passed_over(tmp_path):
+    """The file of a model with a layer more, whose last layer is said to be one of these."""
+    short, long = (random_model("glm4_moe", num_hidden_layers=layers) for layers in (2, 3))
+    of_short = long.state_dict()
+    short.load_state_dict({name: of_short[name] for name in short.state_dict()})
+    path = write_gguf(tmp_path / "m.gguf", long, **{"glm4moe.nextn_predict_layers": 1})
+    one, other = (
+        specbeam.load(source, dtype="float32").weights for source in (path, write_gguf(tmp_path / "s", short))
+    )
+    assert one == other
 
 
 TYPE, FACTOR, OLD_FACTOR = "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear"
@@ -433,6 +543,14 @@ def test_numbers_may_differ_between_layers():
         ("qwen2", "expert_count", 8, "with experts"),
         ("llama", "expert_count", 8, "num_experts_per_tok = 0, which is no size"),
         ("qwen3_moe", "expert_used_count", 9, "gives each token 9 experts, but has 8"),
+        ("granitemoe", "expert_used_count", 9, "gives each token 9 experts, but has 8"),
+        ("granitemoeshared", "expert_count", 7, r"ffn_gate_inp.weight has shape .8, 32., but the .* asks for .7, 32."),
+        ("granitemoeshared", "expert_shared_feed_forward_length", 24, "ffn_gate_shexp.weight has shape .20, 32."),
+        ("granitemoe", "expert_shared_feed_forward_length", 24, "has no tensor blk.0.ffn_gate_shexp.weight"),
+        ("qwen2_moe", "expert_shared_feed_forward_length", None, "ffn_gate_shexp.weight has shape .20, 32."),
+        ("glm4_moe", "expert_gating_func", 1, "glm4moe.expert_gating_func = 1 is not supported"),
+        ("glm4_moe", "expert_shared_count", None, "has no glm4moe.expert_shared_count"),
+        ("glm4_moe", "nextn_predict_layers", 3, "block_count - nextn_predict_layers = 0, which is no size"),
         ("lfm2_moe", "expert_gating_func", 1, "lfm2moe.expert_gating_func = 1 is not supported"),
         ("llama", "attention.head_count_kv", [2, 2], "llama.attention.head_count_kv has 2 values, .* has 3 layers"),
         (
@@ -797,7 +915,7 @@ def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
         ("gemma3", GEMMA),
         ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
         *((name, {}) for name in ("gemma4", "ministral3", "hunyuan_v1_dense", "granite", "glm4", "cohere2")),
-        *((name, {}) for name in ("lfm2", "lfm2_moe", "olmoe", "qwen3_moe", "gpt_oss")),
+        *((name, {}) for name in ("lfm2", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")),
     ]:
         assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
     assert asked == {*KINDS_OF_MODELS, *(key for one in GGUF_ARCHITECTURES.values() for key in one.gguf_keys)}
@@ -849,7 +967,9 @@ def byte_level(tokens, merges, pre, **more):
 LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
 SPLITS = {
     f"{LIKE_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe deepseek-v3 hunyuan-dense": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
-    "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
+    "qwen2 qwen35 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": (
+        "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1"
+    ),
     "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
     "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
     "tekken": "o W Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",

@@ -63,8 +63,7 @@ class TorchBackend(TensorBackend):
         load_weights(self.model, checkpoint, self.device, self.dtype)
         self._store = self.new_store()
         self._one_pass = Lock()  # the KV cache may move when it grows
-        size = sum(memory.numbers for memory in config.memories) * self.dtype.itemsize
-        self.slot_bytes, self.lifetimes = kept_whole(size, config.window)
+        self.slot_bytes, self.lifetimes = kept_whole(self._store.slot_bytes, config.window)
 
     def new_store(self) -> KeyValues:
         """An empty KV cache for this model."""

@@ -19,7 +19,7 @@ from specbeam.checkpoints.files import refusing
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
 from specbeam.checkpoints.parts.experts import Experts
-from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.mlp import MLP, SharedExpert
 from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.rope import Rope, yarn_divisors, yarn_scale
 from specbeam.errors import SpecbeamError
@@ -45,6 +45,7 @@ KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
         (
             *("context_length", "embedding_length", "block_count", "attention.sliding_window"),
             *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_gating_func"),
+            *("expert_shared_feed_forward_length", "leading_dense_block_count", "nextn_predict_layers"),
             *(
                 "attention.key_length",
                 "attention.value_length",
@@ -148,6 +149,7 @@ def _read(
         raise SpecbeamError(f"{metadata.architecture} models whose attention is not causal are not supported")
 
     hidden, depth = get("embedding_length"), layer_count(get("block_count"), tensors)
+    depth = size("block_count - nextn_predict_layers", depth - get("nextn_predict_layers", 0))
     if (head_dim := get("attention.key_length", None)) is None:
         head_dim = hidden // size("num_heads", metadata.of_layer(0, "attention.head_count"))
     size("head_dim", head_dim, MAX_HEAD_DIM)
@@ -196,7 +198,10 @@ def _read(
             "bias": "ffn_down_exps.bias" in metadata.in_layers,
         }
         usual = Usual(
-            partial(Attention, **attention_fields), partial(MLP, **mlp_fields), partial(Experts, **experts_fields)
+            partial(Attention, **attention_fields),
+            partial(MLP, **mlp_fields),
+            partial(Experts, **experts_fields),
+            partial(SharedExpert, **architecture.shared_expert),
         )
         return architecture.gguf_layer(i, usual, metadata)
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "formats.h"
+#include "states.h"
 #include "table.h"
 
 namespace specbeam {
@@ -236,6 +237,7 @@ class Cache {
  public:
   std::vector<std::unique_ptr<Region>> regions;
   std::vector<int32_t> node_of;  // [capacity], the number in a pass of the node in each slot; NO_NODE: none
+  mutable States states;         // of linear attention
   static constexpr int32_t EMPTY = Region::EMPTY, NO_NODE = -1;
 
   explicit Cache(bool one_part = false) : one_part(one_part) { add_region({}); }
@@ -276,6 +278,7 @@ class Cache {
   }
 
   void release(int64_t first, int64_t count) {
+    states.forget(first, count);
     for (const auto &region : regions)
       if (first < region->capacity) region->release(first, std::min(count, region->capacity - first));
   }
@@ -291,8 +294,6 @@ inline int64_t row_of(const Segment &s, int64_t region, int64_t slot) {
   if (!region || !s.row_slots) return slot;
   return slot < s.row_slots ? s.row_of_slot[(region - 1) * s.row_slots + slot] : NO_ROW;
 }
-
-constexpr int64_t NO_SLOT = -1;
 
 // The slots of a node's ancestors from a position on, up to the end of the prefix or of the suffix.
 inline const int64_t *ancestors(const Segment &s, int64_t node, int64_t position) {

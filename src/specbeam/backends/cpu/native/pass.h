@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "kernels.h"
+#include "linear_attention.h"
 #include "parts/part.h"
 #include "product.h"
 #include "simd.h"
@@ -45,7 +46,7 @@ struct Routes {
 };
 
 struct Workspace {
-  Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts, per_layer;
+  Buffer<float> x, normed, wide, mixed, attended, out, held, cos, sin, attention_parts, per_layer;
   std::vector<int32_t> segment_of, row_in;  // by node
   std::vector<int64_t> going;               // the nodes that go on, ascending
   Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
@@ -55,6 +56,7 @@ struct Workspace {
   Activations activations;
   Routes routes;
   std::vector<Job> jobs;
+  Borders borders;
 };
 
 constexpr int64_t ACTIVATIONS_AHEAD = 1024;  // numbers that are prefetched, over the ends of rows
@@ -86,7 +88,8 @@ struct Pass {
   Activations &activations;
   // Buffers of the layers, by node: the hidden states, and the input of a part, normed. By row of the nodes that go on:
   // what a part makes of it.
-  float *x = nullptr, *normed = nullptr, *out = nullptr;
+  // held, by node: what a part has made that the next one is normed with.
+  float *x = nullptr, *normed = nullptr, *out = nullptr, *held = nullptr;
   const int64_t out_stride;
 
   Pass(const Model &, const Cache &, Threads &, Workspace &, const Segment *, int64_t count, const int64_t *wanted,
@@ -100,6 +103,10 @@ struct Pass {
   int64_t slot(int64_t node) const { return segment(node).slots[space.row_in[node]]; }
   // The row of a node in a region of the cache, or NO_ROW.
   int64_t row(int64_t node, int64_t region) const { return row_of(segment(node), region, slot(node)); }
+  // The slot of a node's ancestor.
+  int64_t slot_at(int64_t node, int64_t position) const {
+    return *ancestors(segment(node), space.row_in[node], position);
+  }
   // Where a node's ancestor is: its number if it is in the pass, or NO_NODE, and its row in a region of the cache.
   struct Place {
     int64_t node, row;
@@ -174,6 +181,7 @@ struct Pass {
   void per_layer_inputs();
   void layers(int64_t first, int64_t end);
   void begin_part(const Part &, const Part *before);
+  float *finished(const Part &, int64_t row);
   void add(const Part &, int64_t row);
   void convolve(const Product &weights, const float *from, int64_t rows, int64_t step, float *to);
   void begin(const float *features);
