@@ -172,6 +172,8 @@ class Slots:
         if self._see_lost_rows(missing):
             self.free(np.flatnonzero(self._slot != NOWHERE))
             self._placed = 0
+            if self.is_fresh:
+                self.reused = 0
             for one in self.rows:
                 one.lost = 0
             self._take_prefix(int(self.tree.depths(missing).min()) if len(missing) else None)

@@ -193,6 +193,13 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
         // it.
         for (int64_t n = 0; n < s->nodes; n++) {
           const int64_t position = s->positions[n];
+          for (int64_t p = life.last(position - life.lag); p >= first_seen(position, life.reach); p -= life.every) {
+            const int64_t slot = *ancestors(*s, n, p);
+            if (!holds(slot, p)) return reason;
+            const int64_t row = made_row_of(cache, *s, int64_t(i), slot, p);
+            if (row >= own.capacity || (row >= 0 && own.positions[row] != p))
+              return "a node reads a row that is empty or holds a node of another position";
+          }
           if (position && cache.node_of[*ancestors(*s, n, position - 1)] != Cache::NO_NODE) continue;
           const int64_t last = life.last(position - life.lag);
           const auto is_made = [&](int64_t p) { return p < 0 || has_row(*ancestors(*s, n, p), p); };

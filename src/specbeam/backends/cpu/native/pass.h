@@ -103,6 +103,11 @@ struct Pass {
   int64_t slot(int64_t node) const { return segment(node).slots[space.row_in[node]]; }
   // The row of a node in a region of the cache, or NO_ROW.
   int64_t row(int64_t node, int64_t region) const { return row_of(segment(node), region, slot(node)); }
+  // The row of a node's ancestor in a region whose rows are made by the first pass that reads them: UNMADE - row if it
+  // is this pass, NO_ROW if no later pass reads it.
+  int64_t made_row_at(int64_t node, int64_t position, int64_t region) const {
+    return made_row_of(cache, segment(node), region, slot_at(node, position), position);
+  }
   // The slot of a node's ancestor.
   int64_t slot_at(int64_t node, int64_t position) const {
     return *ancestors(segment(node), space.row_in[node], position);
