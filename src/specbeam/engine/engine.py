@@ -44,7 +44,8 @@ class Engine:
         max_requests: the maximum number of requests that share a pass. The others wait their turn.
         max_batch_tokens: the maximum of nodes per pass. Longer prompts are prefilled in chunks, so that requests that
             are generating do not wait for them.
-        max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
+        max_cache_tokens: cache slots for the keys and values of all live requests together. Layers with windows and
+            convolutions keep less of long sequences, so more tokens than this may fit. When the slots would not
             suffice, the newest request is preempted: it gives up its slots, and they are recomputed later, to the same
             result. One sequence of full length has to fit: then a request finishes, whatever its beams and its draft
             would need. By default all engines of the process share a quarter of its memory, or four fifths of the GPU's
@@ -349,13 +350,16 @@ class Engine:
 
     @property
     def cache_tokens(self) -> int:
-        """Cache slots of the target in use by live requests. Slots that they share count once."""
-        return self._budget.target.used
+        """Cache slots of the target in use by live requests. Slots that they share count once.
+
+        Where some layers keep less than all of a sequence, their share of the memory counts in whole slots.
+        """
+        return self._budget.target.used_tokens
 
     @property
     def kept_tokens(self) -> int:
         """Cache slots of the target with cached prefixes that no request holds. Live requests take them if needed."""
-        return self._budget.target.kept
+        return self._budget.target.kept_tokens
 
     @property
     def kept_bytes(self) -> int:

@@ -266,7 +266,7 @@ inline void add_product(Input &in, Parameters &parameters, void *model, int64_t 
       if (format != F32_ROWS && !in.rarely())  // without these two bits all scales are below 2
         for (int64_t i = 0; i < bytes; i++) data[i] &= 0x3f;
     }
-    specbeam_model_matrix(model, layer, (name + ".weight").c_str(), format, here, across, data, bytes);
+    specbeam_model_matrix(model, layer, (name + ".weight").c_str(), format, 1, here, across, data, bytes);
   }
   if (in.ConsumeBool()) {
     const int64_t size = in.number(rows, rows);

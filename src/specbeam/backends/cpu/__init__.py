@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend, Source, TreeBatch, logits_wanted
+from specbeam.backends.contract import EMPTY_SLOT_BYTES, Backend, Source, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import Library, address, choose_isa, library
-from specbeam.backends.cpu.model import new_model
+from specbeam.backends.cpu.model import kept_by, new_model
 from specbeam.backends.cpu.weights import MODES, Weights, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
@@ -79,7 +79,6 @@ class CpuBackend(Backend):
         self._weights = load_weights(checkpoint, self.quantize)
         self.weights_digest = hashlib.sha256(f"{self._weights.digest} {description(config)}".encode()).hexdigest()
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
-        self.window = config.window
         self.expert_use = expert_use(config)
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so integers are enough.
         integer_cache = self.quantize != "float32"
@@ -96,7 +95,8 @@ class CpuBackend(Backend):
         if encoder is not None:
             self.encoder_reads = "audio"
             self.encoder_layers, self.encoder_size = encoder.num_layers, encoder.hidden_size
-        self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
+        slot_bytes, self.lifetimes = kept_by(self._library, self._model)
+        self.slot_bytes = max(slot_bytes, EMPTY_SLOT_BYTES)
         self._one_pass = threading.Lock()
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
@@ -104,9 +104,10 @@ class CpuBackend(Backend):
             logger.warning(problem, started, self.threads)
             self.threads = started
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, rows: Sequence[int] = ()) -> None:
+        counts = np.array(rows, np.int64)
         with self._one_pass:
-            if wrong := self._library.specbeam_cache_reserve(self._model, slots):
+            if wrong := self._library.specbeam_cache_reserve(self._model, slots, address(counts)):
                 raise MemoryError(wrong.decode())
 
     def positions(self, source: Source) -> int:
@@ -341,7 +342,7 @@ def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[byte
         features = NO_FEATURES if s.features is None else np.ascontiguousarray(s.features, np.int64)
         if len(features) not in (0, n):
             raise RuntimeError("a pass was refused: a segment has features of another number of nodes")
-        kept += [prefix, suffixes, source, features]
+        kept += [prefix, suffixes, source, features, s.rows]
         watched, watched_rows, shown, heads, scores = NO_PROBE if s.probe is None else _probe_fields(s.probe, kept)
         rows.append(
             {
@@ -356,6 +357,8 @@ def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[byte
                 "suffixes": address(suffixes),
                 "source": address(source),
                 "features": address(features),
+                "row_slots": s.rows.shape[1] if len(s.rows) else 0,
+                "row_of_slot": address(s.rows),
                 "watched": watched,
                 "rows": watched_rows,
                 "shown": shown,

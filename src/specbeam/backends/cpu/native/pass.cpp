@@ -121,6 +121,7 @@ void Pass::find_sources(int64_t count) {
     Segment source;
     source.nodes = s->nodes, source.prefix_length = s->source_length;
     source.positions = positions, source.prefix = s->source;
+    source.row_slots = 0;  // it is in slots
     space.sources.push_back(source);
   }
 }
@@ -152,12 +153,12 @@ void Pass::divide(Tiling &to, int64_t group, const Segment *seen, bool by_node) 
   }
 }
 
-AttentionJob Pass::plan(bool of_source, bool by_node, const Heads &heads, const KeyValues &keys, int64_t window,
-                        const float *queries, int64_t stride, float *result) {
+AttentionJob Pass::plan(bool of_source, bool by_node, const Heads &heads, const KeyValues &keys, int64_t region,
+                        int64_t window, const float *queries, int64_t stride, float *result) {
   Tiling &rows = of_source ? space.cross : space.nodes;
   if (rows.group != heads.group() || rows.by_node != by_node)
     divide(rows, heads.group(), of_source ? space.sources.data() : segments, by_node);
-  AttentionJob job{heads,        keys,   window, queries, stride, result, rows.tiles, space.attention_items,
+  AttentionJob job{heads,        keys,   region, window, queries, stride, result, rows.tiles, space.attention_items,
                    rows.tile_of, nullptr};
   int64_t splits = 0, parts = 0;
   for (Tile &tile : rows.tiles) {

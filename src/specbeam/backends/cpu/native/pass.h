@@ -102,9 +102,25 @@ struct Pass {
   const Segment &segment(int64_t node) const { return segments[space.segment_of[node]]; }
   int64_t position(int64_t node) const { return segment(node).positions[space.row_in[node]]; }
   int64_t slot(int64_t node) const { return segment(node).slots[space.row_in[node]]; }
+  // The row of a node in a region of the cache, or NO_ROW.
+  int64_t row(int64_t node, int64_t region) const { return row_of(segment(node), region, slot(node)); }
+  // The row of a node's ancestor in a region whose rows are made by the first pass that reads them: UNMADE - row if it
+  // is this pass, NO_ROW if no later pass reads it.
+  int64_t made_row_at(int64_t node, int64_t position, int64_t region) const {
+    return made_row_of(cache, segment(node), region, slot_at(node, position), position);
+  }
   // The slot of a node's ancestor.
   int64_t slot_at(int64_t node, int64_t position) const {
     return *ancestors(segment(node), space.row_in[node], position);
+  }
+  // Where a node's ancestor is: its number if it is in the pass, or NO_NODE, and its row in a region of the cache.
+  struct Place {
+    int64_t node, row;
+  };
+  Place place_at(int64_t node, int64_t position, int64_t region) const {
+    const Segment &s = segment(node);
+    const int64_t slot = *ancestors(s, space.row_in[node], position);
+    return {cache.node_of[slot], row_of(s, region, slot)};
   }
 
   // A part with memory calls it once all nodes are stored. After the last such part, only the wanted nodes go on.
@@ -114,7 +130,7 @@ struct Pass {
   // Shares the attention of a part out among threads: a tile and a key head make an item. Of few items, each is
   // several, with some of the splits each. of_source: the nodes see their source. by_node: the rows of the queries and
   // of the result are all nodes. Without it they are the nodes that go on.
-  AttentionJob plan(bool of_source, bool by_node, const Heads &, const KeyValues &, int64_t window,
+  AttentionJob plan(bool of_source, bool by_node, const Heads &, const KeyValues &, int64_t region, int64_t window,
                     const float *queries, int64_t stride, float *result);
 
   // The cosines and sines of a node's position in a rotation.
