@@ -66,10 +66,10 @@ NAMED = {
     **{"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"},
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
-    **{"granitemoeshared": "granitemoe", "glm4_moe": "glm4moe"},
+    **{"granitemoeshared": "granitemoe", "glm4_moe": "glm4moe", "glm": "chatglm"},
 }
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
-WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe"}
+WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe", "chatglm"}
 PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SHARED_WIDTHS = ("shared_intermediate_size", "shared_expert_intermediate_size")
@@ -79,7 +79,7 @@ LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 EXACT = (".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight")
 """Ends of the names of matrices that a converter never quantizes."""
 SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale"}
-"""Vectors of Gemma 4 whose names in a file end otherwise than those of other tensors."""
+"""Vectors of Gemma 4 whose names in a file end with other words than usual."""
 
 
 def expert_tensors(config, name, array):
@@ -97,11 +97,12 @@ def expert_tensors(config, name, array):
     return {f"blk.{layer}.ffn_{part}_exps.{kind}": np.ascontiguousarray(own) for part, own in parts.items()}
 
 
-def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metadata):
+def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, stacked=False, **metadata):
     """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
 
     Args:
         stored: tensors in place of the model's, with their types, by their names in the file.
+        stacked: whether query, key and value are one tensor.
     """
     config, architecture = model.config, model.config.model_type
     named = NAMED.get(architecture, architecture)
@@ -228,6 +229,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         size = UINT32 if type(value) is int and value < 2**32 else ValueType.UINT64
         writer.add_key_value(key, value, size if type(value) is int else ValueType.get_type(value))
     names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
+    waiting = {}
     for name, tensor in model.state_dict().items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
@@ -264,6 +266,12 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         name = name.replace("moe.router.", "moe.router.layer.")
         there = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"  # lfm2moe's lack the head
         form = Type.F32 if exact else kind
+        if stacked and re.search(r"attn_[qkv]\.", there):
+            there = re.sub(r"attn_[qkv]\.", "attn_qkv.", there)
+            waiting.setdefault(there, []).append(array)
+            if len(waiting[there]) < 3:
+                continue
+            array = np.concatenate(waiting[there])
         array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
         writer.add_tensor(there, array, raw_dtype=form)
     if rope.get("rope_type") == "llama3":
@@ -341,6 +349,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("granitemoe", {"tie_word_embeddings": True}),
         ("granitemoeshared", {}),
+        ("glm", {"attention_bias": False}),
         ("glm4", {}),
         ("glm4_moe", {}),
         ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "norm_topk_prob": False}),
@@ -369,6 +378,17 @@ def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
     for backend in ("torch", "cpu"):
         lm = specbeam.load(path, backend=backend, dtype="float32")
         assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=20).token_ids == out[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0])
+@pytest.mark.parametrize("architecture", ["glm", "llama"])
+def test_query_key_and_value_may_be_one_tensor(tmp_path, architecture, kind):
+    """As in the files of GLM-4 of 2024."""
+    model = random_model(architecture, attention_bias=True)
+    paths = [write_gguf(tmp_path / f"{stacked}.gguf", model, kind, stacked=stacked) for stacked in (False, True)]
+    assert "blk.2.attn_qkv.bias" in read_header(paths[1])[1]
+    apart, together = (specbeam.load(path).backend._weights for path in paths)
+    assert apart.digest_of("blocks") == together.digest_of("blocks")
 
 
 def test_layers_that_predict_several_tokens_are_passed_over(tmp_path):
@@ -909,6 +929,7 @@ SPLITS = {
     "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
     "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
     "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
+    "tiny_aya cohere2moe": "o W Ġ 1 111 ;Ċ a'S /Ċ !! o 1",
     "tekken": "o W Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
     "gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum": (
         "oW Ġ 11 11 ; Ċ a ' S / Ċ !! o 1"
