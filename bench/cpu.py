@@ -2,8 +2,8 @@
 
     pip install ctranslate2 llama-cpp-python
     python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--data FILE ...] [--tokens 64] [--prompts 10] [--seed 0]
-        [--repeats 1] [--threads 2] [--isa avx2] [--parts load memory greedy beams batch prefill passes drafts]
-        [--json FILE]
+        [--repeats 1] [--threads 2] [--isa avx2] [--without-int8]
+        [--parts load memory greedy beams batch prefill passes drafts] [--json FILE]
 
 Every engine has its own process, which sleeps while others run. All take turns on every prompt, so that a drifting
 machine favours none. Figures are medians over the prompts, with the worst and the best; the warm-up is left out. The
@@ -23,7 +23,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ import specbeam
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.tree import Tree
+from specbeam.system.machine import reading_speeds
 
 PARTS = ("load", "memory", "greedy", "beams", "batch", "prefill", "passes", "drafts")
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     add_isa_option(parser)
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--without-int8", action="store_true", help="the file's int8 weights would not fit into memory")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_option(parser)
     given = parser.parse_args()
@@ -74,7 +75,8 @@ def main() -> None:
 
     engines: dict[str, Engine] = {}
     for name, make in ENGINES.items():  # one loads after the other
-        if make in (keep, int8) or not given.without_peers:
+        left_out = given.without_int8 if make is int8 else given.without_peers and make is not keep
+        if not left_out:
             engine = Engine(make, given)
             if wrong := engine.started():
                 print(f"{name}: {wrong}\n")
@@ -95,7 +97,8 @@ def main() -> None:
         print()
 
     if "memory" in given.parts:
-        rates = figures.add("memory", "reading", "NumPy", unit="GB/s", samples=reading_speeds(given.threads))
+        speeds = reading_speeds(given.threads, MEMORY_BYTES, MEMORY_READS)
+        rates = figures.add("memory", "reading", "NumPy", unit="GB/s", samples=[speed / 1e9 for speed in speeds])
         print(f"memory, {given.threads} threads: {rates.value:.1f} GB/s ({rates.min:.1f} to {rates.max:.1f})\n")
     tokenizer = open_checkpoint(given.model).tokenizer
     by_kind = {kind: [ask.ids(tokenizer) for ask in asks] for kind, asks in kinds(given).items()}
@@ -247,18 +250,6 @@ def table(
         rate = figures.add(given.model.stem, title, name, unit="tokens/s", samples=values)
         print(f"| {name} | {rate.value:.1f} ({rate.min:.1f} to {rate.max:.1f}) | {spread} |", flush=True)
     print()
-
-
-def reading_speeds(threads: int) -> list[float]:
-    """How many GB per second all threads together read from memory."""
-    arrays = [np.ones(MEMORY_BYTES // 8) for _ in range(threads)]
-    speeds = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(1 + MEMORY_READS):
-            start = time.perf_counter()
-            list(pool.map(np.sum, arrays))
-            speeds.append(threads * MEMORY_BYTES / (time.perf_counter() - start) / 1e9)
-    return speeds[1:]  # the first one warms up
 
 
 def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:

@@ -55,6 +55,8 @@ FOLDERS = {
     "glm4": ("glm4", 61),
     "exaone4": ("exaone4", 20),
     "lfm2": ("lfm2", 61),
+    "qwen3_5": ("qwen3_5", 61),
+    "qwen3_5, confident": ("qwen3_5, linear attention first and last", 20),
     "qwen3_moe": ("qwen3_moe", 61),
     "gpt_oss": ("gpt_oss", 20),
     "lfm2, confident": ("lfm2, convolutions first and last", 20),
@@ -68,6 +70,7 @@ FILES = {
     "gemma3, Q5_1": ("gemma3", "Q5_1"),
     "gpt2, F16": ("gpt2", "F16"),
     "lfm2, Q4_0": ("lfm2", "Q4_0"),
+    "qwen3_5, Q4_0": ("qwen3_5", "Q4_0"),
     "olmo2, Q8_0": ("olmo2", "Q8_0"),
     "gemma4, Q8_0": ("gemma4", "Q8_0"),
     "hunyuan, Q4_0": ("hunyuan_v1_dense", "Q4_0"),
@@ -193,7 +196,7 @@ def draw_case(seed: int, index: int) -> dict[str, Any]:
         vocabulary = FOLDERS[model][1]
         if "ties" in model and how in ("torch", "transformers"):
             how = "float32"  # there a batch changes the last bits, and so the order of ties
-        if model.startswith("lfm2") and how == "transformers":
+        if model.startswith(("lfm2", "qwen3_5")) and how == "transformers":
             how = "float32"  # that backend refuses short convolutions
     else:
         model, how, vocabulary = draw.choice([*FILES]) + ".gguf", "", LARGEST

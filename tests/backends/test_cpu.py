@@ -294,7 +294,7 @@ def test_logits_are_the_same_bits_whichever_nodes_want_them(folder, wanted):
 
 
 FORMATS = ("int8", "float32", "int4")
-EVERY_FORMAT = {"gpt_neox", "gemma2", "gemma3", "phi3, longrope", "lfm2"}
+EVERY_FORMAT = {"gpt_neox", "gemma2", "gemma3", "phi3, longrope", "lfm2", "qwen3_5"}
 """They have all kinds of norms, activations, caps, rotations and parts among them."""
 
 

@@ -65,7 +65,13 @@ NAMED = {
     **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2", "mixtral": "llama"},
     **{"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"},
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
-    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
+    **{
+        "qwen3_5_text": "qwen35",
+        "qwen2_moe": "qwen2moe",
+        "qwen3_moe": "qwen3moe",
+        "gpt_oss": "gpt-oss",
+        "lfm2_moe": "lfm2moe",
+    },
     **{"granitemoeshared": "granitemoe", "glm4_moe": "glm4moe", "glm": "chatglm"},
 }
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
@@ -82,6 +88,13 @@ SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ff
 """Vectors of Gemma 4 whose names in a file end with other words than usual."""
 
 
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def expert_tensors(config, name, array):
     """The tensors that llama.cpp's converter makes of a stacked tensor of experts, by their names."""
     kind = "bias" if name.endswith("bias") else "weight"
@@ -94,15 +107,34 @@ def expert_tensors(config, name, array):
     else:
         parts = np.split(array, 2, axis=1) if stacked == "gate_up" else ()
     parts = {"gate": parts[0], "up": parts[1]} if stacked == "gate_up" else {"down": array}
-    return {f"blk.{layer}.ffn_{part}_exps.{kind}": np.ascontiguousarray(own) for part, own in parts.items()}
+    return {f"blk.{layer}.ffn_{part}_exps.{kind}": own for part, own in parts.items()}
 
 
-def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, stacked=False, **metadata):
+def quantized(name, array, kind):
+    """A tensor as a file stores it, and its type."""
+    return quants.quantize(np.ascontiguousarray(array), kind), kind
+
+
+def write_gguf(
+    path,
+    model,
+    kind=Type.F32,
+    tokenizer=True,
+    stored=None,
+    stacked=False,
+    more=None,
+    quantize=quantized,
+    finish=finish,
+    **metadata,
+):
     """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
 
     Args:
         stored: tensors in place of the model's, with their types, by their names in the file.
         stacked: whether query, key and value are one tensor.
+        more: tensors beside the model's, float32, by their names in the file.
+        quantize: what makes a tensor of a name, an array and a type, which is F32 for tensors that stay exact.
+        finish: writes the file that a writer holds.
     """
     config, architecture = model.config, model.config.model_type
     named = NAMED.get(architecture, architecture)
@@ -121,6 +153,15 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, stacked=
         kv_heads = [kv_heads * (kind != "conv") for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_vocab_size(config.vocab_size)
+    if named == "qwen35":
+        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        pairs = int(config.rope_parameters["partial_rotary_factor"] * head_dim) // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     if named == "gemma4":
         inner, kv_heads, head_dim = gemma4_sizes(writer, config)
     writer.add_feed_forward_length(inner)
@@ -242,12 +283,17 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, stacked=
             array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
         if named in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
+        if named == "qwen35":
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                array = array + 1
+            name, array = linear_attention_tensor(config, name, array)
         if ".experts." in name:
             if re.search(r"experts\.\d", name):
                 needs("transformers, which stacks experts")
             for there, own in expert_tensors(config, name, array).items():
                 form = Type.F32 if there.endswith("bias") else kind
-                writer.add_tensor(there, quants.quantize(own, form), raw_dtype=form)
+                own, form = quantize(there, own, form)
+                writer.add_tensor(there, own, raw_dtype=form)
             continue
         if "shared_mlp.input_linear" in name:
             for part, half in zip(("gate", "up"), np.split(array, 2), strict=True):
@@ -257,7 +303,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, stacked=
         if scale := next((own for end, own in SCALES.items() if name.endswith(end)), None):
             writer.add_tensor(f"blk.{name.split('.')[2]}.{scale}", array)
             continue
-        filters = "conv.conv" in name
+        filters = "conv.conv" in name or "conv1d" in name
         array = array.squeeze(1) if filters else array
         array = array[0] if name.endswith("shared_expert_gate.weight") else array
         exact = filters or array.ndim == 1 or name.endswith(EXACT)
@@ -272,8 +318,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, stacked=
             if len(waiting[there]) < 3:
                 continue
             array = np.concatenate(waiting[there])
-        array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
+        array, form = (stored or {}).get(there) or quantize(there, array, form)
         writer.add_tensor(there, array, raw_dtype=form)
+    for there, array in (more or {}).items():
+        writer.add_tensor(there, array)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
@@ -304,6 +352,27 @@ def gemma4_sizes(writer, config):
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     widths = [config.intermediate_size * (1 if i < len(slides) - shared else wide) for i in range(len(slides))]
     return widths, [layer.num_key_value_heads for layer in layers], head_dim
+
+
+def linear_attention_tensor(config, name, array):
+    """The name that gguf knows, and the tensor with value heads in llama.cpp's order, in which h has key head h % n."""
+    n, size = config.linear_num_key_heads, config.linear_value_head_dim
+    keys = 2 * n * config.linear_key_head_dim
+
+    def tiled(rows, size):
+        return rows.reshape(n, -1, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    own = name.partition("linear_attn.")[2].removesuffix(".weight")
+    if own in ("in_proj_qkv", "conv1d"):
+        array = np.concatenate([array[:keys], tiled(array[keys:], size)])
+    elif own == "in_proj_z":
+        array = tiled(array, size)
+    elif own in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        array = tiled(-np.exp(array) if own == "A_log" else array, 1)
+        name = name.replace("dt_bias", "dt_proj.bias")
+    elif own == "out_proj":
+        array = np.ascontiguousarray(tiled(array.T, size).T)
+    return name, array
 
 
 def finish(writer):
@@ -365,6 +434,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("mixtral", {}),
         ("gpt_oss", {"num_hidden_layers": 4}),
         ("lfm2_moe", {"tie_word_embeddings": True}),
+        ("qwen3_5", {"tie_word_embeddings": True}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),
@@ -384,7 +454,7 @@ def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
 @pytest.mark.parametrize("architecture", ["glm", "llama"])
 def test_query_key_and_value_may_be_one_tensor(tmp_path, architecture, kind):
     """As in the files of GLM-4 of 2024."""
-    model = random_model(architecture, attention_bias=True)
+    model = random_model(architecture, attention_bias=True, intermediate_size=64)
     paths = [write_gguf(tmp_path / f"{stacked}.gguf", model, kind, stacked=stacked) for stacked in (False, True)]
     assert "blk.2.attn_qkv.bias" in read_header(paths[1])[1]
     apart, together = (specbeam.load(path).backend._weights for path in paths)
@@ -926,7 +996,9 @@ def byte_level(tokens, merges, pre, **more):
 LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
 SPLITS = {
     f"{LIKE_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe deepseek-v3 hunyuan-dense": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
-    "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
+    "qwen2 qwen35 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": (
+        "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1"
+    ),
     "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
     "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
     "tiny_aya cohere2moe": "o W Ġ 1 111 ;Ċ a'S /Ċ !! o 1",
