@@ -944,7 +944,10 @@ def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
         ("gemma3", GEMMA),
         ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
         *((name, {}) for name in ("gemma4", "ministral3", "hunyuan_v1_dense", "granite", "glm4", "cohere2")),
-        *((name, {}) for name in ("lfm2", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")),
+        *(
+            (name, {})
+            for name in ("lfm2", "lfm2_moe", "qwen3_5", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")
+        ),
     ]:
         assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
     assert asked == {*KINDS_OF_MODELS, *(key for one in GGUF_ARCHITECTURES.values() for key in one.gguf_keys)}
