@@ -72,12 +72,12 @@ NAMED = {
         "gpt_oss": "gpt-oss",
         "lfm2_moe": "lfm2moe",
     },
-    **{"granitemoeshared": "granitemoe", "glm4_moe": "glm4moe"},
+    **{"granitemoeshared": "granitemoe", "glm4_moe": "glm4moe", "glm": "chatglm"},
 }
 NEXTN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
 """Modules of a head for multi-token prediction outside of its layer, and their names in a GGUF file."""
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
-WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe"}
+WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe", "chatglm"}
 PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SHARED_WIDTHS = ("shared_intermediate_size", "shared_expert_intermediate_size")
@@ -87,7 +87,7 @@ LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 EXACT = (".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight")
 """Ends of the names of matrices that a converter never quantizes."""
 SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale"}
-"""Vectors of Gemma 4 whose names in a file end otherwise than those of other tensors."""
+"""Vectors of Gemma 4 whose names in a file end with other words than usual."""
 
 
 def finish(writer):
@@ -123,6 +123,7 @@ def write_gguf(
     kind=Type.F32,
     tokenizer=True,
     stored=None,
+    stacked=False,
     more=None,
     head=None,
     quantize=quantized,
@@ -134,6 +135,7 @@ def write_gguf(
     Args:
         head: the tensors of its head for multi-token prediction, by their names in a folder.
         stored: tensors in place of the model's, with their types, by their names in the file.
+        stacked: whether query, key and value are one tensor.
         more: tensors beside the model's, float32, by their names in the file.
         quantize: what makes a tensor of a name, an array and a type, which is F32 for tensors that stay exact.
         finish: writes the file that a writer holds.
@@ -278,6 +280,7 @@ def write_gguf(
     )
     block = f"model.layers.{config.num_hidden_layers}."
     in_head = {name.replace("mtp.layers.0.", block): tensor for name, tensor in (head or {}).items()}
+    waiting = {}
     for name, tensor in (model.state_dict() | in_head).items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
@@ -321,6 +324,12 @@ def write_gguf(
         if name.startswith("mtp."):
             there = f"blk.{config.num_hidden_layers}.nextn.{NEXTN[name.split('.')[1]]}.weight"
         form = Type.F32 if exact else kind
+        if stacked and re.search(r"attn_[qkv]\.", there):
+            there = re.sub(r"attn_[qkv]\.", "attn_qkv.", there)
+            waiting.setdefault(there, []).append(array)
+            if len(waiting[there]) < 3:
+                continue
+            array = np.concatenate(waiting[there])
         array, form = (stored or {}).get(there) or quantize(there, array, form)
         writer.add_tensor(there, array, raw_dtype=form)
     for there, array in (more or {}).items():
@@ -421,6 +430,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("granitemoe", {"tie_word_embeddings": True}),
         ("granitemoeshared", {}),
+        ("glm", {"attention_bias": False}),
         ("glm4", {}),
         ("glm4_moe", {}),
         ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "norm_topk_prob": False}),
@@ -450,6 +460,17 @@ def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
     for backend in ("torch", "cpu"):
         lm = specbeam.load(path, backend=backend, dtype="float32")
         assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=20).token_ids == out[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0])
+@pytest.mark.parametrize("architecture", ["glm", "llama"])
+def test_query_key_and_value_may_be_one_tensor(tmp_path, architecture, kind):
+    """As in the files of GLM-4 of 2024."""
+    model = random_model(architecture, attention_bias=True, intermediate_size=64)
+    paths = [write_gguf(tmp_path / f"{stacked}.gguf", model, kind, stacked=stacked) for stacked in (False, True)]
+    assert "blk.2.attn_qkv.bias" in read_header(paths[1])[1]
+    apart, together = (specbeam.load(path).backend._weights for path in paths)
+    assert apart.digest_of("blocks") == together.digest_of("blocks")
 
 
 def test_layers_that_predict_several_tokens_are_passed_over(tmp_path):
@@ -935,7 +956,10 @@ def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
         ("gemma3", GEMMA),
         ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
         *((name, {}) for name in ("gemma4", "ministral3", "hunyuan_v1_dense", "granite", "glm4", "cohere2")),
-        *((name, {}) for name in ("lfm2", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")),
+        *(
+            (name, {})
+            for name in ("lfm2", "lfm2_moe", "qwen3_5", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")
+        ),
     ]:
         assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
     assert asked == {*KINDS_OF_MODELS, *(key for one in GGUF_ARCHITECTURES.values() for key in one.gguf_keys)}
@@ -992,6 +1016,7 @@ SPLITS = {
     ),
     "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
     "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
+    "tiny_aya cohere2moe": "o W Ġ 1 111 ;Ċ a'S /Ċ !! o 1",
     "tekken": "o W Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
     "gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum": (
         "oW Ġ 11 11 ; Ċ a ' S / Ċ !! o 1"

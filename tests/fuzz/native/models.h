@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <tuple>
 
 #include "boundary.h"
 
@@ -53,6 +54,9 @@ inline ModelConfig encoder_of(Input &in) {
   c.bands = in.number(1, 20), c.context_length = in.number(1, in.ConsumeIntegralInRange(0, 7) ? 20 : 300);
   return c;
 }
+
+constexpr const char *KINDS[] = {"attention",         "cross_attention",     "mlp",     "shared_expert",
+                                 "short_convolution", "per_layer_embedding", "experts", "gated_delta_net"};
 
 // A part that the library has accepted.
 struct PartOf {
@@ -135,14 +139,13 @@ class Parts {
                       : in.ConsumeBool()                            ? "short_convolution"
                                                                     : "gated_delta_net");
       if (has_encoder && names[0] == std::string("attention")) names.push_back("cross_attention");
-      names.push_back("mlp");
+      names.push_back(in.ConsumeIntegralInRange(0, 3) ? "mlp" : "experts");
+      if (names.back() == std::string("experts") && in.ConsumeBool()) names.push_back("shared_expert");
       if (c.per_layer_size) names.push_back("per_layer_embedding");
     } else {
-      for (int64_t n = in.ConsumeIntegralInRange(1, 5); n > 0; n--)
-        names.push_back(in.PickValueInArray(
-            {"attention", "mlp", "short_convolution", "gated_delta_net", "cross_attention", "per_layer_embedding"}));
+      for (int64_t n = in.ConsumeIntegralInRange(1, 5); n > 0; n--) names.push_back(in.PickValueInArray(KINDS));
     }
-    if (in.rarely()) names.push_back(in.PickValueInArray({"experts", "", "attention_norm"}));
+    if (in.rarely()) names.push_back(in.PickValueInArray({"expert", "", "attention_norm"}));
     if (in.rarely()) names.push_back(nullptr);
     return names;
   }
@@ -150,16 +153,15 @@ class Parts {
   // Tries to add a part. One without a mistake must be accepted.
   void add_part(int64_t layer, const char *name) {
     const auto fields = fields_of(name);
-    CHECK(fields.empty() ==
-          !(name && (!std::strcmp(name, "attention") || !std::strcmp(name, "cross_attention") ||
-                     !std::strcmp(name, "mlp") || !std::strcmp(name, "short_convolution") ||
-                     !std::strcmp(name, "gated_delta_net") || !std::strcmp(name, "per_layer_embedding"))));
+    CHECK(fields.empty() == !(name && std::any_of(std::begin(KINDS), std::end(KINDS),
+                                                  [name](const char *kind) { return !std::strcmp(name, kind); })));
     std::vector<PartOf> &before = all.layers[size_t(layer)];
     bool right = !fields.empty();
     for (const PartOf &part : before) right = right && part.name != name;
     PartOf part{name ? name : "", {}};
     if (right) choose(part, layer, before);
     if (part.name == "per_layer_embedding") right = right && c.per_layer_size;
+    if (part.name == "experts") right = right && c.hidden_size <= INT32_MAX / 2 / part.number("num_experts");
     if (part.name == "short_convolution") right = right && !of_encoder && c.hidden_size <= INT32_MAX / 3;
     if (part.name == "gated_delta_net") right = right && !of_encoder;
     if (part.name == "cross_attention")
@@ -201,10 +203,21 @@ class Parts {
     n["norm"] = n["parallel"] ? !twice && in.ConsumeBool() : in.ConsumeIntegralInRange(0, 3) > 0;
     n["output_norm"] = !in.ConsumeIntegralInRange(0, 3), n["sum_norm"] = !in.ConsumeIntegralInRange(0, 3);
     n["output_scale"] = in.ConsumeIntegralInRange(0, 3) ? 1 : 0.22, n["sum_scale"] = in.ConsumeBool();
-    if (part.name == "mlp") {
+    const bool ends = n["parallel"] && (before.back().number("sum_norm") || before.back().number("sum_scale"));
+    n["joint_norm"] = n["parallel"] && !ends && in.ConsumeBool();
+    if (part.name == "mlp" || part.name == "shared_expert") {
       n["intermediate_size"] =
           double(in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 40 : MOST_OUTPUTS));
       n["activation"] = in.ConsumeIntegralInRange(0, 2), n["gated"] = in.ConsumeBool();
+      if (part.name == "shared_expert") n["output_gate"] = in.ConsumeBool();
+    } else if (part.name == "experts") {
+      n["num_experts"] = in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 8 : 40);
+      n["experts_per_token"] = double(in.ConsumeIntegralInRange<int64_t>(1, part.number("num_experts")));
+      n["intermediate_size"] = in.ConsumeIntegralInRange(1, 40), n["activation"] = in.ConsumeIntegralInRange(0, 2);
+      n["scoring"] = in.ConsumeIntegralInRange(int(SOFTMAX), int(SIGMOID)), n["normalized"] = in.ConsumeBool();
+      n["weight_scale"] = n["router_scale"] = in.ConsumeBool() ? 1 : 0.7, n["sum_epsilon"] = 1e-6;
+      n["swiglu_limit"] = in.ConsumeIntegralInRange(0, 3) ? 0 : 0.8, n["swiglu_alpha"] = 1.7;
+      n["own_norms"] = !n["norm"] && in.ConsumeBool(), n["expert_scale"] = in.ConsumeBool();
     } else if (part.name == "per_layer_embedding") {
       n["size"] = double(c.per_layer_size), n["activation"] = in.ConsumeIntegralInRange(0, 2);
     } else if (part.name == "short_convolution") {
@@ -227,6 +240,7 @@ class Parts {
     n["window"] = of_some ? in.ConsumeIntegralInRange(1, 9) : 0, n["rope"] = -1;
     n["qk_norm"] = in.ConsumeIntegralInRange(int(NONE), int(ROTATED_HEAD));
     n["value_norm"] = in.ConsumeBool(), n["keys_are_values"] = in.ConsumeBool(), n["shares_keys_of"] = -1;
+    n["sinks"] = !in.ConsumeIntegralInRange(0, 3);
     n["output_gate"] = !n["keys_are_values"] && in.ConsumeBool();
     if (layer && !of_encoder && in.ConsumeBool()) {
       const int64_t source = in.ConsumeIntegralInRange<int64_t>(0, layer - 1);
@@ -246,18 +260,22 @@ class Parts {
   }
 };
 
+// format: of all matrices; -1 for any. matrices: of this size, one after the other.
 inline void add_product(Input &in, Parameters &parameters, void *model, int64_t layer, const std::string &name,
-                        int64_t rows, int64_t columns) {
+                        int64_t rows, int64_t columns, int32_t only = -1, int64_t matrices = 1) {
   int64_t left = rows;
-  for (int part = in.rarely() ? int(in.ConsumeIntegralInRange(0, 12)) : int(in.ConsumeIntegralInRange(1, 3));
+  const int most = only < 0 ? 3 : 1;
+  for (int part = in.rarely() ? int(in.ConsumeIntegralInRange(0, 12)) : int(in.ConsumeIntegralInRange(1, most));
        part > 0 && left > 0; part--) {
     int64_t here = part == 1 ? left : in.ConsumeIntegralInRange(int64_t(1), left);
     left -= here;
-    const int32_t format = int32_t(in.number(0, FORMAT_COUNT - 1));
+    const int32_t format = only < 0 || in.rarely() ? int32_t(in.number(0, FORMAT_COUNT - 1)) : only;
+    const int64_t count = in.rarely() ? in.wild() : matrices;
     int64_t across = columns;
     if (in.rarely()) here = in.wild();
     if (in.rarely()) across = in.wild();
     int64_t bytes = specbeam_matrix_bytes(format, here, across);
+    if (bytes > 0 && __builtin_mul_overflow(bytes, matrices, &bytes)) bytes = INT64_MAX;
     if (in.rarely()) bytes = in.wild();
     if (bytes > int64_t(MAX_PARAMETER_BYTES)) continue;
     uint8_t *data = nullptr;
@@ -266,10 +284,10 @@ inline void add_product(Input &in, Parameters &parameters, void *model, int64_t 
       if (format != F32_ROWS && !in.rarely())  // without these two bits all scales are below 2
         for (int64_t i = 0; i < bytes; i++) data[i] &= 0x3f;
     }
-    specbeam_model_matrix(model, layer, (name + ".weight").c_str(), format, 1, here, across, data, bytes);
+    specbeam_model_matrix(model, layer, (name + ".weight").c_str(), format, count, here, across, data, bytes);
   }
   if (in.ConsumeBool()) {
-    const int64_t size = in.number(rows, rows);
+    const int64_t size = in.number(rows * matrices, rows * matrices);
     if (size >= 0 && size < int64_t(MAX_PARAMETER_BYTES))
       specbeam_model_vector(model, layer, (name + ".bias").c_str(), size ? parameters.floats(size) : nullptr, size);
   }
@@ -301,20 +319,36 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
         if (in.rarely()) product("filter", rows, kernel);
         const int64_t bytes = specbeam_matrix_bytes(F32_ROWS, rows, kernel);
         if (bytes > 0 && bytes <= int64_t(MAX_PARAMETER_BYTES))
-          specbeam_model_matrix(model, layer(), (own + ".filter.weight").c_str(), F32_ROWS, rows, kernel,
+          specbeam_model_matrix(model, layer(), (own + ".filter.weight").c_str(), F32_ROWS, 1, rows, kernel,
                                 (uint8_t *)parameters.floats(bytes / 4), bytes);
       };
       const bool more = in.rarely() && in.rarely();  // norms that the part does not have
       if (more || part.number("norm")) add_norm(in, parameters, model, layer(), own + "_norm", hidden);
       if (more || part.number("output_norm"))
         add_norm(in, parameters, model, layer(), prefix + "post_" + part.name + "_norm", hidden);
+      if (more || part.number("joint_norm")) add_norm(in, parameters, model, layer(), own + "_joint_norm", hidden);
       if (more || part.number("sum_norm")) add_norm(in, parameters, model, layer(), own + "_sum_norm", hidden);
       if (more || part.number("sum_scale")) add_norm(in, parameters, model, layer(), own + "_sum_scale", 1);
-      if (part.name == "mlp") {
+      if (part.name == "mlp" || part.name == "shared_expert") {
         const int64_t inner = part.number("intermediate_size");
+        if (part.name == "shared_expert" && (more || part.number("output_gate")))
+          add_product(in, parameters, model, layer(), own + ".output_gate", 1, hidden, F32_ROWS);
         if (part.number("gated")) product("gate_up", 2 * inner, hidden);
         else product("up", inner, hidden);
         product(in.rarely() && in.rarely() ? "" : "down", hidden, inner);
+      } else if (part.name == "experts") {
+        const int64_t experts = part.number("num_experts"), inner = part.number("intermediate_size");
+        add_product(in, parameters, model, layer(), own + ".router", experts, hidden, F32_ROWS);
+        for (const auto &[name, rows, columns] :
+             {std::tuple{".gate", inner, hidden}, {".up", inner, hidden}, {".down", hidden, inner}})
+          add_product(in, parameters, model, layer(), own + name, rows, columns,
+                      int32_t(in.number(0, FORMAT_COUNT - 1)), experts);
+        if (in.ConsumeBool()) add_norm(in, parameters, model, layer(), own + ".selection_bias", experts);
+        if (more || part.number("expert_scale"))
+          add_norm(in, parameters, model, layer(), own + ".expert_scale", experts);
+        if (more || part.number("own_norms"))
+          for (const char *name : {".router_norm", ".input_norm"})
+            add_norm(in, parameters, model, layer(), own + name, hidden);
       } else if (part.name == "per_layer_embedding") {
         product("gate", part.number("size"), hidden), product("projection", hidden, part.number("size"));
       } else if (part.name == "short_convolution") {
@@ -339,6 +373,8 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
           product("qkv", width * (part.number("output_gate") ? 2 : 1) + 2 * keys, hidden);
         else product("query", width, hidden), product("key_value", 2 * keys, encoder_size);
         product("output", hidden, width);
+        if (part.name == "attention" && (more || part.number("sinks")))
+          add_norm(in, parameters, model, layer(), own + ".sinks", part.number("num_heads"));
         if (part.name == "attention" && (more || part.number("qk_norm")))
           for (const auto &[name, all] : {std::pair{".q_norm", width}, {".k_norm", keys}})
             if (!shares || all == width || more)

@@ -19,10 +19,10 @@ from specbeam.errors import Unsupported
 
 
 class GLM(Architecture):
-    """GLM-4 9B of 2024. Its outputs are not normed. GGUF files of it stack other tensors, and are not read."""
+    """GLM-4 9B of 2024. Its outputs are not normed. Most of its GGUF files stack query, key and value."""
 
     name = "glm"
-    gguf_name: ClassVar[str | None] = None
+    gguf_name: ClassVar[str | None] = "chatglm"
     tokenizer_class = "TokenizersBackend"
     keys: ClassVar = {
         "attention_bias": (bool, True),
@@ -38,11 +38,16 @@ class GLM(Architecture):
         "blocks.N.mlp.gate_up": "model.layers.N.mlp.gate_up_proj",
     }
 
+    gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.mlp.gate_up": "blk.N.ffn_up"}
+
     def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         return usual.attention(output_bias=False), usual.mlp()
 
     def folder_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
         return rows_of_pairs(source, part, ".q_proj.", ".k_proj.")
+
+    def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
+        return rows_of_pairs(source, part)
 
 
 class GLM4(GLM):
@@ -58,16 +63,12 @@ class GLM4(GLM):
         "blocks.N.post_mlp_norm": "model.layers.N.post_mlp_layernorm",
     }
     gguf_keys: ClassVar = {"rope.dimension_sections": ("[uint32]", "[int32]")}
-    gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.mlp.gate_up": "blk.N.ffn_up"}
 
     def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
         if any(metadata.need("rope.dimension_sections", ())):
             raise Unsupported("glm4 models with positions of pictures (rope.dimension_sections) are not supported")
         metadata.require("nextn_predict_layers", 0)
         return usual.attention(), usual.mlp()
-
-    def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
-        return rows_of_pairs(source, part)
 
 
 class GLM4MoE(Architecture):

@@ -85,11 +85,7 @@ class GraniteMoE(Granite):
 
     name: ClassVar[str] = "granitemoe"
     gguf_name: ClassVar[str | None] = "granitemoe"
-    keys: ClassVar = {
-        **{key: kind for key, kind in Granite.keys.items() if key not in ("head_dim", "mlp_bias")},
-        "num_experts_per_tok": (int | None, 2),
-        "num_local_experts": (int | None, 8),
-    }
+    keys: ClassVar = Granite.keys | {"num_experts_per_tok": (int | None, 2), "num_local_experts": (int | None, 8)}
     experts: ClassVar = {"normalized": True}
     has_experts = True
     folder_tensors: ClassVar = Granite.folder_tensors | {

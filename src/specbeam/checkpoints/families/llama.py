@@ -13,6 +13,9 @@ from specbeam.checkpoints.config import Layer
 from specbeam.checkpoints.parts.attention import Attention
 from specbeam.checkpoints.parts.part import Part
 
+STACKED = ".attn_qkv."
+"""In the name of a tensor of a GGUF file that stacks query, key and value."""
+
 
 class Llama(Architecture):
     """Llama 1 to 3 (Touvron et al. 2023): RMSNorm, rotary positions, a gated MLP, grouped queries."""
@@ -147,11 +150,14 @@ def rows_of_pairs(
         source: the name of a tensor.
         queries, keys: what the names of these tensors have in them. The defaults are GGUF's.
     """
-    if not isinstance(part, Attention) or not (queries in source or keys in source):
+    if not isinstance(part, Attention) or not any(name in source for name in (queries, keys, STACKED)):
         return None
-    rows = np.arange(part.query_size if queries in source else part.key_size).reshape(-1, part.head_dim)
+    count = part.key_size if keys in source else part.query_size
+    count += part.key_size if STACKED in source else 0
+    rows = np.arange(count).reshape(-1, part.head_dim)
     rotated = part.head_dim if part.rope is None else part.rope.dim
-    return np.concatenate([rows[:, 0:rotated:2], rows[:, 1:rotated:2], rows[:, rotated:]], axis=1).ravel()
+    paired = np.concatenate([rows[:, 0:rotated:2], rows[:, 1:rotated:2], rows[:, rotated:]], axis=1).ravel()
+    return np.concatenate([paired, np.arange(count, count + part.key_size)]) if STACKED in source else paired
 
 
 def whole_heads_rotated(attention: Attention, metadata: Metadata) -> Attention:

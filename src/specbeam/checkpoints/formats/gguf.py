@@ -180,6 +180,12 @@ class GGUFCheckpoint(Checkpoint):
         }
         return config_from_gguf(self.metadata, self.shapes, divisors)
 
+    def sources(self, name: str) -> list[str]:
+        """The tensors of a parameter. Query, key and value may be one tensor, as llama.cpp has them for all models."""
+        sources = super().sources(name)
+        stacked = sources[0].replace(".attn_q.", ".attn_qkv.")
+        return [stacked] if len(sources) > 1 and sources[0] not in self.shapes and stacked in self.shapes else sources
+
     def check_transformers(self, config: Any) -> None:
         check_transformers(self.metadata, self.shapes, config, lambda: self.config)
 
@@ -222,7 +228,7 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        depth = self.config.num_layers  # layers after these predict several tokens
+        depth = self.config.num_layers  # the layers behind it are for multi-token prediction
         later = tuple(name for name in self.shapes if (layer := LAYER.match(name)) and int(layer[1]) >= depth)
         return DIVISORS + self.architecture.gguf_ignored + later
 
@@ -290,7 +296,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor as it is read: the biases of all experts are one vector, a gate is a matrix of one row."""
+    """The shape of a tensor as it is read: the biases of all experts are one vector, and a gate is a matrix."""
     if name.endswith(OUTPUT_GATE) and len(shape) == 1:
         return 1, *shape
     return (prod(shape),) if name.endswith("_exps.bias") else shape

@@ -44,6 +44,7 @@ GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 DIGITS_APART = (r"\p{N}", *GPT2)
 LLAMA3 = (rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}{PUNCTUATION_AND_SPACE}",)
 QWEN2 = (rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{PUNCTUATION_AND_SPACE}",)
+GPT4O = (CASED % ((f"{CONTRACTIONS}?",) * 2) + r"|\p{N}{1,3}" + PUNCTUATION_AND_SLASHES,)
 QWEN35 = (QWEN2[0].replace(LETTERS, LETTERS_AND_MARKS).replace(r"\p{L}\p{N}]+", r"\p{L}\p{M}\p{N}]+"),)
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -91,10 +92,8 @@ PRE = {
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
         Pre(DIGITS_APART),
     ),
-    **dict.fromkeys(
-        ("gpt-4o", "llama4", "kanana2", "talkie"),
-        Pre((CASED % ((f"{CONTRACTIONS}?",) * 2) + r"|\p{N}{1,3}" + PUNCTUATION_AND_SLASHES,)),
-    ),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), Pre(GPT4O)),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), Pre((r"\d{1,3}(?=(?:\d{3})*\b)", *GPT4O))),
     "tekken": Pre((CASED % ("", "") + r"|\p{N}" + PUNCTUATION_AND_SLASHES,), adds_bos=True, ignores_merges=True),
     "falcon": Pre((r"[\p{P}\$\+<=>\^~\|`]+", *GPT2, r"[0-9][0-9][0-9]")),
     "deepseek-coder": Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
