@@ -416,7 +416,8 @@ class RequestState:
         while True:
             slots.keep(part)
             self._evaluate(part)
-            if len(part) == 1 or budget.holds(self.growth_bytes(self.pending)):
+            # In several passes, each node may need a row for a while.
+            if len(part) == 1 or budget.holds(self._target.growth_bytes(self.pending, rest=self.pending)):
                 break
             part = part[: len(part) // 2]
         if not budget.holds(self.growth_bytes(self.pending[: budget.max_batch_tokens])):
