@@ -34,7 +34,7 @@ from specbeam import SpecbeamError
 from specbeam.backends.contract import TreeBatch
 from specbeam.backends.cpu import CpuBackend, _pack_segments, weights
 from specbeam.backends.cpu.library import address, choose_isa, find, library
-from specbeam.backends.cpu.model import bytes_of_slot, new_model
+from specbeam.backends.cpu.model import bytes_of_sequence, new_model
 from specbeam.backends.torch import TorchBackend
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint, parts
@@ -602,7 +602,7 @@ def test_kernels_refuse_parts_that_do_not_fit_together():
     assert add_part(model, 1, "short_convolution", parallel=1, norm=0) is None
     assert add_part(model, 3, "experts", sum_scale=1) is None
     assert "ends with a norm or a scale" in add_part(model, 3, "shared_expert", parallel=1, norm=0, joint_norm=1)
-    assert library().specbeam_cache_reserve(model, 1) is None
+    assert library().specbeam_cache_reserve(model, 1, 0) is None
     assert add_part(model, 2, "mlp") is None  # it keeps nothing
     assert "memory was reserved before" in add_part(model, 2, "attention")
     library().specbeam_model_delete(model)
@@ -635,7 +635,7 @@ class Unknown(Part):
 def test_a_part_without_kernels_is_refused():
     config = Config("tiny", 8, 8, ((Unknown(),),), 8, 1e-5)
     with pytest.raises(SpecbeamError, match="the native CPU kernels have no unknown: reinstall specbeam, or use"):
-        bytes_of_slot(library(), config, False)
+        bytes_of_sequence(library(), config, False, 1)
 
 
 def test_a_layer_with_two_parts_of_one_kind_is_refused():
@@ -960,7 +960,7 @@ def test_layers_of_different_parts_run_as_numpy_does(order):
     tokens, at = np.random.default_rng(2).integers(0, VOCAB, length), np.arange(length)
     for isa in ISAS:
         one, bits = NativeModel(config, isa, threads=2), []
-        assert one.native.specbeam_cache_reserve(one.model, 2 * length) is None
+        assert one.native.specbeam_cache_reserve(one.model, 2 * length, 0) is None
         expected = Reference(config, one.parameters).logits(tokens)
         for slots, step, shared in ((at, length, length), (2 * at, 7, 3), (at[::-1].copy(), 131, 0), (at, 1, length)):
             found = []
@@ -1011,7 +1011,7 @@ def test_slots_that_no_part_reads_may_be_missing(order):
     config, length = config_of(ORDERS[order]), 40
     at = np.arange(length)
     one = NativeModel(config)
-    assert one.native.specbeam_cache_reserve(one.model, length) is None
+    assert one.native.specbeam_cache_reserve(one.model, length, 0) is None
     expected = one.forward(of_one_sequence(at, at, [-1]))
     unseen = length - config.window
     for missing, is_right in ((unseen, True), (unseen + 1, False)):
@@ -1040,7 +1040,7 @@ def test_a_slot_has_the_bytes_of_all_parts(order):
 
     for integers in (True, False):
         expected = sum(of_part(part, integers) for part in config.parts)
-        assert bytes_of_slot(library(), config, integers) == expected
+        assert bytes_of_sequence(library(), config, integers, 1) == expected
 
 
 # Parameters

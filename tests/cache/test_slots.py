@@ -9,27 +9,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbeam.cache.pool import NOBODY, EngineCache, FreeList, pool_of
-from specbeam.cache.slots import NOWHERE, Slots
+from specbeam.backends.contract import Lifetime
+from specbeam.cache.places import NOBODY, NOWHERE, FreeList
+from specbeam.cache.pool import EngineCache, pool_of
+from specbeam.cache.rows import UNMADE
+from specbeam.cache.slots import Slots
 from specbeam.core.tree import NO_NODES, Tree
 from tests.calls import calls_made
 from tests.conftest import examples
 
 
 class FakeBackend:
-    """Stores a name of the sequence down to a node in its slot. A real KV cache stores the keys and values there."""
+    """Stores a name of the sequence down to a node in its slot and rows, as a real one stores keys and values there."""
 
     vocab_size = 200
     slot_bytes = 1
 
-    def __init__(self, window=None):
-        self.window = window
+    def __init__(self, lifetimes=()):
+        self.lifetimes = lifetimes
         self.capacity = 0
+        self.rows = [0] * len(lifetimes)
         self.stored = {}
+        self.in_rows = [{} for _ in lifetimes]
         self.names = {}
 
-    def reserve(self, slots):
+    def reserve(self, slots, rows=()):
         self.capacity = max(self.capacity, slots)
+        self.rows = [*map(max, self.rows, rows)]
 
     def named(self, tokens):
         """A number for each beginning of a sequence."""
@@ -39,9 +45,9 @@ class FakeBackend:
             found.append(name)
         return found
 
-    def forward(self, slots, nodes, parents):
+    def forward(self, slots, nodes, parents, rest=None):
         """Evaluate nodes as a backend does, and check all that a segment promises."""
-        segment = slots.tree_batch(nodes, np.arange(len(nodes)))
+        segment = slots.tree_batch(nodes, np.arange(len(nodes)), rest=rest)
         assert max(segment.slots) < self.capacity
         assert segment.tokens.tolist() == [token if token < 200 else 0 for token in slots.tree.tokens(nodes)]
         assert len(set(segment.slots.tolist())) == len(nodes)
@@ -53,9 +59,40 @@ class FakeBackend:
             seen = [*segment.prefix.tolist(), *segment.suffixes[row].tolist()][: position + 1]
             assert seen[position] == segment.slots[row]
             # A slot that holds nothing, or another node than the ancestor of its position, would show here.
-            first = 0 if self.window is None else max(0, position + 1 - self.window)
-            assert [self.stored.get(slot) for slot in seen[first:]] == sequence[first:]
-            assert all(slot == -1 or self.stored[slot] == name for slot, name in zip(seen, sequence, strict=True))
+            assert [self.stored.get(slot) for slot in seen] == sequence
+        for number, lifetime in enumerate(self.lifetimes):
+            self.read_rows(number, lifetime, segment, sequences)
+
+    def read_rows(self, number, lifetime, segment, sequences):
+        """Write the rows of a pass, and read those that its nodes read."""
+        stored, of, here = self.in_rows[number], segment.rows[number], {*segment.slots.tolist()}
+        paths = []
+        for row, sequence in enumerate(sequences):
+            position = len(sequence) - 1
+            seen = [*segment.prefix.tolist(), *segment.suffixes[row].tolist()][: position + 1]
+            assert all(UNMADE - self.rows[number] < of[slot] < self.rows[number] for slot in seen)
+            if lifetime.every == 1 and of[seen[-1]] >= 0:
+                stored[of[seen[-1]]] = sequence[-1]
+            paths.append(seen)
+        made = set()  # in this pass
+        for seen, sequence in zip(paths, sequences, strict=True):
+            position = len(sequence) - 1
+            for at in range(max(0, position + 1 - lifetime.reach), position + 1 - lifetime.lag):
+                if (at + 1) % lifetime.every:
+                    continue
+                place, name = of[seen[at]], sequence[at]
+                if lifetime.every > 1 and place < 0 and at > position - lifetime.lag - lifetime.every:
+                    # It is made of the one before, in its row or beside the cache.
+                    before = at - lifetime.every
+                    if name not in made and before >= 0:
+                        assert sequence[before] in made or stored[of[seen[before]]] == sequence[before]
+                    made.add(name)
+                    if place <= UNMADE:
+                        stored[UNMADE - place] = name
+                elif lifetime.every == 1 and (lifetime.in_pass or seen[at] not in here):
+                    assert stored.get(place) == name
+                elif place >= 0:
+                    assert stored[place] == name
 
 
 class Parents(dict):
@@ -74,7 +111,7 @@ class Grower:
     """One tree that grows, is pruned and is closed as hypothesis says, with a set of the nodes that have slots."""
 
     def __init__(self, data, backend, cache, shares):
-        longest = 9 if backend.window is None else 200
+        longest = 200 if backend.lifetimes else 9
         prompt = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
         prompt = [0] * data.draw(st.sampled_from([0, longest - 9])) + prompt
         self.data, self.backend = data, backend
@@ -97,15 +134,17 @@ class Grower:
         pending = self.slots.prepare(np.array(sorted(wanted)))
         if fresh:  # it begins with tokens that were cached
             self.placed = needed - set(pending.tolist())
-            assert len(self.placed) == self.slots.reused >= self.slots.used
-            assert self.slots.reused == self.slots.used or self.backend.window is not None
+            assert len(self.placed) == self.slots.reused == self.slots.used
             assert self.placed <= set(self.parents.path(min(wanted))[1:])
+        if self.backend.lifetimes:  # it may go back, where rows are lost
+            self.placed &= {node for node in self.placed if self.slots.at(np.array([node]))[0] != NOWHERE}
         assert pending.tolist() == sorted(wanted | (needed - self.placed))
         for part in np.array_split(pending, draw(st.integers(1, 3))):  # a long prompt is prefilled in chunks
             if len(part):
-                self.backend.forward(self.slots, part, self.parents)
+                rest = pending[pending > part[-1]]
+                self.backend.forward(self.slots, part, self.parents, draw(st.sampled_from([rest, None])))
                 self.placed |= set(part.tolist())
-                self.slots.evaluated(pending[pending > part[-1]])
+                self.slots.evaluated(rest)
         self.below = below
 
     def prune(self):
@@ -114,12 +153,11 @@ class Grower:
         self.tree.keep(self.growing, sorted(draw(st.sets(st.sampled_from(self.below)))))
         self.slots.free(self.tree.take_dropped())
         self.placed &= {ancestor for node in self.growing for ancestor in self.parents.path(node)}
-        assert self.slots.used == len(self.slots.held) <= self.slots.peak
-        if self.backend.window is None:
-            assert self.slots.used == len(self.placed)
-        else:
-            prefix = set(self.tree.prefix.tolist())
-            assert len(self.placed - prefix) <= self.slots.used <= len(self.placed)
+        assert self.slots.used == len(self.slots.held) == len(self.placed)
+        assert self.backend.lifetimes or self.slots.used <= self.slots.peak
+        for rows in self.slots.rows:
+            assert rows.used == len(rows.needed)
+            assert set(rows.needed.tolist()) <= self.placed
 
     def end(self):
         for node in self.data.draw(st.lists(st.sampled_from(self.growing), min_size=1, max_size=3)):
@@ -137,13 +175,37 @@ def check(pool, cache, trees):
     kept = set(np.flatnonzero(pool.cached).tolist())
     assert kept == set(cache.prefixes.slots().tolist())
     assert cache.kept == len(kept - set(holders))
+    for number, (rows, own) in enumerate(zip(pool.rows, cache.rows, strict=True)):
+        needed = Counter(slot for tree in trees for slot in tree.slots.at(tree.slots.rows[number].needed).tolist())
+        at_points = Counter(slot for point in cache.points._by_use.values() for slot in point[number].tolist())
+        assert {slot: int(count) for slot, count in enumerate(rows.needed) if count} == needed
+        assert {slot: int(count) for slot, count in enumerate(rows.kept) if count} == at_points
+        assert own.used == len(needed)
+        assert own.kept == len(at_points.keys() - needed.keys())
+        having = np.flatnonzero(rows.of != NOWHERE)
+        places = np.where(rows.of <= UNMADE, UNMADE - rows.of, rows.of)[having]
+        assert len(np.unique(places)) == len(having)
+        assert needed.keys() | at_points.keys() <= {*having.tolist()}
+        assert (rows.owners[places] == cache.number).all()
+        assert not (needed.keys() | at_points.keys()) - {*np.flatnonzero((pool.references > 0) | pool.cached).tolist()}
+
+
+LIFETIMES = [
+    (),
+    (),
+    (Lifetime(1, 1),),
+    (Lifetime(5, 1), Lifetime(50, 2)),
+    (Lifetime(3, 2, in_pass=False),),
+    (Lifetime(9, 1), Lifetime(3, 1, in_pass=False)),
+    (Lifetime(14, 1, in_pass=False), Lifetime(15, 3, every=4, lag=9, in_pass=False)),
+]
 
 
 @settings(max_examples=examples(6))
-@given(st.data(), st.sampled_from([None, None, None, 1, 5, 50]))
-def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
+@given(st.data(), st.sampled_from(LIFETIMES))
+def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, lifetimes):
     """Some trees of one pool. Two of three share their prefixes."""
-    backend = FakeBackend(window)
+    backend = FakeBackend(lifetimes)
     pool, cache = pool_of(backend), EngineCache(backend)
     trees = []
     for _ in range(data.draw(st.integers(1, 6))):
@@ -157,16 +219,17 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
             trees.pop(data.draw(st.integers(0, len(trees) - 1))).end()
         if data.draw(st.integers(0, 3)) == 0:
             least = data.draw(st.integers(0, 20))
-            before = cache.kept
+            before = cache.kept_bytes
             assert cache.evict(least) >= min(least, before)
-            assert cache.kept <= max(0, before - least)
+            assert cache.kept_bytes <= max(0, before - least)
         if data.draw(st.integers(0, 5)) == 0:
             pool.free_all(NOBODY)
     for tree in trees:
         tree.slots.close()
-    assert cache.used == 0
-    assert cache.evict(cache.kept) >= 0
+    assert cache.used == cache.used_bytes == 0
+    assert cache.evict(cache.kept_bytes) >= 0
     assert (pool.in_use, pool.free.end, pool.free.count) == (0, 0, 0)
+    assert all((rows.free.end, rows.free.count) == (0, 0) for rows in pool.rows)
 
 
 @pytest.mark.parametrize("method", ["take", "give_back"])
@@ -302,7 +365,7 @@ def test_a_kv_cache_that_cannot_grow_leaves_the_tree_as_it_was(failures):
     backend = FakeBackend()
     reserve, left = backend.reserve, failures
 
-    def scarce(slots):
+    def scarce(slots, rows=()):
         nonlocal left
         if slots > 64 and left:
             left -= 1

@@ -6,7 +6,7 @@ import pytest
 
 from specbeam import SpecbeamError
 from specbeam.backends.cpu.library import library
-from specbeam.backends.cpu.model import bytes_of_slot
+from specbeam.backends.cpu.model import bytes_of_sequence
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.description import description
 from specbeam.checkpoints.parameters import parameters, parts_by_parameter
@@ -53,7 +53,7 @@ def test_an_attention_that_reads_the_keys_of_an_earlier_layer_keeps_nothing():
     both = config(*own, *reading)
     assert both.memories == config(*own).memories
     for integers in (True, False):
-        sizes = [bytes_of_slot(library(), one, integers) for one in (both, config(*own), config(own[0]))]
+        sizes = [bytes_of_sequence(library(), one, integers, 1) for one in (both, config(*own), config(own[0]))]
         assert sizes[0] == sizes[1] == 2 * sizes[2]
     shapes = {name: one.shape for name, one in parameters(both).items() if ".attention." in name}
     assert {name.removeprefix("blocks.2.attention.") for name in shapes if "blocks.2." in name} == {

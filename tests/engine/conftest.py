@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 
+from specbeam.cache.places import NOWHERE
 from specbeam.cache.pool import pool_of
 from tests.conftest import never_ahead
 
@@ -53,9 +54,12 @@ def assert_memory_is_within_its_limit(engine):
     """Live requests hold no more than the engine may hold, and cached prefixes take no slot beside that."""
     budget, target = engine._budget, engine._budget.target
     pool = target.pool
-    taken = np.count_nonzero(((pool.references > 0) | pool.cached) & (pool.owners == target.number))
+    owned = pool.owners == target.number
+    taken = np.count_nonzero(((pool.references > 0) | pool.cached) & owned) * target.slot_bytes
+    for rows in pool.rows:
+        taken += np.count_nonzero(((rows.needed > 0) | (rows.kept > 0)) & owned) * rows.lifetime.row_bytes
     assert budget.held <= budget.cache_bytes
-    assert engine.cache_tokens <= taken <= engine.max_cache_tokens
+    assert target.used_bytes <= taken <= budget.cache_bytes
 
 
 def assert_nothing_is_held(engine):
@@ -67,9 +71,14 @@ def assert_nothing_is_held(engine):
         assert cache.used == 0
         assert not pool.references[owned].any()
         assert cache.kept == np.count_nonzero(owned) == np.count_nonzero(pool.cached & owned)
+        for own in cache.rows:
+            has_row = own.rows.of != NOWHERE
+            assert own.used == 0
+            assert not own.rows.needed[owned].any()
+            assert own.kept == np.count_nonzero(own.rows.owners == cache.number) == np.count_nonzero(has_row & owned)
         assert sorted(cache.prefixes.slots().tolist()) == np.flatnonzero(owned).tolist()
     engine._budget.evict()
     for cache in caches:
         assert cache.kept == 0
-        assert not (cache.pool.owners == cache.number).any()
+        assert not any((one.owners == cache.number).any() for one in (cache.pool, *cache.pool.rows))
     assert engine._budget.held == engine.kept_bytes == 0

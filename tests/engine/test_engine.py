@@ -110,7 +110,7 @@ def test_slots_are_used_again(save, monkeypatch):
     """The KV cache grows to the maximum number of slots that are needed at once, not with every request."""
     lm = specbeam.load(save(random_model("llama")), backend="torch")  # no other engine shares its slots
     reserve, most = lm.backend.reserve, []
-    monkeypatch.setattr(lm.backend, "reserve", lambda slots: most.append(slots) or reserve(slots))
+    monkeypatch.setattr(lm.backend, "reserve", lambda slots, rows: most.append(slots) or reserve(slots))
     engine = Engine(lm, max_cache_tokens=400)
     for n in range(8):
         ended(engine, [n] * 130, Options(max_new_tokens=20, min_new_tokens=20, num_beams=4))

@@ -318,7 +318,9 @@ def test_texts_that_are_kept_have_a_limit_and_are_counted(start, chat_lm, draft_
 
 def on_machine(memory, slot_bytes, context_length):
     """The sizes of a model and a machine."""
-    backend = SimpleNamespace(memory_for_caches=lambda: memory, slot_bytes=slot_bytes, context_length=context_length)
+    backend = SimpleNamespace(
+        memory_for_caches=lambda: memory, slot_bytes=slot_bytes, lifetimes=(), context_length=context_length
+    )
     return SimpleNamespace(backend=backend)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,49 @@ from specbeam.core.selection import AttentionProbe, Logits, NextBeams, Selection
 
 Source = NDArray[np.int64] | NDArray[np.float32]
 """What an encoder reads: token ids, int64 [n], or features of audio, float32 [mel bins, frames]."""
+
+
+EMPTY_SLOT_BYTES = 1
+"""What a slot counts with where a backend keeps everything in rows. So cached slots without rows are evicted, too."""
+ROWS_AT_ONCE = 8
+"""Rows of a part that reads the nodes of a pass elsewhere are taken and let go by this many: such rows are large."""
+KEYS_AT_ONCE = 64
+"""Other rows are keys and values, which should lie side by side."""
+POINT_TOKENS = 256
+"""Where resume points are cheap, there is one at each multiple of this position."""
+
+
+class Lifetime(NamedTuple):
+    """For how long nodes of a sequence read what some parts of a model keep of a position. It lies in a *row*.
+
+    A node at position p reads the rows of the positions q of its path with ``p - reach < q <= p - lag`` for which
+    ``q + 1`` is a multiple of ``every``. So a slot has a row only while later nodes may read it.
+
+    Attributes:
+        reach: how far back a node reads, its own position included.
+        row_bytes: bytes of a row.
+        every: the distance of the positions that have rows.
+        lag: a row is made in the pass over the first node this far behind its position. 0 for a node's own row.
+        in_pass: every node of a pass needs a row while it runs. Otherwise parts read the nodes of the pass elsewhere,
+            and only what later passes read has a row.
+    """
+
+    reach: int
+    row_bytes: int
+    every: int = 1
+    lag: int = 0
+    in_pass: bool = True
+
+    @property
+    def at_once(self) -> int:
+        """How many rows are taken and let go together."""
+        return KEYS_AT_ONCE if self.in_pass else 1 if self.every > 1 else ROWS_AT_ONCE
+
+    def rows(self, length: int, batch: int) -> int:
+        """The maximum number of rows of one sequence of this length, evaluated in passes over this many nodes."""
+        at_points = 0 if self.in_pass else (2 + batch // POINT_TOKENS) * self.reach
+        last = self.reach + self.at_once + (batch if self.in_pass else self.reach) + at_points
+        return min(length, last if self.every == 1 else last // self.every + 2)
 
 
 @dataclass(slots=True)
@@ -28,8 +71,8 @@ class TreeBatch:
         tokens: token ids, int64 [n].
         positions: positions in the sequence, int64 [n].
         slots: where the nodes' keys and values go, int64 [n].
-        prefix: slots by position, int64 [t]. A node at a position p below t sees the first p + 1 of them. An entry is
-            -1 where all layers have windows, and none of the nodes sees this position.
+        prefix: slots by position, int64 [t]. A node at a position p below t sees the first p + 1 of them. An entry may
+            be -1 where no part reads a position.
         suffixes: slots of a node's ancestors, and its own, at positions t, t + 1, ..., int64 [n, m]. Entries beyond its
             own position mean nothing. m is 0 if all nodes are on the prefix.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
@@ -38,6 +81,8 @@ class TreeBatch:
             models without an encoder otherwise. Every node sees all of it.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
         probe: heads of cross-attention whose scores the pass returns (``Backend.cross_heads``). None for none.
+        rows: for each of ``Backend.lifetimes`` the row of each slot, -1 for none, int32 [lifetimes, slots]. Without
+            lifetimes, rows have the numbers of their slots.
     """
 
     tokens: NDArray[np.int64]
@@ -50,6 +95,15 @@ class TreeBatch:
     source: Any = None
     ahead: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     probe: AttentionProbe | None = None
+    rows: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
+
+    def in_rows(self) -> TreeBatch:
+        """The same batch with rows in place of slots, for a backend that keeps everything in rows of one lifetime."""
+        if not len(self.rows):
+            return self
+        (row,) = self.rows.astype(np.int64)
+        places = {name: row[getattr(self, name)] for name in ("slots", "prefix", "suffixes", "ahead")}
+        return replace(self, rows=self.rows[:0], **places)
 
 
 def logits_wanted(segments: list[TreeBatch], vocab_size: int) -> int:
@@ -73,10 +127,10 @@ class Backend(Protocol):
     """A digest of all bytes of its weights. None if there is none."""
     vocab_size: int
     context_length: int
-    window: int | None
-    """The longest window of attention in any layer, in tokens. None if a layer sees all tokens."""
     slot_bytes: int
-    """Bytes of keys and values per slot."""
+    """Bytes per slot of what later nodes may read however far away they are, such as keys and values. At least 1."""
+    lifetimes: tuple[Lifetime, ...] = ()
+    """Of what is read by near nodes alone. A backend may keep that in slots, too: then it has no lifetimes."""
     expert_use: ExpertUse | None = None
     """What a pass reads of its experts. None for a model without experts."""
     has_threads: bool = False
@@ -91,10 +145,13 @@ class Backend(Protocol):
     cross_heads: tuple[int, int] | None = None
     """The layers and heads of its cross-attention that a ``TreeBatch.probe`` may ask for. None if it shows none."""
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, rows: Sequence[int] = ()) -> None:
         """Make room in the KV cache for at least this many slots, numbered from 0, and keep what is stored.
 
         It waits for a pass in another thread. After a failure it may be tried again.
+
+        Args:
+            rows: how many of each lifetime. Without it as many as slots.
         """
 
     def forward(self, segments: list[TreeBatch]) -> Logits:
@@ -129,6 +186,27 @@ class Backend(Protocol):
     def peak_memory(self) -> int | None:
         """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""
         return devices.peak_memory(self.device)
+
+
+def token_bytes(backend: Backend) -> int:
+    """Bytes of a token's slot with its row of each lifetime."""
+    return backend.slot_bytes + sum(-(-one.row_bytes // one.every) for one in backend.lifetimes)
+
+
+def kept_whole(size: int, window: int | None) -> tuple[int, tuple[Lifetime, ...]]:
+    """``slot_bytes`` and ``lifetimes`` of a backend that keeps all of a token in one place.
+
+    Args:
+        size: bytes of that.
+        window: the longest window of any layer. None if a layer sees all tokens.
+    """
+    return (size, ()) if window is None else (EMPTY_SLOT_BYTES, (Lifetime(window, size),))
+
+
+def sequence_bytes(backend: Backend, length: int, batch: int) -> int:
+    """Bytes that one sequence of this length takes at most, evaluated in passes over this many nodes."""
+    rows = sum(one.rows(length, batch) * one.row_bytes for one in backend.lifetimes)
+    return length * backend.slot_bytes + rows
 
 
 class AheadBackend(Backend, Protocol):

@@ -6,7 +6,7 @@ from threading import Lock
 from weakref import WeakSet
 
 from specbeam.backends import devices
-from specbeam.backends.contract import Backend
+from specbeam.backends.contract import Backend, token_bytes
 from specbeam.cache.pool import EngineCache
 from specbeam.errors import SpecbeamError, TooManyNodes
 
@@ -25,7 +25,7 @@ class Budget:
         max_batch_tokens, max_cache_tokens: as for :class:`specbeam.Engine`.
 
     Attributes:
-        cache_bytes: the maximum that the keys and values of this engine's requests may take.
+        cache_bytes: the maximum that the slots and rows of this engine's requests may take.
         source_bytes: bytes that encoders' outputs take, and scores of attention to them.
         target: the part of the target's pool that this engine owns.
     """
@@ -42,18 +42,18 @@ class Budget:
         self._sharing: WeakSet[Budget] = WeakSet()
         self._origin = ""  # of the limit, for messages
         if max_cache_tokens is None:
-            self.cache_bytes = max(for_caches, backend.slot_bytes)
+            self.cache_bytes = max(for_caches, token_bytes(backend))
             self._origin = f" ({self.cache_bytes / 1e9:.3g} GB, by default a part of the memory that was free)"
             with _sharing_lock:
                 self._sharing = _sharing.setdefault(backend.device, WeakSet())
                 self._sharing.add(self)
         else:
-            self.cache_bytes = max_cache_tokens * backend.slot_bytes
+            self.cache_bytes = max_cache_tokens * token_bytes(backend)
 
     @property
     def cache_tokens(self) -> int:
-        """The maximum number of slots that the caches of this engine may hold."""
-        return self.cache_bytes // self.target.slot_bytes
+        """The maximum number of tokens of which the caches of this engine may hold everything."""
+        return self.cache_bytes // self.target.token_bytes
 
     @property
     def capacity(self) -> int:
@@ -63,12 +63,12 @@ class Budget:
     @property
     def held(self) -> int:
         """Bytes that this engine's requests hold. Other engines read it from their threads."""
-        return sum(cache.used * cache.slot_bytes for cache in list(self._caches.values())) + self.source_bytes
+        return sum(cache.used_bytes for cache in list(self._caches.values())) + self.source_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of cached prefixes that no request holds, on the target and on draft models."""
-        return sum(cache.kept * cache.slot_bytes for cache in list(self._caches.values()))
+        return sum(cache.kept_bytes for cache in list(self._caches.values()))
 
     def _others(self) -> list[Budget]:
         with _sharing_lock:
@@ -92,14 +92,14 @@ class Budget:
             Whether any was evicted.
         """
         caches = [cache for other in (self, *self._others()) for cache in list(other._caches.values())]
-        too_much = sum(cache.kept * cache.slot_bytes for cache in caches) - max(max_bytes, 0)
+        too_much = sum(cache.kept_bytes for cache in caches) - max(max_bytes, 0)
         evicted = False
         for cache in caches:
             if too_much <= 0:
                 break
-            slots = cache.evict(-(-too_much // cache.slot_bytes))
-            too_much -= slots * cache.slot_bytes
-            evicted |= slots > 0
+            size = cache.evict(too_much)
+            too_much -= size
+            evicted |= size > 0
         return evicted
 
     @property
@@ -112,9 +112,9 @@ class Budget:
         copied_rows = sum(rows) + (LOGITS_COPIES - 1) * max(rows)
         return copied_rows * self._row_bytes <= self._logits_bytes
 
-    def holds(self, nodes: int) -> bool:
-        """Whether the memory holds this many further nodes on the target, for a request that is alone."""
-        return self.held + nodes * self.target.slot_bytes <= self.cache_bytes
+    def holds(self, size: int) -> bool:
+        """Whether the memory holds this many further bytes, for a request that is alone."""
+        return self.held + size <= self.cache_bytes
 
     def check(self, min_bytes: int, max_rows: int) -> None:
         """Refuse a request that could not end well, were it alone.
@@ -127,7 +127,7 @@ class Budget:
             SpecbeamError: says what it needs, and what there is.
         """
         if min_bytes > self.cache_bytes:
-            slots = -(-min_bytes // self.target.slot_bytes)
+            slots = -(-min_bytes // self.target.token_bytes)
             raise SpecbeamError(
                 f"prompt and max_new_tokens need {slots} cache slots, the engine has {self.cache_tokens}"
                 f"{self._origin}: ask for fewer new tokens or raise max_cache_tokens",
@@ -151,7 +151,7 @@ class Budget:
 
     def lost(self, own_bytes: int) -> SpecbeamError:
         """The error of a request that is alone and holds this many bytes, although more are counted as held."""
-        slots = (self.held - own_bytes) // self.target.slot_bytes
+        slots = (self.held - own_bytes) // self.target.token_bytes
         return SpecbeamError(
             f"{slots} of the engine's {self.cache_tokens} cache slots are held by no request, and the others do not "
             "suffice: make a new Engine, and please report this error of specbeam"

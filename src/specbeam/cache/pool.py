@@ -13,93 +13,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specbeam.backends.contract import Backend
+from specbeam.backends.contract import Backend, token_bytes
+from specbeam.cache.places import NOBODY, NOWHERE, Places
 from specbeam.cache.prefixes import Ints, PrefixCache
+from specbeam.cache.rows import EngineRows, ResumePoints, Rows, resumable
 
-NOBODY = 0
-BLOCK_SLOTS = 64
-"""Slots are taken up to the end of such a block. So sequences that grow side by side lie in runs all the same."""
-MAX_RUNS_SEEN = 16
-"""Look at this many runs for one that is long enough."""
-MAX_FREE_SHARE = 0.25
-"""While short runs are at most this share of all slots, take new slots instead of them."""
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class FreeList:
-    """The free slots: some runs below ``end``, and all slots from ``end`` on.
-
-    The slots of a sequence should lie side by side in memory. Runs that touch become one (boundary tags: Knuth, The Art
-    of Computer Programming, volume 1, section 2.5).
-
-    Attributes:
-        end: all slots that are not free are below this number.
-        count: free slots below ``end``.
-    """
-
-    def __init__(self) -> None:
-        self.end = 0
-        self.count = 0
-        self._lengths: dict[int, int] = {}  # by the first slot of a run
-        self._firsts: dict[int, int] = {}  # by the slot after a run
-
-    def take(self, count: int, after: int) -> list[int]:
-        """Take at least ``count`` slots, in few runs, and the rest of the last one's block.
-
-        Args:
-            after: the first of them should follow this slot.
-        """
-        taken: list[int] = []
-        if after + 1 in self._lengths:
-            taken += self._take_from(after + 1, count)
-        elif after + 1 != self.end:
-            some = zip(range(MAX_RUNS_SEEN), self._lengths.items(), strict=False)
-            first = next((first for _, (first, length) in some if length >= count), None)
-            if first is not None:
-                taken += self._take_from(first, count)
-        while len(taken) < count and self.count > max(count, MAX_FREE_SHARE * self.end):
-            taken += self._take_from(next(iter(self._lengths)), count - len(taken))
-        if (fresh := count - len(taken)) > 0:
-            first, self.end = self.end, end_of_block(self.end + fresh)
-            taken += range(first, self.end)
-        return taken
-
-    def give_back(self, slots: Ints) -> None:
-        """Take slots back, int64 [n], each of them once."""
-        slots = np.sort(slots)
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        firsts, afters = slots[[0, *breaks]].tolist(), (slots[[*(breaks - 1), -1]] + 1).tolist()
-        for first, after in zip(firsts, afters, strict=True):
-            self.count += after - first
-            if (before := self._firsts.pop(first, None)) is not None:
-                del self._lengths[before]
-                first = before
-            if (length := self._lengths.pop(after, None)) is not None:
-                after += length
-                del self._firsts[after]
-            if after == self.end:
-                self.end = first
-                self.count -= after - first
-            else:
-                self._lengths[first] = after - first
-                self._firsts[after] = first
-
-    def _take_from(self, first: int, count: int) -> range:
-        """Take the first slots of a run."""
-        length = self._lengths.pop(first)
-        rest = first + length
-        after = min(end_of_block(first + count), rest)
-        del self._firsts[rest]
-        if after < rest:
-            self._lengths[after] = rest - after
-            self._firsts[rest] = after
-        self.count -= after - first
-        return range(first, after)
-
-
-def end_of_block(slot: int) -> int:
-    """The first slot of a block, from this slot on."""
-    return -(-slot // BLOCK_SLOTS) * BLOCK_SLOTS
 
 
 def locked(method: Method) -> Method:
@@ -121,8 +40,8 @@ def locked(method: Method) -> Method:
     return cast(Method, changed)
 
 
-class Pool:
-    """The slots of one backend. All engines share it.
+class Pool(Places):
+    """The slots of one backend, and the rows of its lifetimes. All engines share it.
 
     A slot is free, or an engine owns it. Then it is reserved for one tree, or trees hold it, or it is cached: part of a
     prefix that no tree holds. Its methods are called with the lock.
@@ -131,30 +50,33 @@ class Pool:
         owners: by slot, the number of the engine's cache that owns it, or ``NOBODY``.
         references: by slot, how many nodes of trees hold it.
         cached: by slot, whether it is part of a cached prefix.
-        free: the free slots.
+        rows: for each lifetime.
+        table: the row of each slot, ``NOWHERE`` for none, int32 [lifetimes, slots].
         numbers: of further caches.
         lost: numbers of caches that are gone. Their finalizers must not wait for the lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
         self.lock = RLock()
-        self.owners = np.zeros(0, dtype=np.int64)
         self.references = np.zeros(0, dtype=np.int32)
         self.cached = np.zeros(0, dtype=bool)
-        self.free = FreeList()
+        self.rows = [Rows(lifetime) for lifetime in backend.lifetimes]
+        self.table = np.empty((len(self.rows), 0), dtype=np.int32)
         self.numbers = count(NOBODY + 1)
         self.lost: deque[int] = deque()
-        self._reserved = 0
+        self._reserved = [0] * (1 + len(self.rows))
 
     def reserve(self, backend: Backend) -> None:
-        """Let the backend have room for all slots that are not free. Called without the lock.
+        """Let the backend have room for all slots and rows that are not free. Called without the lock.
 
         Raises:
             MemoryError, or PyTorch's OutOfMemoryError: there is no memory for them. It may be tried again.
         """
-        if (end := self.free.end) > self._reserved:
-            backend.reserve(end)
-            self._reserved = end
+        ends = [self.free.end, *(rows.free.end for rows in self.rows)]
+        if any(end > reserved for end, reserved in zip(ends, self._reserved, strict=True)):
+            backend.reserve(ends[0], ends[1:])
+            self._reserved = [*map(max, ends, self._reserved)]
 
     @property
     def in_use(self) -> int:
@@ -164,54 +86,77 @@ class Pool:
             return int(np.count_nonzero(is_used))
 
     def lend(self, count: int, after: int, owner: int) -> list[int]:
-        """Take free slots. The first of them follows another slot, if that is easy."""
-        lent = self.free.take(count, after)
-        if self.free.end > (size := len(self.owners)):
-            capacity = 2 * self.free.end
-            self.owners, self.references, self.cached = (
-                np.concatenate([array, np.zeros(capacity - size, array.dtype)])
-                for array in (self.owners, self.references, self.cached)
-            )
-        self.owners[lent] = owner
+        lent = super().lend(count, after, owner)
+        if (size := len(self.references)) < (capacity := len(self.owners)):
+            self.references = np.concatenate([self.references, np.zeros(capacity - size, np.int32)])
+            self.cached = np.concatenate([self.cached, np.zeros(capacity - size, bool)])
+            # A pass in another thread goes on with the old table. It has the rows of its own slots.
+            more = np.full((len(self.rows), capacity - size), NOWHERE, np.int32)
+            self.table = np.concatenate([self.table, more], axis=1)
+            for rows, of in zip(self.rows, self.table, strict=True):
+                rows.follow(of)
         return lent
 
-    def give_back(self, slots: Ints) -> None:
-        """Free slots that no tree holds, and that are not cached."""
-        if len(slots):
-            self.owners[slots] = NOBODY
-            self.free.give_back(slots)
+    def give_back(self, places: Ints) -> None:
+        """Free slots that no tree holds, and that are not cached, with their rows."""
+        for rows in self.rows:
+            rows.leave(places)
+        super().give_back(places)
 
     def free_all(self, owner: int) -> None:
-        """Free all slots of an engine, and make the free list anew."""
         is_owned = self.owners == owner
-        self.references[is_owned], self.cached[is_owned], self.owners[is_owned] = 0, False, NOBODY
-        free = FreeList()
-        free.end = int(np.flatnonzero(self.owners).max(initial=-1)) + 1
-        if len(slots := np.flatnonzero(self.owners[: free.end] == NOBODY)):
-            free.give_back(slots)
-        self.free = free
+        self.references[is_owned], self.cached[is_owned] = 0, False
+        for rows in self.rows:
+            rows.clear(is_owned, owner)
+        super().free_all(owner)
 
 
 class EngineCache:
-    """The part of a pool that one engine owns: the slots of its trees, and its prefix cache.
+    """The part of a pool that one engine owns: the slots and rows of its trees, and its prefix cache.
 
     Attributes:
         number: the owner of its slots in the pool.
         used: slots that trees hold.
         kept: cached slots that no tree holds.
+        rows: its rows of each lifetime.
+        points: where its cached prefixes can be resumed.
         slot_bytes: bytes of a slot.
+        token_bytes: bytes of a slot with a row of each lifetime.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.pool = pool_of(backend)
         self.slot_bytes = backend.slot_bytes
+        self.token_bytes = token_bytes(backend)
         self._begin()
 
     def _begin(self) -> None:
         self.used = self.kept = 0
         self.prefixes = PrefixCache()
         self.number = next(self.pool.numbers)
+        self.rows = [EngineRows(rows, self.number) for rows in self.pool.rows]
+        self.points = ResumePoints(self.rows)
         weakref.finalize(self, self.pool.lost.append, self.number).atexit = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that trees hold. Another thread may read it."""
+        return self.used * self.slot_bytes + sum(rows.used * rows.bytes for rows in self.rows)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are cached and that no tree holds: they can be evicted. Another thread may read it."""
+        return self.kept * self.slot_bytes + sum(rows.kept * rows.bytes for rows in self.rows)
+
+    @property
+    def used_tokens(self) -> int:
+        """The same as whole tokens."""
+        return -(-self.used_bytes // self.token_bytes)
+
+    @property
+    def kept_tokens(self) -> int:
+        """The same as whole tokens."""
+        return -(-self.kept_bytes // self.token_bytes)
 
     @locked
     def clear(self) -> None:
@@ -245,21 +190,33 @@ class EngineCache:
         """Cache a sequence in slots that trees hold, int64 [n] each. Called with the lock."""
         self.pool.cached[self.prefixes.add(tokens, slots)] = True
 
-    def held(self, tokens: Ints) -> int:
-        """How many slots of the longest cached prefix, int64 [n], trees hold."""
+    def held_bytes(self, tokens: Ints) -> int:
+        """Bytes of the longest cached prefix, int64 [n], that trees hold."""
         with self.pool.lock:
-            return int(np.count_nonzero(self.pool.references[self.prefixes.find(tokens)]))
+            slots = self.prefixes.find(tokens)
+            slots = slots[: resumable(self.rows, slots)]
+            held = int(np.count_nonzero(self.pool.references[slots])) * self.slot_bytes
+            return held + sum(rows.held(slots) * rows.bytes for rows in self.rows)
 
     @locked
-    def evict(self, count: int) -> int:
-        """Evict the least recently used prefixes, until this many slots are free. Return how many there are."""
-        before = self.kept
-        for evicted in self.prefixes.evict(min(count, before), self.pool.references):
-            self.pool.cached[evicted] = False
-            free = evicted[self.pool.references[evicted] == 0]
-            self.kept -= len(free)
-            self.pool.give_back(free)
-        return before - self.kept
+    def evict(self, size: int) -> int:
+        """Evict what was used least recently, until this many bytes are free. Return how many there are.
+
+        Prefixes go from their ends on, with the resume points there. If trees hold all others, their points go.
+        """
+        before = self.kept_bytes
+        aim = max(0, before - size)
+        while self.kept_bytes > aim and self.kept:
+            count = -(-(self.kept_bytes - aim) // max(1, self.token_bytes))
+            for evicted in self.prefixes.evict(min(count, self.kept), self.pool.references):
+                self.points.drop(evicted)
+                self.pool.cached[evicted] = False
+                free = evicted[self.pool.references[evicted] == 0]
+                self.kept -= len(free)
+                self.pool.give_back(free)
+        while self.kept_bytes > aim and self.points:
+            self.points.drop_oldest()
+        return before - self.kept_bytes
 
 
 _pools: WeakKeyDictionary[Backend, Pool] = WeakKeyDictionary()
@@ -267,4 +224,6 @@ _pools: WeakKeyDictionary[Backend, Pool] = WeakKeyDictionary()
 
 def pool_of(backend: Backend) -> Pool:
     """The pool of a backend."""
-    return _pools.setdefault(backend, Pool())
+    if backend not in _pools:
+        _pools[backend] = Pool(backend)
+    return _pools[backend]

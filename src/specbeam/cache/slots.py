@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from specbeam.backends.contract import Backend, TreeBatch
-from specbeam.cache.pool import BLOCK_SLOTS, EngineCache, locked
+from specbeam.backends.contract import EMPTY_SLOT_BYTES, POINT_TOKENS, Backend, TreeBatch
+from specbeam.cache.places import BLOCK_SLOTS, NOWHERE
+from specbeam.cache.pool import EngineCache, locked
 from specbeam.cache.prefixes import NO_SLOTS, Ints, common_length
+from specbeam.cache.rows import TreeRows, points_are_cheap, resumable
 from specbeam.core.tree import NO_NODES, Nodes, Tree
 
-NOWHERE = -1
 MIN_TOKENS_AWAITED = 64
 """Wait for a tree that prefills the same tokens if they are at least this many: waiting takes a pass or more."""
 MAX_RESERVED_SLOTS = 2 * BLOCK_SLOTS
@@ -23,6 +25,9 @@ MAX_RESERVED_SLOTS = 2 * BLOCK_SLOTS
 class Slots:
     """The slots of one tree's nodes. A node gets a slot when it is evaluated, and loses it when it is dropped.
 
+    For each lifetime of the backend a slot has a row, too, while later nodes may read it. Where nodes see ancestors that
+    have lost their rows, the tree goes back to the last position from which all rows are there, and recomputes the rest.
+
     Segments are valid until :meth:`close`, and while this object lives. After that its slots are free.
 
     Args:
@@ -31,12 +36,13 @@ class Slots:
 
     Attributes:
         used: nodes that have a slot.
-        peak: the maximum number of slots that were in use at once.
+        peak: the maximum number of slots that were in use at once. Rows count as their share of a whole token.
         reused: how many nodes had a slot from the start. Its own nodes, found again after it was closed, do not count.
         reserved: slots reserved for this tree, the next one last.
         begin: the tokens of the shared prefix, at most down to the first node prepared, int64 [n]. None before that.
         cached: how many of its first tokens the tree has added to the prefix cache.
         is_fresh: no node was in a pass yet, and the tree may begin with tokens that others prefill.
+        rows: what it needs of each lifetime.
     """
 
     def __init__(self, tree: Tree, backend: Backend, cache: EngineCache | None = None, shares: bool = False) -> None:
@@ -59,7 +65,12 @@ class Slots:
         self._slot = NO_SLOTS  # by node
         self._prefix = NO_SLOTS  # slots by position
         self._placed = 0  # nodes of the shared prefix that have got slots, which are in _prefix
-        self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
+        self.rows = [TreeRows(own) for own in self.cache.rows]
+        self._has_cheap_points = points_are_cheap(self.cache.rows, self.cache.slot_bytes)
+        self._kept_depth: int | None = (
+            None  # the least position of the nodes of the last keep, until they are evaluated
+        )
+        self._points: set[int] = set()  # lengths of the prompt's beginnings from which other trees may go on
         self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
 
     @property
@@ -71,6 +82,13 @@ class Slots:
         """The slots of nodes, int64 [n]; -1 for a node without a slot."""
         self._follow_tree(nodes)
         return self._slot[nodes]
+
+    def places(self, nodes: Nodes) -> Ints:
+        """Where the backend keeps nodes, int64 [n]: slots, or rows if it keeps everything in those. -1 for nowhere."""
+        slots = self.at(nodes)
+        if not self.rows or self.cache.slot_bytes > EMPTY_SLOT_BYTES:
+            return slots
+        return np.where(slots == NOWHERE, NOWHERE, self.pool.table[0][slots])
 
     def missing(self, nodes: Any) -> Nodes:
         """These nodes, and their ancestors that were never evaluated, ancestors first."""
@@ -96,9 +114,35 @@ class Slots:
         """How many new slots these nodes need."""
         return int(np.count_nonzero(self.at(nodes) == NOWHERE))
 
-    def shareable(self) -> int:
-        """How many slots of other trees it would share if it began now."""
-        return self.cache.held(self.tree.tokens(self.tree.prefix[:-1])) if self.shares else 0
+    def growth_bytes(self, nodes: Nodes, rest: Nodes | None = None, ahead: int = 0) -> int:
+        """Bytes of the new slots and rows that passes need. Arguments as for :meth:`tree_batch`."""
+        later = ahead * len(nodes)
+        size = (self.growth(nodes) + later) * self.cache.slot_bytes
+        lowest = self._lowest_later(nodes if rest is None else rest) if self.rows else 0
+        for one in self.rows:
+            given = len(one.lacking(self._reading(one, nodes, lowest)))
+            size += (given + (later if one.lifetime.every == 1 else 0)) * one.own.bytes
+        return size
+
+    def max_ahead(self, nodes: Nodes) -> int:
+        """How many passes may follow one over these nodes, each over their children, without a row of an ancestor."""
+        tree, ahead = self.tree, sys.maxsize
+        for one in self.rows:
+            if (life := one.lifetime).every > 1:
+                node = int(nodes[-1])
+                position = node - len(tree) + tree.prefix_length if node >= len(tree) else int(tree.depths(nodes).max())
+                ahead = min(ahead, -(position + 1 - life.lag + 1) % life.every)
+        return ahead
+
+    def shareable_bytes(self) -> int:
+        """Bytes of other trees that it would share if it began now."""
+        return self.cache.held_bytes(self.tree.tokens(self.tree.prefix[:-1])) if self.shares else 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the slots and rows that it holds. What two nodes share counts once."""
+        rows = (len(np.unique(self._slot[one.needed])) * one.own.bytes for one in self.rows)
+        return len(np.unique(self.held)) * self.cache.slot_bytes + sum(rows)
 
     def _is_next(self, nodes: Nodes) -> bool | np.bool_:
         """Whether this is one node, the next one of a tree that is a single sequence. Its ancestors have slots."""
@@ -107,15 +151,18 @@ class Slots:
         new = max(0, nodes[0] + 1 - len(self.tree))  # nodes that the tree gets next, down to this one
         return self._placed == self.tree.prefix_length - 1 + new and (new > 0 or nodes[0] == self.tree.tip)
 
-    def _first_seen(self, position: int) -> int:
-        """The first position that a node at this position sees in some layer."""
-        return 0 if self.backend.window is None else max(0, position + 1 - self.backend.window)
+    def _see_lost_rows(self, nodes: Nodes) -> bool:
+        """Whether some of these nodes may see ancestors that have lost their rows."""
+        if not any(one.lost > 0 for one in self.rows) or not len(nodes):
+            return False
+        lowest = int(self.tree.depths(nodes).min())
+        return any(max(0, lowest + 1 - one.lifetime.reach) < one.lost for one in self.rows)
 
     def prepare(self, nodes: Nodes) -> Nodes:
         """Get ready to evaluate nodes, and return what is :meth:`missing`.
 
-        At first, the tree takes the slots of its longest cached prefix. It frees all slots if nodes see ancestors that
-        have lost theirs: then all are to be recomputed.
+        At first, the tree takes the slots of its longest cached prefix. It frees all slots, and begins again so, if
+        nodes see ancestors that have lost their rows.
         """
         if self.begin is None:
             self._first, self._owner = int(nodes.min()), self.cache.number
@@ -123,10 +170,15 @@ class Slots:
             self.is_fresh = self.shares
             _by_tree[id(self.tree), id(self.backend)] = self
             self._take_prefix()
-        elif self._unseen and self._first_seen(int(self.tree.depths(nodes).min())) < self._unseen:
+        missing = self.missing(nodes)
+        if self._see_lost_rows(missing):
             self.free(np.flatnonzero(self._slot != NOWHERE))
-            self._placed = self._unseen = 0
-        return self.missing(nodes)
+            self._placed = 0
+            for one in self.rows:
+                one.lost = 0
+            self._take_prefix(int(self.tree.depths(missing).min()) if len(missing) else None)
+            missing = self.missing(nodes)
+        return missing
 
     def await_prefix(self, others: Iterable[Slots]) -> bool:
         """Wait for another tree that is about to prefill the same tokens, then take the slots of these tokens.
@@ -143,6 +195,7 @@ class Slots:
                 return False
             other, begin, common = awaited
             if other.begin is begin and other.cached < common:
+                other._points.add(common)
                 return True
             self._awaited = None
             self._take_prefix()
@@ -168,12 +221,15 @@ class Slots:
         source: Any = None,
         ahead: int = 0,
         token: Ints | None = None,
+        rest: Nodes | None = None,
     ) -> TreeBatch:
         """Give nodes slots, and return the part of a pass that evaluates them. Their ancestors have slots or are here.
 
         Args:
             ahead: let the segment have slots for this many further passes, each over as many nodes.
             token: of a single node that the tree gets after this pass, below its tip, int64 [1].
+            rest: the nodes that are evaluated after these, but for nodes that grow and nodes below them. None where that
+                is not known.
         """
         self._follow_tree(nodes)
         self.is_fresh = False
@@ -182,6 +238,8 @@ class Slots:
         placed = self._place_next(nodes) if is_next else self._place(nodes)
         try:
             later = self._reserve(ahead * len(nodes)) if ahead else NO_SLOTS
+            if self.rows:
+                self._give_rows(nodes, later, nodes if rest is None else rest, is_next)
             self.pool.reserve(self.backend)
         except Exception:  # at the next try, lower slots may be free
             self._placed = before
@@ -199,10 +257,14 @@ class Slots:
         else:
             suffixes = self._slot[tree.paths_beyond_prefix(nodes)]
         slots = self._slot[nodes]
-        return TreeBatch(tokens, positions, slots, self._prefix[: self._placed], suffixes, wanted, vocab, source, later)
+        if self.rows:
+            held = self.used * self.cache.slot_bytes + sum(one.used * one.own.bytes for one in self.rows)
+            self.peak = max(self.peak, -(-held // self.cache.token_bytes))
+        prefix, table = self._prefix[: self._placed], self.pool.table
+        return TreeBatch(tokens, positions, slots, prefix, suffixes, wanted, vocab, source, later, rows=table)
 
     def evaluated(self, pending: Nodes, ahead: int = 0) -> None:
-        """A pass went well. Cache what it has prefilled of the prompt, and free the slots behind windows.
+        """A pass went well. Cache what it has prefilled of the prompt, and let rows go that no later node reads.
 
         Args:
             pending: nodes that may have a slot, but were not evaluated, ancestors first.
@@ -213,26 +275,54 @@ class Slots:
             later = np.arange(first, first + ahead)
             self._follow_tree(later)
             self._assign(later)
+            for one in self.rows:
+                if one.lifetime.every == 1:
+                    self._give(one, later)
         if self.shares and self.begin is not None and self.cached < len(self.begin):
             read = min(self._placed, len(self.begin), *self.tree.depths(pending[:1]).tolist())
             if self.cached < read:
-                self.add_prefix(self.tree.prefix[:read])
-        self._free_unseen(pending)
+                self.add_prefix(self.tree.prefix[:read], self._points_among(self.cached, read))
+        if self.rows:
+            self._end_pass()
+            self._let_rows_go(self._lowest_later(pending))
+            if not len(pending):
+                self._kept_depth = None
 
     @locked
-    def add_prefix(self, path: Nodes) -> None:
-        """Cache the beginning of a sequence that has slots. ``path`` are its nodes from the root on."""
+    def add_prefix(self, path: Nodes, points: Iterable[int] | None = None) -> None:
+        """Cache the beginning of a sequence that has slots. ``path`` are its nodes from the root on.
+
+        Args:
+            points: the lengths of its beginnings that get a resume point. None for a point at its end.
+        """
         if self.shares and self.used:
             self._follow_tree()
             tokens = self.tree.tokens(path)
             self._share(path, self.cache.prefixes.use(tokens))
-            self.cache.keep(tokens, self._slot[path])
+            slots = self._slot[path]
+            self.cache.keep(tokens, slots)
             self.cached = max(self.cached, len(path))
+            if self.rows:
+                slots = slots[: [*(slots == NOWHERE).nonzero()[0].tolist(), len(slots)][0]]
+                for point in [len(slots)] if points is None else points:
+                    self.cache.points.add(slots[:point])
+
+    def _points_among(self, begin: int, end: int) -> list[int]:
+        """The lengths of the prompt's beginnings, above one length and up to another, that get resume points."""
+        if not self.shares or self.begin is None:
+            return []
+        end = min(end, len(self.begin))
+        points = {point for point in (*self._points, len(self.begin)) if begin < point <= end}
+        if self._has_cheap_points:
+            points.update(range((begin // POINT_TOKENS + 1) * POINT_TOKENS, end + 1, POINT_TOKENS))
+        return sorted(points)
 
     @locked
     def free(self, nodes: Nodes) -> None:
         """Free the slots of nodes that the tree has dropped. Nodes without a slot are left out."""
         self._follow_tree()
+        for one in self.rows:
+            one.let_go(nodes, self._slot)
         slots = self._slot[nodes]
         slots = slots[slots != NOWHERE]
         self._slot[nodes] = NOWHERE
@@ -246,51 +336,129 @@ class Slots:
         """Free the slots of all nodes but these, their ancestors and the shared prefix."""
         needed = np.union1d(self.tree.prefix, self.tree.paths_beyond_prefix(nodes))
         self.free(np.setdiff1d(np.flatnonzero(self._slot != NOWHERE), needed))
+        if self.rows:
+            self._kept_depth = int(self.tree.depths(nodes).min())
+            self._let_rows_go(self._kept_depth)
 
     @locked
     def close(self) -> None:
         """Free all slots. The tree may begin again."""
         if self._owner == self.cache.number:
+            for one in self.rows:
+                one.let_go(one.needed, self._slot)
+                one.rows.give_back(one.close())
             unused = self.cache.let_go(self.held)
             self.pool.give_back(np.concatenate([unused, np.array(self.reserved, dtype=np.int64)]))
         self._was_closed = True
         self._reset()
 
-    def _free_unseen(self, pending: Nodes) -> None:
-        """Free the slots of the prefix's first nodes, if all layers have windows and no later node sees these nodes."""
-        if self.backend.window is None:
-            return
-        tree = self.tree
-        later = min(self._placed, len(tree.prefix) - 1, *tree.depths(pending[:1]).tolist())  # the tip may be repeated
-        if (end := self._first_seen(later)) >= self._unseen + BLOCK_SLOTS:
-            self.add_prefix(tree.prefix[:later])
-            self.free(tree.prefix[self._unseen : end])
-            self._prefix[self._unseen : end] = NOWHERE
-            self._unseen = end
+    @locked
+    def _lowest_later(self, rest: Nodes) -> int:
+        """The least position of a node that is evaluated later: one of the rest, or where nodes grow, or below that."""
+        lowest = self.tree.growing_depth if self._kept_depth is None else self._kept_depth
+        return int(self.tree.depths(rest[rest < len(self.tree)]).min(initial=lowest))
+
+    def _let_rows_go(self, lowest: int) -> None:
+        """Let rows go that no node from a position on reads."""
+        depths = self.tree.depths(slice(0, len(self.tree)))
+        for one in self.rows:
+            one.sweep(lowest, depths, self._slot)
 
     @locked
-    def _take_prefix(self) -> None:
-        """Take the slots of the longest cached prefix of the first node that was prepared, if the tree shares any."""
+    def _take_prefix(self, longest: int | None = None) -> None:
+        """Take the longest cached prefix of the first node that was prepared, if the tree shares any.
+
+        Args:
+            longest: take at most so many of its tokens.
+        """
         if self.shares:
             self._follow_tree()
-            path = self.tree.path(self._first)[:-1]
-            slots = self.cache.prefixes.use(self.tree.tokens(path))
+            path = self.tree.path(self._first)[:-1][:longest]
+            found = self.cache.prefixes.use(self.tree.tokens(path))
+            slots = found[: resumable(self.cache.rows, found)]
+            if len(slots) < len(found):  # the third tree that begins so may go on where they part
+                self._points.add(len(found))
             self._share(path, slots)
+            for one in self.rows:
+                first = max(0, len(slots) - one.lifetime.reach)
+                last = path[[*one.rows.at(first, len(slots) - 1)]]
+                self._give(one, last[one.rows.of[self._slot[last]] >= 0])
+                one.take(len(slots))
+            if self.rows and len(slots) == len(found):
+                self.cache.points.add(slots)
             self._follow_prefix()
             if not self._was_closed:
                 self.reused = max(self.reused, len(slots))
-            self._free_unseen(NO_NODES)
+
+    def _give(self, one: TreeRows, nodes: Nodes) -> None:
+        """Let some nodes need their rows, and give them one if they have none."""
+        nodes = one.lacking(nodes)
+        one.give(nodes, self._slot[nodes])
+
+    @locked
+    def _give_rows(self, nodes: Nodes, later: Ints, rest: Nodes, is_next: bool | np.bool_) -> None:
+        """Give the rows that a pass over nodes needs, and passes ahead over nodes in reserved slots, int64 [n]."""
+        lowest = self._lowest_later(rest)
+        for one in self.rows:
+            if is_next and one.lifetime.every == 1:  # the last node of its sequence is read again
+                one.give_next(nodes.item(), self._slot.item(nodes.item()))
+            else:
+                read = self._reading(one, nodes, lowest)
+                self._give(one, read)
+                if one.lifetime.every > 1:
+                    one.begin(self._slot[read])
+            if len(later) and one.lifetime.every == 1:
+                one.reserve(later)
+
+    @locked
+    def _end_pass(self) -> None:
+        for one in self.rows:
+            one.end()
+
+    def _reading(self, one: TreeRows, nodes: Nodes, lowest: int) -> Nodes:
+        """The nodes that need rows of a lifetime for a pass over some nodes, and after it.
+
+        Args:
+            lowest: the least position of a node that is evaluated after the pass.
+        """
+        tree, life, at = self.tree, one.lifetime, one.rows.at
+        if nodes[-1] >= len(tree):  # the next node of a single sequence
+            depths, on_prefix = nodes - len(tree) + tree.prefix_length, np.ones(len(nodes), bool)
+        else:
+            depths = tree.depths(nodes)
+            on_prefix = tree.prefix[np.minimum(depths, tree.prefix_length - 1)] == nodes
+        there = depths[on_prefix]
+        points = self._points_among(int(there.min()), int(there.max()) + 1) if len(there) else []
+        if life.every == 1:
+            is_read = depths >= (0 if life.in_pass else lowest + 1 - life.reach)
+            for point in points:
+                is_read |= on_prefix & (depths >= point - life.reach) & (depths < point)
+            return nodes[is_read]
+        nearest, farthest = lowest + 1 - life.reach, int(depths.max()) - life.lag
+        positions = {*at(nearest, min(farthest, tree.prefix_length - 1))}
+        for point in points:
+            positions.update(at(point - life.reach, point - 1 - life.lag))
+        found = [tree.prefix[sorted(positions)]]
+        if not on_prefix.all():
+            paths, ends = tree.paths_beyond_prefix(nodes[~on_prefix]), depths[~on_prefix]
+            for position in at(max(tree.prefix_length, nearest), farthest):
+                found.append(paths[ends - life.lag >= position, position - tree.prefix_length])
+        return np.unique(np.concatenate(found))
 
     def _share(self, path: Nodes, slots: Ints) -> None:
         """Take these slots for the first nodes of a path from the root on, and free others with the same tokens.
 
         So whoever holds the end of a cached prefix holds all of it, and what nobody holds can be evicted from its end.
         """
-        path, slots = path[self._unseen : len(slots)], slots[self._unseen :]
+        path = path[: len(slots)]
         slots_before = self._slot[path]
         is_other = slots_before != slots
         if is_other.any():
             self.cache.hold(slots[is_other])
+            for one in self.rows:
+                for position in np.flatnonzero(is_other & one.needs(path)).tolist():
+                    if not one.change(path[position], slots_before[position], slots[position]):
+                        one.lost = position + 1
             self._slot[path] = slots
             self._prefix = self._prefix.copy()  # a segment may be run again
             placed = self.tree.prefix[: self._placed]
@@ -343,7 +511,8 @@ class Slots:
 
     def _count(self, more: int) -> None:
         self.used += more
-        self.peak = max(self.peak, self.used)
+        if not self.rows:
+            self.peak = max(self.peak, self.used)
 
     def _follow_prefix(self) -> None:
         """Append the slots of the nodes that the shared prefix has grown by."""
@@ -364,6 +533,8 @@ class Slots:
         if len(self._slot) < (size := max(len(self.tree), int(nodes[-1]) + 1 if len(nodes) else 0)):
             capacity = max(2 * len(self._slot), size)
             self._slot = np.concatenate([self._slot, np.full(capacity - len(self._slot), NOWHERE, dtype=np.int64)])
+            for one in self.rows:
+                one.grow(capacity)
 
 
 _by_tree: WeakValueDictionary[tuple[int, int], Slots] = WeakValueDictionary()

@@ -121,6 +121,11 @@ class Tree:
         """The finished nodes of the last :meth:`keep` that no growing sequence needs."""
         return self._living.kept - self._growing.kept
 
+    @property
+    def growing_depth(self) -> int:
+        """The least position of the nodes that may grow: those of the last :meth:`keep` and all added since."""
+        return min(map(self._depths.item, self._growing.kept), default=self.prefix_length - 1)
+
     def tokens(self, nodes: Any) -> Nodes:
         """Token ids of nodes, int64, in the nodes' shape."""
         return self._tokens[nodes]

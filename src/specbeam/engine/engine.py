@@ -346,13 +346,16 @@ class Engine:
 
     @property
     def cache_tokens(self) -> int:
-        """Cache slots of the target in use by live requests. Slots that they share count once."""
-        return self._budget.target.used
+        """Cache slots of the target in use by live requests. Slots that they share count once.
+
+        Where some layers keep less than all of a sequence, their share of the memory counts in whole slots.
+        """
+        return self._budget.target.used_tokens
 
     @property
     def kept_tokens(self) -> int:
         """Cache slots of the target with cached prefixes that no request holds. Live requests take them if needed."""
-        return self._budget.target.kept
+        return self._budget.target.kept_tokens
 
     @property
     def kept_bytes(self) -> int:

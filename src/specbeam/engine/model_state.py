@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from specbeam.backends.contract import Backend, Encoder
+from specbeam.backends.contract import Backend, Encoder, sequence_bytes
 from specbeam.cache.budget import Budget
-from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.prefixes import NO_SLOTS, Ints
 from specbeam.cache.slots import Slots
 from specbeam.core.tree import NO_NODES, Nodes, Tree
@@ -69,8 +68,8 @@ class ModelState:
         # Sequences may share only the prompt. If they do not fit together, they are evaluated one after the other.
         shared = max(setup.tree.prompt_length, tree.prompt_length) + (new_tokens if sequences == 1 else 0)
         own = 0 if sequences == 1 else new_tokens
-        lasting = min(shared, self._lasting(shared) + budget.max_batch_tokens)
-        self.min_bytes = (lasting + own + slots) * backend.slot_bytes
+        self._batch = budget.max_batch_tokens
+        self.min_bytes = sequence_bytes(backend, shared + own, self._batch) + slots * backend.slot_bytes
         self._used_before = self._completed_before = 0  # it was closed
 
     def close(self) -> None:
@@ -140,13 +139,23 @@ class ModelState:
         Args:
             pending: the nodes that it is to evaluate next. Other nodes of the tree may never be: deferred beams.
         """
-        prefix, used = self.tree.prefix_length, self.slots.used
+        used = self.slots.used
         new = max(0, int(pending[-1]) + 1 - len(self.tree)) if len(pending) else 0  # nodes that the tree gets later
-        lasting = self.tree.live + new - prefix + self._lasting(prefix)
+        lasting = self.tree.live + new
         if evaluated := used or self._used_before:
             lasting = min(lasting, evaluated + len(pending))
-        return (max(0, lasting + self._max_nodes - used) + self.source_growth) * self.backend.slot_bytes
+        nodes = lasting + self._max_nodes
+        size = (max(0, nodes - used) + self.source_growth) * self.backend.slot_bytes
+        beyond = max(0, self.tree.live + new - self.tree.prefix_length) + self._max_nodes
+        for one in self.slots.rows:
+            rows = min(nodes, one.lifetime.rows(self.tree.prefix_length, self._batch) + beyond)
+            size += max(0, rows - one.used) * one.own.bytes
+        return size
 
-    def _lasting(self, prefix: int) -> int:
-        """The maximum number of slots that a shared prefix of this length keeps beyond a pass."""
-        return prefix if self.backend.window is None else min(prefix, self.backend.window + BLOCK_SLOTS)
+    def growth_bytes(self, nodes: Nodes, rest: Nodes, ahead: int = 0) -> int:
+        """Bytes that a pass over some pending nodes takes, and further passes, beside the bytes that it holds.
+
+        Args:
+            rest: the other pending nodes.
+        """
+        return self.slots.growth_bytes(nodes, rest, ahead) + self.source_growth * self.backend.slot_bytes

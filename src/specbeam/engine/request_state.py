@@ -147,11 +147,11 @@ class RequestState:
 
     def shareable_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
-        return sum(state.slots.shareable() * state.backend.slot_bytes for state in self._states)
+        return sum(state.slots.shareable_bytes() for state in self._states)
 
-    def growth_bytes(self, nodes: Nodes) -> int:
-        """Bytes of new slots that a pass over some of its pending nodes takes."""
-        return (self.model.slots.growth(nodes) + self.model.source_growth) * self.model.backend.slot_bytes
+    def growth_bytes(self, nodes: Nodes, ahead: int = 0) -> int:
+        """Bytes that a pass over some of its pending nodes takes, and further passes, beside the bytes that it holds."""
+        return self.model.growth_bytes(nodes, self.pending[len(nodes) :], ahead)
 
     @property
     def used_slots(self) -> int:
@@ -221,7 +221,8 @@ class RequestState:
         request, state = self.step.selection_request, self.model
         vocab = None if request is None else request.vocab
         token = self._held[-1].tokens[:, 0] if self._held else None
-        segment = state.slots.tree_batch(nodes, wanted, vocab, state.source, ahead, token)
+        rest = self.pending[len(nodes) :]
+        segment = state.slots.tree_batch(nodes, wanted, vocab, state.source, ahead, token, rest)
         segment.probe = self.step.probe
         return segment
 
@@ -412,13 +413,13 @@ class RequestState:
         while True:
             slots.keep(part)
             self._evaluate(part)
-            if len(part) == 1 or budget.holds(len(self.pending) + self._target.source_growth):
+            if len(part) == 1 or budget.holds(self.growth_bytes(self.pending)):
                 break
             part = part[: len(part) // 2]
-        minimum = min(len(self.pending), budget.max_batch_tokens) + self._target.source_growth
-        if not budget.holds(minimum):  # the next pass would come back here
+        if not budget.holds(self.growth_bytes(self.pending[: budget.max_batch_tokens])):
+            # The next pass would come back here.
             of_source = self._target.used - slots.used
-            own = (len(np.unique(slots.held)) + of_source) * self._target.backend.slot_bytes + self.source_bytes
+            own = slots.held_bytes + of_source * self._target.backend.slot_bytes + self.source_bytes
             raise budget.too_small if budget.held == own else budget.lost(own)
 
     def _advance(self, selection: Selection | NDArray[np.float32] | TooManyNodes | NotFinite | None) -> None:

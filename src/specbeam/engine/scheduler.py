@@ -302,7 +302,10 @@ class Scheduler:
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
         at_once = cast(AheadBackend, backend).passes_at_once
-        passes = min(at_once, *(1 + request.max_ahead(nodes) for request, nodes in batch))
+        passes = min(
+            at_once,
+            *(1 + min(request.max_ahead(nodes), request.model.slots.max_ahead(nodes)) for request, nodes in batch),
+        )
         if passes > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
@@ -310,11 +313,16 @@ class Scheduler:
             if any(request.request.is_read for request, _ in batch):
                 times = self.costs(backend, ahead=True)
                 passes = min(passes, 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1)
-            bytes_per_pass = nodes * backend.slot_bytes
             free_bytes = (self.budget.capacity if len(batch) > 1 else self.budget.cache_bytes) - self.budget.held
-            passes = max(1, min(passes, free_bytes // bytes_per_pass))
-            self.budget.evict(free_bytes - passes * bytes_per_pass)
-        return passes
+            while (needed := self._growth_bytes(batch, max(0, passes - 1))) > free_bytes and passes > 1:
+                passes -= 1
+            self.budget.evict(free_bytes - needed)
+        return max(1, passes)
+
+    @staticmethod
+    def _growth_bytes(batch: Batch, ahead: int = 0) -> int:
+        """Bytes that a pass over a batch takes, and further passes, beside the bytes that its requests hold."""
+        return sum(request.growth_bytes(nodes, ahead) for request, nodes in batch)
 
     def _count_sources(self) -> None:
         self.budget.source_bytes = sum(request.source_bytes for request in self._live)
@@ -329,7 +337,7 @@ class Scheduler:
         while True:
             free_bytes = self.budget.capacity if len(self._live) > 1 else self.budget.cache_bytes
             free_bytes -= self.budget.held
-            free_bytes -= sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
+            free_bytes -= sum(map(self._growth_bytes, batches))
             self.budget.evict(free_bytes)
             if free_bytes >= 0:
                 return [batch for batch in batches if batch]

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from specbeam.backends.contract import token_bytes
 from specbeam.backends.devices import free_memory
 from specbeam.cache.pool import MAX_FREE_SHARE
 from specbeam.engine import Engine
@@ -74,7 +75,7 @@ def check_caches(lms: Mapping[str, LanguageModel], tokens: int) -> None:
     """
     sizes: dict[str, int] = {}
     for lm in lms.values():
-        sizes[lm.backend.device] = sizes.get(lm.backend.device, 0) + tokens * lm.backend.slot_bytes
+        sizes[lm.backend.device] = sizes.get(lm.backend.device, 0) + tokens * token_bytes(lm.backend)
     for device, size in sizes.items():
         if size > (free := free_memory(device)):
             raise SpecbeamError(
@@ -96,7 +97,7 @@ def default_caches(lms: Mapping[str, LanguageModel], limits: Limits, sharers: in
         sharers: processes that share the memory.
     """
     backends = [lm.backend for lm in lms.values()]
-    capacity = backends[0].memory_for_caches() // sharers // sum(backend.slot_bytes for backend in backends)
+    capacity = backends[0].memory_for_caches() // sharers // sum(map(token_bytes, backends))
     num_sequences = max(limits.max_requests, limits.max_beams)
 
     def wanted(context_length: int) -> int:
@@ -331,7 +332,7 @@ class Models:
         sentences = []
         for model in self:
             tokens = model.engine.max_cache_tokens
-            gigabytes = tokens * model.lm.backend.slot_bytes / (1 - MAX_FREE_SHARE) / 1e9  # free slots lie between
+            gigabytes = tokens * token_bytes(model.lm.backend) / (1 - MAX_FREE_SHARE) / 1e9  # free slots lie between
             sentences.append(f"the KV cache of {model.name} holds up to {tokens:,} tokens in {gigabytes:.3g} GB")
         return sentences
 

@@ -348,7 +348,7 @@ class Call {
     if (slot < 0) {
       slot = int64_t(taken.size());
       taken.push_back(false);
-      check(!specbeam_cache_reserve(model, int64_t(taken.size())));
+      check(!specbeam_cache_reserve(model, int64_t(taken.size()), nullptr));
     }
     taken[size_t(slot)] = true, lent.push_back(slot);
     return slot;
@@ -459,7 +459,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   if (!specbeam_model_incomplete(model) && layers.reach() >= 0) {
     std::vector<Tree> trees(in.ConsumeIntegralInRange<size_t>(1, 3));
     Slots taken(size_t(c.context_length > 64 ? MOST_SLOTS : in.ConsumeIntegralInRange(8, 192)));
-    check(!specbeam_cache_reserve(model, int64_t(taken.size())));
+    check(!specbeam_cache_reserve(model, int64_t(taken.size()), nullptr));
     while (in.remaining_bytes() > 0) {
       evaluate(in, model, c, trees, taken);
       Call(in, model, c, trees, taken).run();

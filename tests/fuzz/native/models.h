@@ -266,7 +266,7 @@ inline void add_product(Input &in, Parameters &parameters, void *model, int64_t 
       if (format != F32_ROWS && !in.rarely())  // without these two bits all scales are below 2
         for (int64_t i = 0; i < bytes; i++) data[i] &= 0x3f;
     }
-    specbeam_model_matrix(model, layer, (name + ".weight").c_str(), format, here, across, data, bytes);
+    specbeam_model_matrix(model, layer, (name + ".weight").c_str(), format, 1, here, across, data, bytes);
   }
   if (in.ConsumeBool()) {
     const int64_t size = in.number(rows, rows);
@@ -301,7 +301,7 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
         if (in.rarely()) product("filter", rows, kernel);
         const int64_t bytes = specbeam_matrix_bytes(F32_ROWS, rows, kernel);
         if (bytes > 0 && bytes <= int64_t(MAX_PARAMETER_BYTES))
-          specbeam_model_matrix(model, layer(), (own + ".filter.weight").c_str(), F32_ROWS, rows, kernel,
+          specbeam_model_matrix(model, layer(), (own + ".filter.weight").c_str(), F32_ROWS, 1, rows, kernel,
                                 (uint8_t *)parameters.floats(bytes / 4), bytes);
       };
       const bool more = in.rarely() && in.rarely();  // norms that the part does not have

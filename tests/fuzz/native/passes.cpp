@@ -86,7 +86,7 @@ std::vector<float> logits_alone(Input &in, void *model, const Tree &tree, Slots 
     if (slot < 0) {
       slot = int64_t(taken.size());
       taken.push_back(false);
-      check(!specbeam_cache_reserve(model, int64_t(taken.size())));
+      check(!specbeam_cache_reserve(model, int64_t(taken.size()), nullptr));
     }
     taken[size_t(slot)] = true;
     const auto parent = int64_t(alone.nodes.size()) - 1;
@@ -108,7 +108,8 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
   Arrays &a = arrays[which];
   const auto n = in.ConsumeIntegralInRange<int64_t>(0, s.nodes - 1);
   const auto below_zero = [&] { return in.ConsumeIntegralInRange<int64_t>(INT64_MIN, -1); };
-  switch (in.ConsumeIntegralInRange(0, 12)) {
+  static std::vector<int32_t> rows;
+  switch (in.ConsumeIntegralInRange(0, 13)) {
     case 0: a.tokens[n] = in.wild(); break;
     case 1: a.positions[n] = in.number(0, 20); break;
     case 2: a.slots[n] = in.number(0, 100); break;
@@ -137,6 +138,12 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
     case 11:
       if (s.watched) const_cast<int64_t *>(s.heads)[in.ConsumeIntegralInRange<int64_t>(0, 1)] = in.wild();
       break;
+    case 12:
+      rows = rows_of_slots();
+      rows[in.ConsumeIntegralInRange<size_t>(0, 2 * ROW_SLOTS)] = int32_t(in.wild());
+      s.row_of_slot = in.rarely() ? nullptr : rows.data();
+      if (in.rarely()) s.row_slots = in.ConsumeBool() ? below_zero() : INT64_MAX;
+      break;
     default: wanted.push_back(in.wild());
   }
 }
@@ -155,9 +162,10 @@ void passes(Input &in, void *model, const ModelConfig &c, const Layers &layers, 
             const Layers &of_encoder, Parameters &parameters, std::vector<Tree> &trees) {
   const int64_t reach = layers.reach();
   const auto cross_heads = layers.cross_heads();
-  CHECK((specbeam_cache_slot_bytes(model) > 0) == (reach >= 0));
+  int64_t lifetime[5];
+  CHECK((specbeam_cache_slot_bytes(model) > 0 || !specbeam_cache_lifetime(model, 0, lifetime)) == (reach >= 0));
   if (reach < 0) {  // no node has a place then
-    CHECK(specbeam_cache_reserve(model, 1));
+    CHECK(specbeam_cache_reserve(model, 1, nullptr));
     return;
   }
   Slots taken;
@@ -169,7 +177,7 @@ void passes(Input &in, void *model, const ModelConfig &c, const Layers &layers, 
     std::vector<Watched> watched;
     const int64_t slots = in.rarely() ? in.PickValueInArray({INT64_MIN, int64_t(-1), int64_t(1) << 40, INT64_MAX})
                                       : in.ConsumeIntegralInRange<int64_t>(0, c.context_length > 64 ? MOST_SLOTS : 192);
-    const bool refused = specbeam_cache_reserve(model, slots);
+    const bool refused = specbeam_cache_reserve(model, slots, nullptr);
     check(refused == (slots > MOST_SLOTS));
     if (!refused && slots > int64_t(taken.size())) taken.resize(size_t(slots));
     if (!taken.empty() && in.rarely()) add_late(model, encoder && in.ConsumeBool());
@@ -254,7 +262,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   std::vector<Tree> trees(in.ConsumeIntegralInRange<size_t>(1, 3));
   if (missing) {
     const int64_t zero = 0;
-    specbeam_cache_reserve(model, 1);
+    specbeam_cache_reserve(model, 1, nullptr);
     const Segment s{1, 1, 0, 0, &zero, &zero, &zero, &zero, nullptr, nullptr};
     check(specbeam_forward(model, &s, 1, &zero, 1, 1, nullptr));
   } else {

@@ -39,6 +39,17 @@ inline int64_t free_slot(Input &in, const Slots &taken) {
   return taken.empty() ? -1 : free_after(taken, in.ConsumeIntegralInRange<int64_t>(0, int64_t(taken.size()) - 1));
 }
 
+// The rows of slots, for more lifetimes than a model has: neighbours are swapped.
+constexpr int64_t ROW_SLOTS = 2 * MOST_SLOTS, MOST_LIFETIMES = 32;
+inline std::vector<int32_t> &rows_of_slots() {
+  static std::vector<int32_t> rows = [] {
+    std::vector<int32_t> swapped(size_t(ROW_SLOTS * MOST_LIFETIMES));
+    for (size_t i = 0; i < swapped.size(); i++) swapped[i] = int32_t(i % ROW_SLOTS) ^ 1;
+    return swapped;
+  }();
+  return rows;
+}
+
 // The arrays of a segment. Each has exactly its size.
 struct Arrays {
   std::unique_ptr<int64_t[]> tokens, positions, slots, prefix, suffixes;
@@ -73,6 +84,7 @@ inline std::pair<Segment, Arrays> segment_of(const Tree &tree, int64_t first, in
   }
   s.tokens = a.tokens.get(), s.positions = a.positions.get(), s.slots = a.slots.get();
   s.prefix = a.prefix.get(), s.suffixes = a.suffixes.get();
+  s.row_slots = ROW_SLOTS, s.row_of_slot = rows_of_slots().data();
   return {s, std::move(a)};
 }
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend, Source, TreeBatch, logits_wanted
+from specbeam.backends.contract import EMPTY_SLOT_BYTES, Backend, Source, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import Library, address, choose_isa, library
-from specbeam.backends.cpu.model import new_model
+from specbeam.backends.cpu.model import kept_by, new_model
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
@@ -77,7 +77,6 @@ class CpuBackend(Backend):
         self._weights = load_weights(checkpoint, self.quantize)
         self.weights_digest = hashlib.sha256(f"{self._weights.digest} {description(config)}".encode()).hexdigest()
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
-        self.window = config.window
         self.expert_use = expert_use(config)
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so integers are enough.
         integer_cache = self.quantize != "float32"
@@ -94,7 +93,8 @@ class CpuBackend(Backend):
         if encoder is not None:
             self.encoder_reads = "audio"
             self.encoder_layers, self.encoder_size = encoder.num_layers, encoder.hidden_size
-        self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
+        slot_bytes, self.lifetimes = kept_by(self._library, self._model)
+        self.slot_bytes = max(slot_bytes, EMPTY_SLOT_BYTES)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
             problem = "only %d of %d threads could be started: a limit on processes or on memory is reached"
@@ -102,9 +102,10 @@ class CpuBackend(Backend):
             self.threads = started
         self._one_pass = threading.Lock()
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, rows: Sequence[int] = ()) -> None:
+        counts = np.array(rows, np.int64)
         with self._one_pass:
-            if wrong := self._library.specbeam_cache_reserve(self._model, slots):
+            if wrong := self._library.specbeam_cache_reserve(self._model, slots, address(counts)):
                 raise MemoryError(wrong.decode())
 
     def positions(self, source: Source) -> int:
@@ -332,7 +333,7 @@ def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[byte
         prefix = np.ascontiguousarray(s.prefix, np.int64)
         suffixes = np.ascontiguousarray(s.suffixes, np.int64)
         source = NO_SOURCE if s.source is None else np.ascontiguousarray(s.source, np.int64)
-        kept += [prefix, suffixes, source]
+        kept += [prefix, suffixes, source, s.rows]
         watched, watched_rows, shown, heads, scores = NO_PROBE if s.probe is None else _probe_fields(s.probe, kept)
         rows.append(
             {
@@ -346,6 +347,8 @@ def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[byte
                 "prefix": address(prefix),
                 "suffixes": address(suffixes),
                 "source": address(source),
+                "row_slots": s.rows.shape[1] if len(s.rows) else 0,
+                "row_of_slot": address(s.rows),
                 "watched": watched,
                 "rows": watched_rows,
                 "shown": shown,

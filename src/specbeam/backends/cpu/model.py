@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.backends.contract import Lifetime
 from specbeam.backends.cpu.library import Library
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.parts.part import Part
 from specbeam.checkpoints.rope import Rope
 from specbeam.errors import SpecbeamError
 
+USUAL_BATCH = 512
+"""Nodes of a pass, by default."""
 NOTHING = -1
 """In place of the number of a rotation, or of a layer."""
 
@@ -54,13 +57,24 @@ def new_model(native: Library, config: Config, threads: int, integer_cache: bool
     return int(model.value or 0)
 
 
-def bytes_of_slot(native: Library, config: Config, integer_cache: bool) -> int:
-    """What a model keeps of each token in its slot, in bytes. Arguments as for :func:`new_model`."""
+def kept_by(native: Library, model: int) -> tuple[int, tuple[Lifetime, ...]]:
+    """What a model keeps of each token: the bytes of a slot, and the lifetimes of all else."""
+    lifetimes: list[Lifetime] = []
+    numbers = np.zeros(len(Lifetime._fields), np.int64)
+    while native.specbeam_cache_lifetime(model, len(lifetimes), numbers.ctypes.data) == 0:
+        reach, row_bytes, every, lag, in_pass = numbers.tolist()
+        lifetimes.append(Lifetime(reach, row_bytes, every, lag, bool(in_pass)))
+    return int(native.specbeam_cache_slot_bytes(model)), tuple(lifetimes)
+
+
+def bytes_of_sequence(native: Library, config: Config, integer_cache: bool, length: int) -> int:
+    """What a model keeps of a sequence of this many tokens, in bytes. Other arguments as for :func:`new_model`."""
     model = new_model(native, config, 1, integer_cache)
     try:
-        return int(native.specbeam_cache_slot_bytes(model))
+        slot_bytes, lifetimes = kept_by(native, model)
     finally:
         native.specbeam_model_delete(model)
+    return length * slot_bytes + sum(one.rows(length, USUAL_BATCH) * one.row_bytes for one in lifetimes)
 
 
 def _pack(native: Library, config: Config, integer_cache: bool) -> bytes:

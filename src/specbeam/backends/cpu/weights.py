@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
-from specbeam.backends.cpu.model import bytes_of_slot
+from specbeam.backends.cpu.model import bytes_of_sequence
 from specbeam.checkpoints.checkpoint import NUMBERS, Checkpoint, Piece, Table, read_all
 from specbeam.checkpoints.files import Extent, fingerprint
 from specbeam.checkpoints.parameters import not_finite, parameters, shares_read
@@ -190,9 +190,8 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
         SpecbeamError: the checkpoint cannot be run on the cpu backend.
     """
     config = checkpoint.config
-    slot_bytes = bytes_of_slot(library(), config, integer_cache=mode != "float32")
-    source = 0 if config.encoder is None else config.encoder.context_length
-    return packed_bytes(checkpoint, mode) + (min(tokens, config.context_length) + source) * slot_bytes
+    length = min(tokens, config.context_length) + (0 if config.encoder is None else config.encoder.context_length)
+    return packed_bytes(checkpoint, mode) + bytes_of_sequence(library(), config, mode != "float32", length)
 
 
 def bytes_per_token(checkpoint: Checkpoint, mode: str) -> int:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Source, TreeBatch, logits_wanted
+from specbeam.backends.contract import Source, TreeBatch, kept_whole, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, last_slots, seen_by
 from specbeam.backends.torch.parts.part import TreeSegment
@@ -52,7 +52,6 @@ class TorchBackend(TensorBackend):
         config = checkpoint.config
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
-        self.window = config.window
         self.expert_use = expert_use(config)
         self.features_shape = config.features_shape
         self.cross_heads = config.cross_heads
@@ -64,15 +63,15 @@ class TorchBackend(TensorBackend):
         load_weights(self.model, checkpoint, self.device, self.dtype)
         self._store = self.new_store()
         self._one_pass = Lock()  # the KV cache may move when it grows
-        self.slot_bytes = self._store.slot_bytes
+        self.slot_bytes, self.lifetimes = kept_whole(self._store.slot_bytes, config.window)
 
     def new_store(self) -> KeyValues:
         """An empty KV cache for this model."""
         return KeyValues((part.kept for part in self.model.parts if part.kept), self.dtype, self.device)
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, rows: Sequence[int] = ()) -> None:
         with self._one_pass:
-            self._store.reserve(slots)
+            self._store.reserve(*rows or (slots,))
 
     def positions(self, source: Source) -> int:
         return source.shape[1] // 2
@@ -104,6 +103,7 @@ class TorchBackend(TensorBackend):
 
     @torch.inference_mode()
     def forward(self, segments: list[TreeBatch]) -> Tensor:
+        segments = [s.in_rows() for s in segments]
         tokens = np.concatenate([s.tokens for s in segments])
         positions = np.concatenate([s.positions for s in segments])
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])

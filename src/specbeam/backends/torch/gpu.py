@@ -122,7 +122,8 @@ class GpuBackend(TorchBackend):
         head_dim = max(part.head_dim for part in config.parts if isinstance(part, attention.Attention))
         return attention_bytes(head_dim, DTYPES[dtype]) <= shared_bytes(torch.device(device))
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, rows: Sequence[int] = ()) -> None:
+        (slots,) = rows or (slots,)
         with self._one_pass:
             if slots > self._store.capacity:
                 self._graphs.clear()
@@ -130,6 +131,7 @@ class GpuBackend(TorchBackend):
 
     @torch.inference_mode()
     def forward(self, segments: list[TreeBatch]) -> Tensor:
+        segments = [s.in_rows() for s in segments]
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         inputs, queries = self._inputs(segments)
@@ -161,6 +163,7 @@ class GpuBackend(TorchBackend):
         ends: Collection[int],
         halt: NDArray[np.int32],
     ) -> list[Selection]:
+        segments = [s.in_rows() for s in segments]
         vocab = logits_wanted(segments, self.vocab_size)
         rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
         if any(request.functions or request.top > vocab for request in requests):

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, Cache
 from transformers.pytorch_utils import Conv1D
 
-from specbeam.backends.contract import TreeBatch
+from specbeam.backends.contract import TreeBatch, kept_whole
 from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.backends.torch.sampling import TensorBackend
@@ -112,7 +112,6 @@ class TransformersBackend(TensorBackend):
         self._check(config, layer_types)
         self._window: int | None = None if layer_types == {FULL} else getattr(config, "sliding_window", None)
         self._mixed = len(layer_types) > 1
-        self.window = None if self._mixed else self._window
         self.device = str(model.get_input_embeddings().weight.device)
         self.dtype: torch.dtype = model.dtype
         self.precision = str(self.dtype).removeprefix("torch.")
@@ -120,7 +119,8 @@ class TransformersBackend(TensorBackend):
         self.context_length = _context_length(config)
         self._store = LearnedKeyValues()
         self._one_pass = Lock()  # the KV cache may move when it grows
-        self.slot_bytes = self._measure_slot() * self.dtype.itemsize
+        size = self._measure_slot() * self.dtype.itemsize
+        self.slot_bytes, self.lifetimes = kept_whole(size, None if self._mixed else self._window)
 
     @abstractmethod
     def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
@@ -146,15 +146,16 @@ class TransformersBackend(TensorBackend):
 
     @torch.no_grad()  # inference_mode would leave tensors in the user's model that cannot be trained with
     def forward(self, segments: list[TreeBatch]) -> Tensor:
+        segments = [s.in_rows() for s in segments]
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         views = [seen_by(s) for s in segments]
         with self._one_pass:
             return self._run(segments, views, to_device(wanted, self.device)).float()
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, rows: Sequence[int] = ()) -> None:
         with self._one_pass:
-            self._store.reserve(slots)
+            self._store.reserve(*rows or (slots,))
 
     def keys_and_values(self, slots: NDArray[np.int64]) -> list[tuple[Tensor, Tensor]]:
         """A copy of each layer's keys and values in slots, [kv_heads, n, head_dim] each; zeros at negative slots."""
@@ -222,6 +223,7 @@ class CausalBackend(TransformersBackend):
         return None
 
     def forward(self, segments: list[TreeBatch]) -> Tensor:
+        segments = [s.in_rows() for s in segments]
         if not isinstance(segments[0].source, ReadPrompt):
             return super().forward(segments)
         rest = []

@@ -95,7 +95,7 @@ class Prompts:
 
     def kept(self, tree: Tree, nodes: Nodes) -> KeysAndValues:
         """A copy of the keys and values of a live sequence's nodes."""
-        return self._backend.keys_and_values(slots_of(tree, self._backend).at(nodes))
+        return self._backend.keys_and_values(slots_of(tree, self._backend).places(nodes))
 
     def fill_cache(self, texts: Sequence[KeysAndValues]) -> None:
         """Add the keys and values of the new tokens of all rows to the cache.

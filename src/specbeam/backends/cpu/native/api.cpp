@@ -51,31 +51,99 @@ struct Loaded {
   }
 };
 
-// Calls f(position in its slot, its number in the segment, the segment) for each node of a pass, in order.
-template <class F> static void each_slot(Cache &cache, const Segment *segments, int64_t count, const F &f) {
+// Calls f(position in its row, its number in the segment, the segment) for each node of a pass that has a row in a
+// region, in order.
+template <class F> static void each_row(Region &own, int64_t region, const Segment *segments, int64_t count, const F &f) {
+  if (own.lifetime.every > 1) return;  // see Filling::find
   for (const Segment *s = segments; s < segments + count; s++)
-    for (int64_t n = 0; n < s->nodes; n++) f(cache.positions[s->slots[n]], n, *s);
+    for (int64_t n = 0; n < s->nodes; n++)
+      if (const int64_t row = row_of(*s, region, s->slots[n]); row != NO_ROW) f(own.positions[row], n, *s);
 }
 
-static void empty_slots(Cache &cache, const Segment *segments, int64_t count) {
-  each_slot(cache, segments, count, [](int32_t &in_slot, int64_t, const Segment &) { in_slot = Cache::EMPTY; });
-}
+// Notes where the nodes of a pass are, and which rows of ancestors it makes. Empties their rows if it fails.
+class Filling {
+ public:
+  Filling(Cache &all, const Segment *some, int64_t number) : cache(all), segments(some), count(number) {
+    int32_t node = 0;
+    each_node([&](const Segment &s, int64_t n) { cache.node_of[s.slots[n]] = node++; });
+  }
+  ~Filling() {
+    each_node([&](const Segment &s, int64_t n) { cache.node_of[s.slots[n]] = Cache::NO_NODE; });
+  }
 
-// Notes the nodes' positions in their slots. Returns the error, or null.
-static const char *fill_slots(Cache &cache, const Segment *segments, int64_t count) {
-  int32_t mark = -1;  // each node leaves its own in its slot: if another node has the same slot, one mark is gone
-  bool distinct = true;
-  each_slot(cache, segments, count, [&](int32_t &in_slot, int64_t n, const Segment &s) {
-    in_slot = --mark;
-    cache.states.forget(s.slots[n], 1);
-  });
-  mark = -1;
-  each_slot(cache, segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { distinct &= in_slot == --mark; });
-  if (!distinct) return "two nodes have the same slot";
-  each_slot(cache, segments, count,
-            [](int32_t &in_slot, int64_t n, const Segment &s) { in_slot = int32_t(s.positions[n]); });
-  return nullptr;
-}
+  // Finds the rows that the pass makes, which are empty until it went well. Returns the error, or null.
+  const char *find() {
+    for (size_t region = 1; region < cache.regions.size(); region++) {
+      const Lifetime &life = cache.regions[region]->lifetime;
+      const char *reason = nullptr;
+      if (life.every > 1)
+        each_node([&](const Segment &s, int64_t n) {
+          for (int64_t p = life.last(s.positions[n] - life.lag); p >= first_seen(s.positions[n], life.reach);
+               p -= life.every)
+            if (const char *wrong = add(s, int64_t(region), *ancestors(s, n, p), p)) reason = wrong;
+        });
+      if (reason) return reason;
+    }
+    return nullptr;
+  }
+
+  // The pass went well.
+  void made() {
+    for (const Row &row : making) row.in_row() = int32_t(row.position);
+  }
+
+  // Notes the nodes' positions in their slots and rows. Returns the error, or null.
+  const char *fill() {
+    for (size_t region = 0; region < cache.regions.size(); region++) {
+      Region &own = *cache.regions[region];
+      int32_t mark = -1;  // each node leaves its own in its row: if another node has the same row, one mark is gone
+      bool distinct = true;
+      const auto each = [&](const auto &f) { each_row(own, int64_t(region), segments, count, f); };
+      each([&](int32_t &in_row, int64_t, const Segment &) { in_row = --mark; });
+      mark = -1;
+      each([&](int32_t &in_row, int64_t, const Segment &) { distinct &= in_row == --mark; });
+      if (!distinct) return "two nodes have the same slot or the same row";
+      each([](int32_t &in_row, int64_t n, const Segment &s) { in_row = int32_t(s.positions[n]); });
+    }
+    return nullptr;
+  }
+
+  void empty() {
+    for (size_t region = 0; region < cache.regions.size(); region++)
+      each_row(*cache.regions[region], int64_t(region), segments, count,
+               [](int32_t &in_row, int64_t, const Segment &) { in_row = Cache::EMPTY; });
+  }
+
+ private:
+  struct Row {
+    Region *region;
+    int64_t row, slot, position;
+    int32_t &in_row() const { return region->positions[row]; }
+  };
+
+  Cache &cache;
+  const Segment *segments;
+  const int64_t count;
+  std::vector<Row> making;
+
+  const char *add(const Segment &s, int64_t region, int64_t slot, int64_t position) {
+    const int64_t row = UNMADE - row_of(s, region, slot);
+    Region &own = *cache.regions[region];
+    if (row < 0) return nullptr;
+    if (row >= own.capacity) return "a row is not in the cache";
+    for (const Row &one : making)
+      if (one.region == &own && one.row == row)
+        return one.slot == slot ? nullptr : "two nodes have the same slot or the same row";
+    making.push_back({&own, row, slot, position});
+    own.positions[row] = Cache::EMPTY;
+    return nullptr;
+  }
+
+  template <class F> void each_node(const F &f) const {
+    for (const Segment *s = segments; s < segments + count; s++)
+      for (int64_t n = 0; n < s->nodes; n++) f(*s, n);
+  }
+};
 
 }  // namespace specbeam
 
@@ -256,23 +324,38 @@ const char *specbeam_model_part(void *model, int32_t of_encoder, int64_t layer, 
 
 const char *specbeam_model_incomplete(void *model) { return incomplete(static_cast<Loaded *>(model)->model); }
 
-// Makes room for at least this many slots in the model's cache. Returns the error, or null. No pass may be running.
-const char *specbeam_cache_reserve(void *model, int64_t slots) {
+// Makes room for at least this many slots in the model's cache, and rows of each lifetime. rows: null for as many as
+// slots. Returns the error, or null. No pass may be running.
+const char *specbeam_cache_reserve(void *model, int64_t slots, const int64_t *rows) {
   try {
-    return static_cast<Loaded *>(model)->cache.reserve(slots);
+    return static_cast<Loaded *>(model)->cache.reserve(slots, rows);
   } catch (const std::exception &) {
     return OUT_OF_MEMORY;
   }
 }
 
-// The bytes of a slot: what all parts keep of a token.
-int64_t specbeam_cache_slot_bytes(void *model) { return static_cast<Loaded *>(model)->cache.block / SLOTS_PER_BLOCK; }
+// The bytes of a slot: what parts keep of a token for all later ones.
+int64_t specbeam_cache_slot_bytes(void *model) {
+  return static_cast<Loaded *>(model)->cache.slots().block / SLOTS_PER_BLOCK;
+}
+
+// The numbers of a lifetime, in the order of Lifetime in backends/contract.py. Returns 0, or -1 if there is no such
+// lifetime.
+int32_t specbeam_cache_lifetime(void *model, int64_t number, int64_t *numbers) {
+  const Cache &cache = static_cast<Loaded *>(model)->cache;
+  if (number < 0 || number + 1 >= int64_t(cache.regions.size()) || !numbers) return -1;
+  const Region &own = *cache.regions[number + 1];
+  const Lifetime &life = own.lifetime;
+  for (int64_t value : {life.reach, own.block / SLOTS_PER_BLOCK, life.every, life.lag, int64_t(life.in_pass)})
+    *numbers++ = value;
+  return 0;
+}
 
 // Empties the slots from `first` on. Memory goes back to the system in blocks of 256 slots. Returns 0, or -1 if a slot
 // is not in the cache. No pass may be running.
 int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
   Cache &cache = static_cast<Loaded *>(model)->cache;
-  if (first < 0 || count < 0 || first > cache.capacity || count > cache.capacity - first) return -1;
+  if (first < 0 || count < 0 || first > cache.capacity() || count > cache.capacity() - first) return -1;
   cache.release(first, count);
   return 0;
 }
@@ -291,7 +374,7 @@ const char *specbeam_encode(void *model, const float *features, int64_t bands, i
     return "the features have another shape than the encoder reads";
   if (first < 0 || first >= end || end > encoder->config.num_layers) return "there are no such layers";
   try {
-    if (const char *reason = loaded.one_part->reserve(encoder->config.context_length)) return reason;
+    if (const char *reason = loaded.one_part->reserve(encoder->config.context_length, nullptr)) return reason;
     encode(*encoder, *loaded.one_part, loaded.pool(), *loaded.workspace, features, first, end, states);
     return nullptr;
   } catch (const std::exception &) {
@@ -309,18 +392,18 @@ const char *specbeam_place(void *model, const float *states, const int64_t *slot
   if (const char *reason = incomplete(loaded.model)) return reason;
   if (!states || !slots || count < 1 || count > INT32_MAX) return "an array is missing";
   for (int64_t i = 0; i < count; i++)
-    if (slots[i] < 0 || slots[i] >= cache.capacity) return "a slot is not in the cache";
+    if (slots[i] < 0 || slots[i] >= cache.capacity()) return "a slot is not in the cache";
   const char *reason = nullptr;
-  for (int64_t i = 0; i < count; i++) cache.positions[slots[i]] = int32_t(i);
+  for (int64_t i = 0; i < count; i++) cache.positions()[slots[i]] = int32_t(i);
   for (int64_t i = 0; i < count; i++)
-    if (cache.positions[slots[i]] != i) reason = "two states have the same slot";
+    if (cache.positions()[slots[i]] != i) reason = "two states have the same slot";
   try {
     if (!reason) place(loaded.model, cache, loaded.pool(), *loaded.workspace, states, slots, count);
   } catch (const std::exception &) {
     reason = OUT_OF_MEMORY;
   }
   if (reason)
-    for (int64_t i = 0; i < count; i++) cache.positions[slots[i]] = Cache::EMPTY;
+    for (int64_t i = 0; i < count; i++) cache.positions()[slots[i]] = Cache::EMPTY;
   return reason;
 }
 
@@ -335,8 +418,10 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   if (vocab < 1 || vocab > loaded.model.config.vocab_size)
     return "vocab is not between 1 and the size of the vocabulary";
   if (wanted_count && !logits) return "there is no room for the logits";
-  const char *reason = fill_slots(cache, segments, count);
+  Filling filling(cache, segments, count);
+  const char *reason = filling.fill();
   if (!reason) reason = wrong_ancestors(loaded.model, cache, segments, count);
+  if (!reason) reason = filling.find();
   try {
     if (!reason)
       forward(loaded.model, cache, loaded.pool(), *loaded.workspace, segments, count, wanted, wanted_count, vocab,
@@ -344,7 +429,8 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   } catch (const std::exception &) {
     reason = OUT_OF_MEMORY;
   }
-  if (reason) empty_slots(cache, segments, count);
+  if (reason) filling.empty();
+  else filling.made();
   return reason;
 }
 

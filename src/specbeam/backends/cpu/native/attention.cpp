@@ -159,6 +159,7 @@ template <bool WHOLE> class Work {
   int64_t *slots;                           // [SPLIT]
   const uint8_t *base;                      // the first block
   const uint8_t *next_base = nullptr;       // the first block of the next split
+  const Segment *next_segment = nullptr;
   const int64_t *next_slots = nullptr;      // its slots
   int64_t next_count = 0, fetched = 0;      // their number, and how many of them are prefetched
 
@@ -212,14 +213,19 @@ template <bool WHOLE> class Work {
   }
 
  private:
-  // Finds the slots of a node's ancestors from position `from` up to `to`. Where no node sees an ancestor, it may lack
-  // a slot. Then any slot will do.
+  // The row of a slot. Where no node sees an ancestor, it may lack a slot or a row. Then any row will do.
+  int64_t row_in(const Segment &s, int64_t slot) const {
+    const int64_t row = slot < 0 ? 0 : row_of(s, a.region, slot);
+    return row < 0 || row >= a.keys.capacity ? 0 : row;
+  }
+
+  // Finds the rows of a node's ancestors from position `from` up to `to`.
   void find(int64_t node, int64_t from, int64_t to) {
     while (from < to) {
       const bool on_prefix = start + from < segment.prefix_length;
       const int64_t stop = on_prefix ? std::min(to, segment.prefix_length - start) : to;
       const int64_t *path = ancestors(segment, tile.first + node, start + from);
-      for (int64_t t = from; t < stop; t++) slots[t] = std::max<int64_t>(path[t - from], 0);
+      for (int64_t t = from; t < stop; t++) slots[t] = row_in(segment, path[t - from]);
       from = stop;
     }
   }
@@ -236,7 +242,7 @@ template <bool WHOLE> class Work {
     const int64_t first = (next == &item ? split + 1 : next->split) * SPLIT;
     const Segment &s = *a.tiles[next->tile].segment;
     next_base = a.keys.first_block(next->kv_head);
-    next_slots = s.prefix + first, next_count = std::min(SPLIT, s.prefix_length - first);
+    next_segment = &s, next_slots = s.prefix + first, next_count = std::min(SPLIT, s.prefix_length - first);
   }
 
   // Prefetches the keys and values of some more slots of the next split. These requests are spread over the whole
@@ -244,7 +250,7 @@ template <bool WHOLE> class Work {
   // together.
   __attribute__((always_inline)) void prefetch_next(int64_t some) {
     for (; some > 0 && fetched < next_count; some--, fetched++) {
-      const int64_t slot = std::max<int64_t>(next_slots[fetched], 0), place = slot % LANES;
+      const int64_t slot = row_in(*next_segment, next_slots[fetched]), place = slot % LANES;
       const uint8_t *panel = next_base + a.keys.panel_at(slot), *value = next_base + a.keys.value_at(slot);
       for (int64_t i = place * lanes / LANES; i < (place + 1) * lanes / LANES; i++) prefetch(panel + i * LINE_BYTES);
       for (int64_t i = 0; i < a.keys.value; i += LINE_BYTES) prefetch(value + i);

@@ -44,6 +44,7 @@ struct Heads {
 struct AttentionJob {
   const Heads &heads;
   const KeyValues keys;
+  int64_t region;        // of the cache, in which the keys are
   int64_t window;        // 0 for none
   const float *queries;  // [nodes, stride], the query heads first
   int64_t stride;

@@ -103,6 +103,7 @@ static const char *missing(const Segment &s) {
     return "the suffixes are missing";
   if (s.source_length < 0 || s.source_length > INT32_MAX || (s.source_length && !s.source))
     return "a source is missing";
+  if (s.row_slots < 0 || s.row_slots > INT32_MAX || (s.row_slots && !s.row_of_slot)) return "the rows of slots are missing";
   if (s.watched < 0 || s.watched > INT32_MAX || (s.watched && (!s.heads || !s.scores)))
     return "the probed heads are missing";
   return nullptr;
@@ -124,6 +125,18 @@ static const char *wrong_heads(const Model &m, const Segment &s) {
   return nullptr;
 }
 
+// The first error in the rows of a node's slot, or null.
+static const char *wrong_rows(const Cache &cache, const Segment &s, int64_t slot) {
+  for (size_t i = 1; i < cache.regions.size(); i++) {
+    if (s.row_slots && slot >= s.row_slots) return "a slot has no rows";
+    const Region &own = *cache.regions[i];
+    const int64_t row = row_of(s, int64_t(i), slot);
+    if (own.lifetime.every > 1 || (row == NO_ROW && !own.lifetime.in_pass)) continue;
+    if (row < 0 || row >= own.capacity) return "a row is not in the cache";
+  }
+  return nullptr;
+}
+
 const char *wrong(const Model &m, const Cache &cache, const Segment *segments, int64_t count, const int64_t *wanted,
                   int64_t wanted_count) {
   const ModelConfig &c = m.config;
@@ -133,10 +146,11 @@ const char *wrong(const Model &m, const Cache &cache, const Segment *segments, i
     if (const char *reason = missing(*s)) return reason;
     if (s->nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
     if (bool(m.encoder) != (s->source_length > 0)) return "a segment lacks its source, or has one without an encoder";
-    if (s->suffix_columns > cache.capacity) return "the suffixes are longer than the cache";
+    if (s->suffix_columns > cache.capacity()) return "the suffixes are longer than the cache";
     for (int64_t n = 0; n < s->nodes; n++) {
       if (s->tokens[n] < 0 || s->tokens[n] >= c.vocab_size) return "a token is not in the vocabulary";
-      if (s->slots[n] < 0 || s->slots[n] >= cache.capacity) return "a slot is not in the cache";
+      if (s->slots[n] < 0 || s->slots[n] >= cache.capacity()) return "a slot is not in the cache";
+      if (const char *reason = wrong_rows(cache, *s, s->slots[n])) return reason;
       if (s->positions[n] < 0 || s->positions[n] >= s->prefix_length + s->suffix_columns)
         return "a position is beyond the prefix and the suffixes";
       if (m.positions && s->positions[n] >= c.context_length) return "a position is beyond the context";
@@ -155,7 +169,7 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
   for (const Segment *s = segments; s < segments + count; s++) {
     const auto [least, deepest] = std::minmax_element(s->positions, s->positions + s->nodes);
     const auto holds = [&](int64_t slot, int64_t position) {
-      return slot >= 0 && slot < cache.capacity && cache.positions[slot] == position;
+      return slot >= 0 && slot < cache.capacity() && cache.positions()[slot] == position;
     };
     const char *const reason = "a node sees a slot that is empty or holds a node of another position";
     int64_t seen = *least;  // the first position that a node sees in any layer
@@ -164,6 +178,36 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
         if (part->has_memory()) seen = std::min(seen, first_seen(*least, part->reach()));
     for (int64_t p = 0; p < std::min(*deepest + 1, s->prefix_length); p++)
       if (!holds(s->prefix[p], p) && (p >= seen || s->prefix[p] != NO_SLOT)) return reason;
+    for (size_t i = 1; i < cache.regions.size(); i++) {
+      const Region &own = *cache.regions[i];
+      const auto has_row = [&](int64_t slot, int64_t position) {
+        if (cache.node_of[slot] != Cache::NO_NODE && !own.lifetime.in_pass) return true;  // it is read elsewhere
+        if (s->row_slots && slot >= s->row_slots) return false;
+        const int64_t row = row_of(*s, int64_t(i), slot);
+        return row >= 0 && row < own.capacity && own.positions[row] == position;
+      };
+      const Lifetime &life = own.lifetime;
+      if (life.every > 1) {
+        // A node whose parent is not in the pass makes the last row that it reads, or it is there. Others go on from it.
+        for (int64_t n = 0; n < s->nodes; n++) {
+          const int64_t position = s->positions[n];
+          if (position && cache.node_of[*ancestors(*s, n, position - 1)] != Cache::NO_NODE) continue;
+          const int64_t last = life.last(position - life.lag);
+          const auto is_made = [&](int64_t p) { return p < 0 || has_row(*ancestors(*s, n, p), p); };
+          if (!is_made(last) && !is_made(last - life.every)) return "a node reads a row that cannot be made";
+        }
+        continue;
+      }
+      const int64_t reach = life.reach;
+      for (int64_t p = first_seen(*least, reach); p < std::min(*deepest + 1, s->prefix_length); p++)
+        if (!has_row(s->prefix[p], p)) return "a node reads a row that is empty or holds a node of another position";
+      for (int64_t n = 0; n < s->nodes; n++)
+        for (int64_t p = std::max(s->prefix_length, first_seen(s->positions[n], reach)); p <= s->positions[n]; p++) {
+          const int64_t slot = *ancestors(*s, n, p);
+          if (!holds(slot, p)) return reason;
+          if (!has_row(slot, p)) return "a node reads a row that is empty or holds a node of another position";
+        }
+    }
     for (int64_t p = 0; p < s->source_length; p++)
       if (!holds(s->source[p], p)) return "the slots of a source are empty or hold something else";
     for (int64_t n = 0; n < s->nodes; n++) {

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "formats.h"
-#include "states.h"
 #include "table.h"
 
 namespace specbeam {
@@ -107,8 +106,9 @@ struct KeyLayout {
 
 // The keys and values of a part in a cache: [block of slots, kv head, keys and values, SLOTS_PER_BLOCK, width].
 struct KeyValues : KeyLayout {
-  uint8_t *first;  // in the first block
-  int64_t block;   // bytes of a block, in which other parts have sections, too
+  uint8_t *first;     // in the first block
+  int64_t block;      // bytes of a block, in which other parts have sections, too
+  int64_t capacity;   // rows
 
   // A head's keys and values in the first block.
   uint8_t *first_block(int64_t kv_head) const { return first + kv_head * head; }
@@ -121,29 +121,42 @@ struct KeyValues : KeyLayout {
   }
 };
 
-// A row of numbers of a part in each slot: [block of slots, SLOTS_PER_BLOCK, size].
+// The numbers of a part in each row: [block of rows, SLOTS_PER_BLOCK, size].
 struct Rows {
   float *first;         // in the first block
   int64_t size, block;  // numbers of a row; of a block
-  float *at(int64_t slot) const { return first + slot / SLOTS_PER_BLOCK * block + slot % SLOTS_PER_BLOCK * size; }
+  float *at(int64_t row) const { return first + row / SLOTS_PER_BLOCK * block + row % SLOTS_PER_BLOCK * size; }
 };
 
-// What the parts of a model keep of the tokens of all sequences. A block of slots has a section for each part. Memory
-// is reserved once and never moves. The system gives a page when it is first written.
-class Cache {
- public:
-  int64_t block = 0;               // bytes of a block
-  int64_t capacity = 0;            // all slots in use are below it
-  std::vector<int32_t> positions;  // [capacity], of each slot's node in its sequence; EMPTY: no node
-  static constexpr int32_t EMPTY = -1;
-  mutable States states;  // of linear attention
+// The positions of a sequence whose numbers a part reads: see Lifetime of backends/contract.py.
+struct Lifetime {
+  int64_t reach = 0;           // 0 for all positions
+  int64_t every = 1, lag = 0;
+  bool in_pass = true;
+  // The last position above `position` or at it that has a row, or -1.
+  int64_t last(int64_t position) const { return position < 0 ? -1 : (position + 1) / every * every - 1; }
+  bool operator==(const Lifetime &other) const {
+    return reach == other.reach && every == other.every && lag == other.lag && in_pass == other.in_pass;
+  }
+};
 
-  // one_part: the cache holds what one part keeps at a time
-  explicit Cache(bool one_part = false) : one_part(one_part) {}
-  ~Cache() {
+// What parts with one lifetime keep of the tokens of all sequences. A row has the numbers of a token. A block of rows
+// has a section for each part. Memory is reserved once and never moves. The system gives a page when it is first
+// written.
+class Region {
+ public:
+  const Lifetime lifetime;
+  int64_t block = 0;               // bytes of a block
+  int64_t capacity = 0;            // all rows in use are below it
+  std::vector<int32_t> positions;  // [capacity], of each row's node in its sequence; EMPTY: no node
+  static constexpr int32_t EMPTY = -1;
+
+  // one_part: the region holds what one part keeps at a time
+  explicit Region(const Lifetime &own, bool one_part = false) : lifetime(own), one_part(one_part) {}
+  ~Region() {
     if (room) munmap(room, bytes + STEP_BYTES);
   }
-  Cache(const Cache &) = delete;
+  Region(const Region &) = delete;
 
   // Adds a section to each block. Returns where it begins in a block, or -1 if it is too large, or comes too late.
   int64_t add_section(int64_t size) {
@@ -152,17 +165,25 @@ class Cache {
     if (one_part) return block = std::max(block, size), 0;
     return block += size, block - size;
   }
-  KeyValues keys(const KeyLayout &layout, int64_t section) const { return {layout, data + section, block}; }
+  // Whether a row holds a node of this position.
+  bool holds(int64_t row, int64_t position) const {
+    return row >= 0 && row < capacity && positions[row] == position;
+  }
+  KeyValues keys(const KeyLayout &layout, int64_t section) const { return {layout, data + section, block, capacity}; }
   Rows rows(int64_t size, int64_t section) const {
     return {reinterpret_cast<float *>(data + section), size, block / int64_t(sizeof(float))};
   }
 
-  // Makes room for this many slots, and keeps the stored ones. Returns the error, or null.
-  const char *reserve(int64_t slots) {
-    if (slots <= capacity) return nullptr;
-    if (!block) return "the model keeps nothing of a token";
+  // Makes room for this many rows, and keeps the stored ones. Returns the error, or null.
+  const char *reserve(int64_t rows) {
+    if (rows <= capacity) return nullptr;
+    if (rows > INT32_MAX / 2) return "the KV cache would be larger than the memory of this machine";
+    const int64_t blocks = rows / SLOTS_PER_BLOCK + (rows % SLOTS_PER_BLOCK != 0);
+    if (!block) {  // all that is kept is in rows of other lifetimes
+      positions.resize(blocks * SLOTS_PER_BLOCK, EMPTY), capacity = blocks * SLOTS_PER_BLOCK;
+      return nullptr;
+    }
     if (!data && !map()) return "no address space is left for a KV cache";
-    const int64_t blocks = slots / SLOTS_PER_BLOCK + (slots % SLOTS_PER_BLOCK != 0);
     if (blocks > bytes / block) return "the KV cache would be larger than the memory of this machine";
     positions.resize(blocks * SLOTS_PER_BLOCK, EMPTY);
     const int64_t used = std::min(bytes, (blocks * block + STEP_BYTES - 1) / STEP_BYTES * STEP_BYTES);
@@ -171,10 +192,10 @@ class Cache {
     return nullptr;
   }
 
-  // Empties slots, and gives the memory of blocks without any other slot back to the system.
+  // Empties rows, and gives the memory of blocks without any other row back to the system.
   void release(int64_t first, int64_t count) {
     std::fill_n(positions.begin() + first, count, EMPTY);
-    states.forget(first, count);
+    if (!data) return;
     const int64_t from = (first + SLOTS_PER_BLOCK - 1) / SLOTS_PER_BLOCK, to = (first + count) / SLOTS_PER_BLOCK;
     const int64_t start = whole_pages(from * block), end = to * block / page() * page();
     if (start < end) (void)madvise(data + start, end - start, MADV_DONTNEED);
@@ -206,6 +227,78 @@ class Cache {
     return false;
   }
 };
+
+// A part's numbers in a cache.
+struct Section {
+  int64_t region = 0;   // the number of the cache's region
+  int64_t start = -1;   // bytes from the beginning of a block; -1 for none
+};
+
+// What the parts of a model keep of the tokens of all sequences. A token has a slot, and perhaps a row for each
+// lifetime but the first, which lasts as long as the slot.
+class Cache {
+ public:
+  std::vector<std::unique_ptr<Region>> regions;
+  std::vector<int32_t> node_of;  // [capacity], the number in a pass of the node in each slot; NO_NODE: none
+  static constexpr int32_t EMPTY = Region::EMPTY, NO_NODE = -1;
+
+  explicit Cache(bool one_part = false) : one_part(one_part) { add_region({}); }
+
+  Region &slots() const { return *regions[0]; }
+  int64_t capacity() const { return slots().capacity; }
+  std::vector<int32_t> &positions() const { return slots().positions; }
+
+  // Adds a section to each block of the rows with this lifetime. The section has no start if it is too large, or comes
+  // too late.
+  Section add_section(const Lifetime &lifetime, int64_t size) {
+    size_t region = 0;
+    while (region < regions.size() && !(regions[region]->lifetime == lifetime)) region++;
+    if (region == regions.size()) {
+      if (capacity()) return {};
+      add_region(lifetime);
+    }
+    return {int64_t(region), regions[region]->add_section(size)};
+  }
+  KeyValues keys(const KeyLayout &layout, const Section &section) const {
+    return regions[section.region]->keys(layout, section.start);
+  }
+  Rows rows(int64_t size, const Section &section) const {
+    return regions[section.region]->rows(size, section.start);
+  }
+
+  // Whether no part keeps anything.
+  bool is_empty() const {
+    return std::all_of(regions.begin(), regions.end(), [](const auto &region) { return !region->block; });
+  }
+
+  // Makes room for this many slots, and rows of each lifetime, and keeps the stored ones. rows: null for as many as
+  // slots. Returns the error, or null.
+  const char *reserve(int64_t count, const int64_t *rows) {
+    if (is_empty()) return "the model keeps nothing of a token";
+    for (size_t i = 0; i < regions.size(); i++)
+      if (const char *reason = regions[i]->reserve(i && rows ? rows[i - 1] : count)) return reason;
+    node_of.resize(capacity(), NO_NODE);
+    return nullptr;
+  }
+
+  void release(int64_t first, int64_t count) {
+    for (const auto &region : regions)
+      if (first < region->capacity) region->release(first, std::min(count, region->capacity - first));
+  }
+
+ private:
+  const bool one_part;
+  void add_region(const Lifetime &lifetime) { regions.push_back(std::make_unique<Region>(lifetime, one_part)); }
+};
+
+// The row of a slot in a region, or NO_ROW. A row that this pass makes is UNMADE - row.
+constexpr int64_t NO_ROW = -1, UNMADE = -2;
+inline int64_t row_of(const Segment &s, int64_t region, int64_t slot) {
+  if (!region || !s.row_slots) return slot;
+  return slot < s.row_slots ? s.row_of_slot[(region - 1) * s.row_slots + slot] : NO_ROW;
+}
+
+constexpr int64_t NO_SLOT = -1;
 
 // The slots of a node's ancestors from a position on, up to the end of the prefix or of the suffix.
 inline const int64_t *ancestors(const Segment &s, int64_t node, int64_t position) {

@@ -107,7 +107,8 @@ Pass::Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segm
     for (const auto &part : layer)
       if (part->has_memory()) last_with_memory = part.get();
   if (model.encoder) find_sources(count);
-  if (cache.states) find_borders(*this, space.borders);
+  for (size_t i = 0; i < cache.regions.size(); i++)
+    if (cache.regions[i]->lifetime == states_lifetime()) find_borders(*this, int64_t(i), space.borders);
 }
 
 // A node sees its whole source: a prefix, which ends where the node stands.
@@ -119,6 +120,7 @@ void Pass::find_sources(int64_t count) {
     Segment source;
     source.nodes = s->nodes, source.prefix_length = s->source_length;
     source.positions = positions, source.prefix = s->source;
+    source.row_slots = 0;  // it is in slots
     space.sources.push_back(source);
   }
 }
@@ -150,12 +152,12 @@ void Pass::divide(Tiling &to, int64_t group, const Segment *seen, bool by_node) 
   }
 }
 
-AttentionJob Pass::plan(bool of_source, bool by_node, const Heads &heads, const KeyValues &keys, int64_t window,
-                        const float *queries, int64_t stride, float *result) {
+AttentionJob Pass::plan(bool of_source, bool by_node, const Heads &heads, const KeyValues &keys, int64_t region,
+                        int64_t window, const float *queries, int64_t stride, float *result) {
   Tiling &rows = of_source ? space.cross : space.nodes;
   if (rows.group != heads.group() || rows.by_node != by_node)
     divide(rows, heads.group(), of_source ? space.sources.data() : segments, by_node);
-  AttentionJob job{heads,        keys,   window, queries, stride, result, rows.tiles, space.attention_items,
+  AttentionJob job{heads,  keys,       region, window, queries, stride, result, rows.tiles, space.attention_items,
                    rows.tile_of, nullptr};
   int64_t splits = 0, parts = 0;
   for (Tile &tile : rows.tiles) {
@@ -364,7 +366,6 @@ void forward(const Model &model, const Cache &cache, Threads &threads, Workspace
   Pass pass(model, cache, threads, workspace, segments, count, wanted, wanted_count);
   const Threads::Awake awake(threads);
   pass.run(vocab, logits);
-  cache.states.finish_pass();
 }
 
 void encode(const Model &encoder, const Cache &one_part, Threads &threads, Workspace &workspace, const float *features,

@@ -46,7 +46,7 @@ struct Routes {
 };
 
 struct Workspace {
-  Buffer<float> x, normed, wide, mixed, attended, out, held, cos, sin, attention_parts, per_layer;
+  Buffer<float> x, normed, wide, mixed, us, attended, out, held, cos, sin, attention_parts, per_layer;
   std::vector<int32_t> segment_of, row_in;  // by node
   std::vector<int64_t> going;               // the nodes that go on, ascending
   Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
@@ -101,9 +101,26 @@ struct Pass {
   const Segment &segment(int64_t node) const { return segments[space.segment_of[node]]; }
   int64_t position(int64_t node) const { return segment(node).positions[space.row_in[node]]; }
   int64_t slot(int64_t node) const { return segment(node).slots[space.row_in[node]]; }
-  // The slot of a node's ancestor.
-  int64_t slot_at(int64_t node, int64_t position) const {
-    return *ancestors(segment(node), space.row_in[node], position);
+  // The row of a node in a region of the cache, or NO_ROW.
+  int64_t row(int64_t node, int64_t region) const { return row_of(segment(node), region, slot(node)); }
+  // Where a node's ancestor is: its number if it is in the pass, or NO_NODE, and its row in a region of the cache.
+  struct Place {
+    int64_t node, row;
+  };
+  Place place_at(int64_t node, int64_t position, int64_t region) const {
+    const Segment &s = segment(node);
+    const int64_t slot = *ancestors(s, space.row_in[node], position);
+    return {cache.node_of[slot], row_of(s, region, slot)};
+  }
+
+  // The slot of a node's ancestor, and its row in a region of the cache.
+  struct SlotAndRow {
+    int64_t slot, row;
+  };
+  SlotAndRow slot_and_row_at(int64_t node, int64_t position, int64_t region) const {
+    const Segment &s = segment(node);
+    const int64_t slot = *ancestors(s, space.row_in[node], position);
+    return {slot, row_of(s, region, slot)};
   }
 
   // A part with memory calls it once all nodes are stored. After the last such part, only the wanted nodes go on.
@@ -113,7 +130,7 @@ struct Pass {
   // Shares the attention of a part out among threads: a tile and a key head make an item. Of few items, each is
   // several, with some of the splits each. of_source: the nodes see their source. by_node: the rows of the queries and
   // of the result are all nodes. Without it they are the nodes that go on.
-  AttentionJob plan(bool of_source, bool by_node, const Heads &, const KeyValues &, int64_t window,
+  AttentionJob plan(bool of_source, bool by_node, const Heads &, const KeyValues &, int64_t region, int64_t window,
                     const float *queries, int64_t stride, float *result);
 
   // The cosines and sines of a node's position in a rotation.

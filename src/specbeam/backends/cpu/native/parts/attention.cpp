@@ -31,8 +31,8 @@ class WithHeads : public Part {
   KeyValues keys_in(const Cache &cache) const { return cache.keys({heads.head_dim, whole}, section); }
 
  protected:
-  bool whole = false;   // its keys and values are integers
-  int64_t section = 0;  // of the cache
+  bool whole = false;  // its keys and values are integers
+  Section section;     // of the cache
 
   const char *wrong(const Model &, const Layer &) const override {
     for (int64_t size : {heads.num_heads, heads.num_kv_heads, heads.head_dim})
@@ -47,7 +47,8 @@ class WithHeads : public Part {
                            const float *gates = nullptr) const {
     const int64_t width = heads.query_size(), rows = p.rows();
     float *attended = room(p.space.attended, p.nodes * width);
-    const AttentionJob job = p.plan(of_source, by_node, heads, keys_in(p.cache), window, queries, stride, attended);
+    const AttentionJob job =
+        p.plan(of_source, by_node, heads, keys_in(p.cache), section.region, window, queries, stride, attended);
     p.threads.each(job.items.size(), 1, [&](int64_t i) { attend(job, i); });
     p.activations.resize(rows, output.parts);
     p.threads.each(rows, 4, [&](int64_t r) {
@@ -113,8 +114,8 @@ class Attention final : public WithHeads {
     whole = m.config.integer_cache;
     if (value_norm) ones.assign(heads.head_dim, 1.0f);
     if (shares_keys_of >= 0) return section = source_in(m)->section, true;
-    section = cache.add_section(heads.num_kv_heads * KeyLayout(heads.head_dim, whole).head);
-    return section >= 0;
+    section = cache.add_section({window}, heads.num_kv_heads * KeyLayout(heads.head_dim, whole).head);
+    return section.start >= 0;
   }
   bool has_memory() const override { return shares_keys_of < 0; }
   int64_t reach() const override { return window; }
@@ -159,7 +160,7 @@ class Attention final : public WithHeads {
         if (qk_norm == ROTATED_HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
       }
       grow(row, p.position(n));
-      put(heads, keys, p.slot(n), row + at_keys, values);
+      put(heads, keys, p.row(n, section.region), row + at_keys, values);
     });
     if (p.any_goes_on_after(*this))
       attend_and_multiply(p, false, true, window, wide, stride, output_gate ? wide + query_size : nullptr);
@@ -216,6 +217,7 @@ class CrossAttention final : public WithHeads {
     if (const char *reason = WithHeads::wrong(m, before)) return reason;
     if (!m.encoder) return "there is no encoder to attend to";
     const Attention *own = attention_in(before);
+    if (own && own->reach()) return "attention to an encoder follows attention with a window";
     return own && own->heads.key_size() == heads.key_size() && own->heads.head_dim == heads.head_dim
                ? nullptr
                : "attention to an encoder has other keys than the attention before it";

@@ -30,7 +30,7 @@ class GatedDeltaNet final : public Part {
   // input: queries, keys and values before the convolution, gates of the output, beta and the step of each value head
   Product input, filter, output;
   Norm decay, step, norm_of_heads;
-  int64_t before = 0, rows = 0, state = 0;  // where the cache has the convolution's numbers, the rows, and the state
+  Section before, rows, states;  // of the cache: what the convolution reads, and what linear attention keeps
 
  public:
   GatedDeltaNet() : Part("gated_delta_net") {
@@ -48,13 +48,15 @@ class GatedDeltaNet final : public Part {
   }
 
   bool add_memory(const Model &, Cache &cache, const Layer &) override {
-    const int64_t bytes = SLOTS_PER_BLOCK * int64_t(sizeof(float));
-    before = cache.add_section(bytes * convolved_size());
-    rows = before < 0 ? -1 : cache.add_section(bytes * heads.row_size());
-    if (rows >= 0) state = cache.states.add_part(heads.state_size());
-    return rows >= 0;
+    const auto add = [&cache](const Lifetime &lifetime, int64_t numbers) {
+      return cache.add_section(lifetime, SLOTS_PER_BLOCK * numbers * int64_t(sizeof(float)));
+    };
+    before = add({kernel_size, 1, 0, false}, convolved_size());
+    rows = add(rows_lifetime(), heads.row_size()), states = add(states_lifetime(), heads.state_size());
+    return before.start >= 0 && rows.start >= 0 && states.start >= 0;
   }
   bool has_memory() const override { return true; }
+  int64_t reach() const override { return std::max(kernel_size, rows_lifetime().reach); }
 
   const char *incomplete(const Model &m) const override {
     const int64_t hidden = m.config.hidden_size, values = heads.value_size();
@@ -79,15 +81,17 @@ class GatedDeltaNet final : public Part {
     float *mixed = room(p.space.mixed, p.nodes * stride);  // queries, keys and values, decays and betas
     p.threads.each(p.nodes, 4, [&](int64_t n) {
       const float *row = wide + n * wide_stride;
-      std::copy_n(row, convolved, kept.at(p.slot(n)));
+      if (const int64_t own = p.row(n, before.region); own != NO_ROW) std::copy_n(row, convolved, kept.at(own));
       rates(row + convolved + values, mixed + n * stride + at_rates);
     });
     const int64_t groups = 2 * heads.num_key_heads + count;
     p.threads.each(p.nodes * groups, 8,
-                   [&](int64_t i) { convolve(p, kept, i / groups, i % groups, mixed + i / groups * stride); });
+                   [&](int64_t i) { convolve(p, kept, wide, wide_stride, i / groups, i % groups, mixed + i / groups * stride); });
     float *attended = room(p.space.attended, p.nodes * values);
     const float *keys = mixed + heads.key_size(), *decays = mixed + at_rates;
-    attend_linearly(p, heads, p.cache.rows(heads.row_size(), rows), state,
+    const LinearMemory memory{p.cache.rows(heads.row_size(), rows), p.cache.rows(heads.state_size(), states),
+                              rows.region};
+    attend_linearly(p, heads, memory,
                     {mixed, keys, keys + heads.key_size(), decays, decays + padded(count), stride}, attended);
     if (!p.any_goes_on_after(*this)) return;
     p.activations.resize(p.rows(), output.parts);
@@ -118,14 +122,18 @@ class GatedDeltaNet final : public Part {
   }
 
   // Convolves the features of one head, of queries, keys or values. Queries and keys become unit vectors, and queries
-  // are divided by the root of their size.
-  void convolve(const Pass &p, const Rows &kept, int64_t n, int64_t group, float *to) const {
+  // are divided by the root of their size. wide: [nodes, stride], what is convolved of the nodes of the pass
+  void convolve(const Pass &p, const Rows &kept, const float *wide, int64_t stride, int64_t n, int64_t group,
+                float *to) const {
     const int64_t vectors = 2 * heads.num_key_heads, position = p.position(n);
     const int64_t size = group < vectors ? heads.key_dim : heads.value_dim;
     const int64_t begin = group < vectors ? group * size : vectors * heads.key_dim + (group - vectors) * size;
     const int64_t first = std::max<int64_t>(0, kernel_size - 1 - position);  // the filter reaches before the start
     const float *from[MAX_KERNEL_SIZE];
-    for (int64_t k = first; k < kernel_size; k++) from[k] = kept.at(p.slot_at(n, position + 1 - kernel_size + k));
+    for (int64_t k = first; k < kernel_size; k++) {
+      const auto [node, row] = p.place_at(n, position + 1 - kernel_size + k, before.region);
+      from[k] = node == Cache::NO_NODE ? kept.at(row) : wide + node * stride;
+    }
     F32 squares{};
     for (int64_t i = begin; i < begin + size; i += LANES) {
       const auto *w =

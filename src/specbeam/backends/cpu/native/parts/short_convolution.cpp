@@ -1,5 +1,5 @@
-// The gated short convolution of LFM2 (Liquid AI 2025). Each node keeps the numbers that are convolved in its slot. So
-// it reads the numbers of its ancestors as attention reads keys, on any path of a tree.
+// The gated short convolution of LFM2 (Liquid AI 2025). A node reads the numbers that are convolved of its ancestors as
+// attention reads keys, on any path of a tree. It keeps its own in a row, if a node of a later pass reads them.
 
 #include "../pass.h"
 
@@ -12,7 +12,7 @@ class ShortConvolution final : public Part {
 
   int64_t kernel_size = 0;  // the positions that a filter covers
   Product input, filter, output;
-  int64_t section = 0;  // of the cache
+  Section section;  // of the cache
 
  public:
   ShortConvolution() : Part("short_convolution") {
@@ -26,8 +26,9 @@ class ShortConvolution final : public Part {
   }
 
   bool add_memory(const Model &m, Cache &cache, const Layer &) override {
-    section = cache.add_section(SLOTS_PER_BLOCK * padded(m.config.hidden_size) * int64_t(sizeof(float)));
-    return section >= 0;
+    const Lifetime lifetime{kernel_size, 1, 0, false};
+    section = cache.add_section(lifetime, SLOTS_PER_BLOCK * padded(m.config.hidden_size) * int64_t(sizeof(float)));
+    return section.start >= 0;
   }
   bool has_memory() const override { return true; }
   int64_t reach() const override { return kernel_size; }
@@ -49,10 +50,11 @@ class ShortConvolution final : public Part {
     multiply(input, p.threads, p.activations, wide, stride);
     const Rows memory = p.cache.rows(padded(hidden), section);
     p.threads.each(p.nodes, 4, [&](int64_t n) {
-      const float *before = wide + n * stride, *x = before + 2 * hidden;
-      float *to = memory.at(p.slot(n));
+      const float *before = wide + n * stride;
+      float *x = wide + n * stride + 2 * hidden;
       for (int64_t i = 0; i < hidden; i += LANES)
-        store(to + i, load_some(before + i, hidden - i) * load_some(x + i, hidden - i));
+        store_some(x + i, load_some(before + i, hidden - i) * load_some(x + i, hidden - i), hidden - i);
+      if (const int64_t row = p.row(n, section.region); row != NO_ROW) std::copy_n(x, hidden, memory.at(row));
     });
     if (!p.any_goes_on_after(*this)) return;
     const Matrix &weights = filter.parts[0];
@@ -63,12 +65,15 @@ class ShortConvolution final : public Part {
       const int64_t n = p.going()[r], at = p.position(n);
       const float *after = wide + n * stride + hidden, *rows[MAX_KERNEL_SIZE];
       const int64_t first = std::max<int64_t>(0, kernel_size - 1 - at);  // the filter reaches before the start
-      for (int64_t k = first; k < kernel_size; k++) rows[k] = memory.at(p.slot_at(n, at + 1 - kernel_size + k));
+      for (int64_t k = first; k < kernel_size; k++) {
+        const auto [node, row] = p.place_at(n, at + 1 - kernel_size + k, section.region);
+        rows[k] = node == Cache::NO_NODE ? memory.at(row) : wide + node * stride + 2 * hidden;
+      }
       for (int64_t i = 0; i < hidden; i += LANES) {
         const auto *w = reinterpret_cast<const float *>(weights.data + i / LANES * block_bytes(F32_ROWS, kernel_size));
         F32 sum{};
         for (int64_t k = first; k < kernel_size; k++)
-          sum = multiply_add(load<F32>(w + k * LANES), load<F32>(rows[k] + i), sum);
+          sum = multiply_add(load<F32>(w + k * LANES), load_some(rows[k] + i, hidden - i), sum);
         store_some(to + i, sum * load_some(after + i, hidden - i), hidden - i);
       }
       p.activations.set(r, to);
