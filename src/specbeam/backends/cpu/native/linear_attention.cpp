@@ -116,8 +116,7 @@ class Head {
       const int64_t count = border.end - border.first, *readers = borders.readers.data() + border.first;
       float *products = room(numbers, 2 * count * heads.value_dim);  // of the state with key and query of each reader
       multiply(state(border), readers, count, products);
-      for (int64_t i = 0; i < count; i++)
-        finish(readers[i], border.position, products + 2 * i * heads.value_dim, out);
+      for (int64_t i = 0; i < count; i++) finish(readers[i], border.position, products + 2 * i * heads.value_dim, out);
     }
   }
 
@@ -252,7 +251,8 @@ void find_borders(const Pass &p, int64_t region, Borders &to) {
   to.all.clear(), to.readers.clear(), to.places = 0;
   const Region &states = *p.cache.regions[region];
   constexpr int64_t READS_NOT = INT64_MAX;
-  static thread_local std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> order;  // border, slot, position, node
+  static thread_local std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>
+      order;  // border, slot, position, node
   order.clear();
   for (int64_t n = 0; n < p.nodes; n++) {
     const int64_t position = p.position(n), own = border_of(position);

@@ -106,9 +106,9 @@ struct KeyLayout {
 
 // The keys and values of a part in a cache: [block of slots, kv head, keys and values, SLOTS_PER_BLOCK, width].
 struct KeyValues : KeyLayout {
-  uint8_t *first;     // in the first block
-  int64_t block;      // bytes of a block, in which other parts have sections, too
-  int64_t capacity;   // rows
+  uint8_t *first;    // in the first block
+  int64_t block;     // bytes of a block, in which other parts have sections, too
+  int64_t capacity;  // rows
 
   // A head's keys and values in the first block.
   uint8_t *first_block(int64_t kv_head) const { return first + kv_head * head; }
@@ -130,7 +130,7 @@ struct Rows {
 
 // The positions of a sequence whose numbers a part reads: see Lifetime of backends/contract.py.
 struct Lifetime {
-  int64_t reach = 0;           // 0 for all positions
+  int64_t reach = 0;  // 0 for all positions
   int64_t every = 1, lag = 0;
   bool in_pass = true;
   // The last position above `position` or at it that has a row, or -1.
@@ -166,9 +166,7 @@ class Region {
     return block += size, block - size;
   }
   // Whether a row holds a node of this position.
-  bool holds(int64_t row, int64_t position) const {
-    return row >= 0 && row < capacity && positions[row] == position;
-  }
+  bool holds(int64_t row, int64_t position) const { return row >= 0 && row < capacity && positions[row] == position; }
   KeyValues keys(const KeyLayout &layout, int64_t section) const { return {layout, data + section, block, capacity}; }
   Rows rows(int64_t size, int64_t section) const {
     return {reinterpret_cast<float *>(data + section), size, block / int64_t(sizeof(float))};
@@ -230,8 +228,8 @@ class Region {
 
 // A part's numbers in a cache.
 struct Section {
-  int64_t region = 0;   // the number of the cache's region
-  int64_t start = -1;   // bytes from the beginning of a block; -1 for none
+  int64_t region = 0;  // the number of the cache's region
+  int64_t start = -1;  // bytes from the beginning of a block; -1 for none
 };
 
 // What the parts of a model keep of the tokens of all sequences. A token has a slot, and perhaps a row for each
@@ -262,9 +260,7 @@ class Cache {
   KeyValues keys(const KeyLayout &layout, const Section &section) const {
     return regions[section.region]->keys(layout, section.start);
   }
-  Rows rows(int64_t size, const Section &section) const {
-    return regions[section.region]->rows(size, section.start);
-  }
+  Rows rows(int64_t size, const Section &section) const { return regions[section.region]->rows(size, section.start); }
 
   // Whether no part keeps anything.
   bool is_empty() const {

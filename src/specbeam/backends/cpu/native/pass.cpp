@@ -157,7 +157,7 @@ AttentionJob Pass::plan(bool of_source, bool by_node, const Heads &heads, const 
   Tiling &rows = of_source ? space.cross : space.nodes;
   if (rows.group != heads.group() || rows.by_node != by_node)
     divide(rows, heads.group(), of_source ? space.sources.data() : segments, by_node);
-  AttentionJob job{heads,  keys,       region, window, queries, stride, result, rows.tiles, space.attention_items,
+  AttentionJob job{heads,        keys,   region, window, queries, stride, result, rows.tiles, space.attention_items,
                    rows.tile_of, nullptr};
   int64_t splits = 0, parts = 0;
   for (Tile &tile : rows.tiles) {

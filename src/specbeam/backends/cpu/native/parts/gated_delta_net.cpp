@@ -85,14 +85,15 @@ class GatedDeltaNet final : public Part {
       rates(row + convolved + values, mixed + n * stride + at_rates);
     });
     const int64_t groups = 2 * heads.num_key_heads + count;
-    p.threads.each(p.nodes * groups, 8,
-                   [&](int64_t i) { convolve(p, kept, wide, wide_stride, i / groups, i % groups, mixed + i / groups * stride); });
+    p.threads.each(p.nodes * groups, 8, [&](int64_t i) {
+      convolve(p, kept, wide, wide_stride, i / groups, i % groups, mixed + i / groups * stride);
+    });
     float *attended = room(p.space.attended, p.nodes * values);
     const float *keys = mixed + heads.key_size(), *decays = mixed + at_rates;
     const LinearMemory memory{p.cache.rows(heads.row_size(), rows), p.cache.rows(heads.state_size(), states),
                               rows.region};
-    attend_linearly(p, heads, memory,
-                    {mixed, keys, keys + heads.key_size(), decays, decays + padded(count), stride}, attended);
+    attend_linearly(p, heads, memory, {mixed, keys, keys + heads.key_size(), decays, decays + padded(count), stride},
+                    attended);
     if (!p.any_goes_on_after(*this)) return;
     p.activations.resize(p.rows(), output.parts);
     p.threads.each(p.rows(), 4, [&](int64_t r) {
