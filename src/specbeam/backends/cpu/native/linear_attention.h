@@ -40,7 +40,7 @@ struct LinearHeads {
   const char *wrong() const;  // the first error in the sizes, or null
 };
 
-// How long what linear attention keeps is read. The rows are those that a state is made of by any node that reads it.
+// How long what linear attention keeps is read. The rows reach as far as any node that makes a state needs them.
 inline Lifetime rows_lifetime() { return {LAG + 2 * BORDER, 1, 0, false}; }
 // The state of a border is the row of the last position before it. The first node that reads it makes it of the state
 // before.
