@@ -64,7 +64,7 @@ class FakeBackend:
             self.read_rows(number, lifetime, segment, sequences)
 
     def read_rows(self, number, lifetime, segment, sequences):
-        """Write the rows of a pass, and read those that its nodes read."""
+        """Write the rows of a pass, and check the rows that its nodes read."""
         stored, of, here = self.in_rows[number], segment.rows[number], {*segment.slots.tolist()}
         paths = []
         for row, sequence in enumerate(sequences):

@@ -16,7 +16,7 @@ SHORT = {"max_new_tokens": 12, "min_new_tokens": 12}
 
 @pytest.fixture(scope="module")
 def loaded(save):
-    """Models by what is particular about them, with a context of 2048 tokens. All have an attention to all nodes."""
+    """Models with a context of 2048 tokens, by the kind of their other layers. One layer attends to all nodes."""
     sizes = {"max_position_embeddings": 2048}
     made = {
         "convolutions": random_model("lfm2", **sizes),

@@ -128,9 +128,9 @@ class Backend(Protocol):
     vocab_size: int
     context_length: int
     slot_bytes: int
-    """Bytes per slot of what later nodes may read however far away they are, such as keys and values. At least 1."""
+    """Bytes per slot of the numbers that all later nodes may read, such as keys and values. At least 1."""
     lifetimes: tuple[Lifetime, ...] = ()
-    """Of what is read by near nodes alone. A backend may keep that in slots, too: then it has no lifetimes."""
+    """Of the numbers that near nodes alone read. A backend may keep these in slots, too: then it has no lifetimes."""
     expert_use: ExpertUse | None = None
     """What a pass reads of its experts. None for a model without experts."""
     has_threads: bool = False

@@ -78,25 +78,18 @@ class PrefixCache:
 
         Args:
             count: how many slots to free. At least as many are cached that no tree holds.
-            references: by slot, how many trees hold it. A sequence whose end a tree holds stays as it is. It is evicted
-                only if the tree has freed its beginning, and nothing else is left to free.
+            references: by slot, how many trees hold it. A tree that holds the end of a sequence holds all of it.
 
         Yields: slots that are not cached any more, int64 [n]. A tree may still hold them.
         """
-        held = set[RadixNode]()
-        while count > 0 and self._by_use:
+        while count > 0:
             leaf = next(iter(self._by_use))
-            if leaf in held:  # so are all others
-                held.remove(leaf)
-                yield self._cut(leaf, int(np.flatnonzero(references[leaf.slots] == 0).max(initial=-1)) + 1)
-                continue
             end = leaf.slots[-max(count, MIN_TOKENS_EVICTED) :]
             if free := len(end) - 1 - int(np.flatnonzero(references[end]).max(initial=-1)):
                 count -= free
                 yield self._cut(leaf, len(leaf.slots) - free)
             else:
                 self._touch(leaf)  # else each call would come to it first
-                held.add(leaf)
 
     def slots(self) -> Ints:
         """All cached slots, int64 [n]."""

@@ -155,7 +155,7 @@ class TreeRows:
         return self._needs[nodes]
 
     def lacking(self, nodes: Nodes) -> Nodes:
-        """Those of some nodes that need no row yet."""
+        """The nodes among some, int64 [n], that need no row yet."""
         return nodes[~self._needs[nodes]]
 
     def reserve(self, slots: Ints) -> None:
@@ -178,7 +178,7 @@ class TreeRows:
             self.used += len(nodes)
 
     def begin(self, slots: Ints) -> None:
-        """A pass begins that reads the rows of slots, int64 [n], and makes those that are not there."""
+        """A pass begins that reads the rows of slots, int64 [n], and makes the rows that are not there."""
         self._making = slots[self.rows.of[slots] <= UNMADE]
 
     def end(self) -> None:
@@ -200,7 +200,7 @@ class TreeRows:
         self.own.used += 1
 
     def let_go(self, nodes: Nodes, slot: Ints) -> None:
-        """Let those of some nodes that need a row do without. ``slot`` has the slot of each node, by node."""
+        """Let nodes do without a row, if they need one. ``slot`` has the slot of each node, by node."""
         nodes = nodes[self._needs[nodes]]
         if len(nodes):
             self._needs[nodes] = False
@@ -270,7 +270,7 @@ def points_are_cheap(rows: Sequence[EngineRows], slot_bytes: int) -> bool:
 class ResumePoints:
     """The ends of cached prefixes where trees can go on, least recently used first. Called with the pool's lock.
 
-    A point keeps the rows that a node after the prefix reads, and those that its last node reads: a prompt that is
+    A point keeps the rows that a node after the prefix reads, and the rows that its last node reads: a prompt that is
     given again is read from its last token on.
     """
 

@@ -25,8 +25,8 @@ MAX_RESERVED_SLOTS = 2 * BLOCK_SLOTS
 class Slots:
     """The slots of one tree's nodes. A node gets a slot when it is evaluated, and loses it when it is dropped.
 
-    For each lifetime of the backend a slot has a row, too, while later nodes may read it. Where nodes see ancestors that
-    have lost their rows, the tree goes back to the last position from which all rows are there, and recomputes the rest.
+    For each lifetime of the backend a slot has a row, too, while later nodes may read it. Where nodes see ancestors
+    that have lost their rows, the tree goes back to a position at which all rows are there, and recomputes the rest.
 
     Segments are valid until :meth:`close`, and while this object lives. After that its slots are free.
 
@@ -67,9 +67,7 @@ class Slots:
         self._placed = 0  # nodes of the shared prefix that have got slots, which are in _prefix
         self.rows = [TreeRows(own) for own in self.cache.rows]
         self._has_cheap_points = points_are_cheap(self.cache.rows, self.cache.slot_bytes)
-        self._kept_depth: int | None = (
-            None  # the least position of the nodes of the last keep, until they are evaluated
-        )
+        self._kept_depth: int | None = None  # the least position of the nodes of the last keep, until their pass
         self._points: set[int] = set()  # lengths of the prompt's beginnings from which other trees may go on
         self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
 
@@ -174,6 +172,8 @@ class Slots:
         if self._see_lost_rows(missing):
             self.free(np.flatnonzero(self._slot != NOWHERE))
             self._placed = 0
+            if self.is_fresh:
+                self.reused = 0
             for one in self.rows:
                 one.lost = 0
             self._take_prefix(int(self.tree.depths(missing).min()) if len(missing) else None)
@@ -228,8 +228,8 @@ class Slots:
         Args:
             ahead: let the segment have slots for this many further passes, each over as many nodes.
             token: of a single node that the tree gets after this pass, below its tip, int64 [1].
-            rest: the nodes that are evaluated after these, but for nodes that grow and nodes below them. None where that
-                is not known.
+            rest: the nodes that are evaluated after these, but for nodes that grow and nodes below them. None where
+                that is not known.
         """
         self._follow_tree(nodes)
         self.is_fresh = False
@@ -270,6 +270,8 @@ class Slots:
             pending: nodes that may have a slot, but were not evaluated, ancestors first.
             ahead: how many nodes the backend went on by itself. They are next in the tree, and in the reserved slots.
         """
+        if self.rows:
+            self._end_pass()
         if ahead:
             first = len(self.tree) + max(0, self._placed - self.tree.prefix_length)
             later = np.arange(first, first + ahead)
@@ -283,7 +285,6 @@ class Slots:
             if self.cached < read:
                 self.add_prefix(self.tree.prefix[:read], self._points_among(self.cached, read))
         if self.rows:
-            self._end_pass()
             self._let_rows_go(self._lowest_later(pending))
             if not len(pending):
                 self._kept_depth = None
@@ -369,7 +370,7 @@ class Slots:
         """Take the longest cached prefix of the first node that was prepared, if the tree shares any.
 
         Args:
-            longest: take at most so many of its tokens.
+            longest: the maximum number of tokens to take.
         """
         if self.shares:
             self._follow_tree()

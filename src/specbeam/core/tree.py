@@ -123,7 +123,7 @@ class Tree:
 
     @property
     def growing_depth(self) -> int:
-        """The least position of the nodes that may grow: those of the last :meth:`keep` and all added since."""
+        """The least position of the nodes that may grow: the nodes of the last :meth:`keep` and all added since."""
         return min(map(self._depths.item, self._growing.kept), default=self.prefix_length - 1)
 
     def tokens(self, nodes: Any) -> Nodes:

@@ -44,7 +44,8 @@ class Engine:
         max_requests: the maximum number of requests that share a pass. The others wait their turn.
         max_batch_tokens: the maximum of nodes per pass. Longer prompts are prefilled in chunks, so that requests that
             are generating do not wait for them.
-        max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
+        max_cache_tokens: cache slots for the keys and values of all live requests together. Layers with windows and
+            convolutions keep less of long sequences, so more tokens than this may fit. When the slots would not
             suffice, the newest request is preempted: it gives up its slots, and they are recomputed later, to the same
             result. One sequence of full length has to fit: then a request finishes, whatever its beams and its draft
             would need. By default all engines of the process share a quarter of its memory, or four fifths of the GPU's

@@ -150,7 +150,7 @@ class RequestState:
         return sum(state.slots.shareable_bytes() for state in self._states)
 
     def growth_bytes(self, nodes: Nodes, ahead: int = 0) -> int:
-        """Bytes that a pass over some of its pending nodes takes, and further passes, beside the bytes that it holds."""
+        """Bytes that a pass over some of its pending nodes takes, and further passes, beside what it holds."""
         return self.model.growth_bytes(nodes, self.pending[len(nodes) :], ahead)
 
     @property
@@ -209,10 +209,10 @@ class RequestState:
 
         Each is over the tokens that the one before chose.
         """
-        if self._held:
-            return self.step.ahead - len(self._held)
         are_all = len(nodes) == len(self.pending) == len(self._rows.ascending)
-        return self.step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
+        if not (self._held or (are_all and self._rows.in_order and self._rows.is_whole)):
+            return 0
+        return min(self.step.ahead - len(self._held), self.model.slots.max_ahead(nodes))
 
     def tree_batch(self, nodes: Nodes, ahead: int = 0) -> TreeBatch:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
@@ -413,7 +413,8 @@ class RequestState:
         while True:
             slots.keep(part)
             self._evaluate(part)
-            if len(part) == 1 or budget.holds(self.growth_bytes(self.pending)):
+            # In several passes, each node may need a row for a while.
+            if len(part) == 1 or budget.holds(self._target.growth_bytes(self.pending, rest=self.pending)):
                 break
             part = part[: len(part) // 2]
         if not budget.holds(self.growth_bytes(self.pending[: budget.max_batch_tokens])):

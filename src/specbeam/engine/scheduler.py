@@ -302,10 +302,7 @@ class Scheduler:
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
         at_once = cast(AheadBackend, backend).passes_at_once
-        passes = min(
-            at_once,
-            *(1 + min(request.max_ahead(nodes), request.model.slots.max_ahead(nodes)) for request, nodes in batch),
-        )
+        passes = min(at_once, *(1 + request.max_ahead(nodes) for request, nodes in batch))
         if passes > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)

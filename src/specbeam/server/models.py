@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specbeam.backends.contract import token_bytes
 from specbeam.backends.devices import free_memory
-from specbeam.cache.pool import MAX_FREE_SHARE
+from specbeam.cache.places import MAX_FREE_SHARE
 from specbeam.engine import Engine
 from specbeam.engine.drafts import Draft
 from specbeam.errors import SpecbeamError

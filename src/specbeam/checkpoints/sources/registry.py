@@ -79,7 +79,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
     "gpt-oss-20b": Alias(
         HubModel("ggml-org/gpt-oss-20b-GGUF", "gpt-oss-20b-mxfp4.gguf"),
         12_109_566_560,
-        12_267_000_000,
+        12_202_000_000,
         "apache-2.0",
         True,
         "gpt-oss 20B with experts (3.6B for a token), MXFP4, thinks first",
@@ -106,7 +106,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
     "lfm2.5-8b-a1b": Alias(
         HubModel("LiquidAI/LFM2.5-8B-A1B-GGUF", "LFM2.5-8B-A1B-Q4_K_M.gguf"),
         5_155_564_768,
-        5_901_000_000,
+        5_301_000_000,
         "lfm1.0",
         True,
         "LFM2.5 8B with experts (1.5B for a token), Q4_K_M, thinks first",
@@ -115,7 +115,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
     "gemma4-e4b-it": Alias(
         HubModel("ggml-org/gemma-4-E4B-it-GGUF", "gemma-4-E4B-it-Q4_0.gguf"),
         4_590_807_392,
-        3_469_000_000,
+        3_376_000_000,
         "apache-2.0",
         True,
         "Gemma 4 E4B Instruct, Q4_0, text only",
@@ -142,7 +142,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
     "gemma4-e2b-it": Alias(
         HubModel("ggml-org/gemma-4-E2B-it-GGUF", "gemma-4-E2B-it-Q4_0.gguf"),
         2_841_481_184,
-        1_706_000_000,
+        1_678_000_000,
         "apache-2.0",
         True,
         "Gemma 4 E2B Instruct, Q4_0, text only",
@@ -169,7 +169,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
     "gemma3-4b-it": Alias(
         HubModel("ggml-org/gemma-3-4b-it-GGUF", "gemma-3-4b-it-Q4_K_M.gguf"),
         2_489_757_856,
-        2_958_000_000,
+        2_733_000_000,
         "gemma",
         True,
         "Gemma 3 4B Instruct, Q4_K_M, text only",
@@ -214,7 +214,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
     "lfm2.5-1.2b-instruct": Alias(
         HubModel("LiquidAI/LFM2.5-1.2B-Instruct-GGUF", "LFM2.5-1.2B-Instruct-Q4_K_M.gguf"),
         730_895_168,
-        1_117_000_000,
+        784_000_000,
         "lfm1.0",
         True,
         "LFM2.5 1.2B Instruct, Q4_K_M",
@@ -241,7 +241,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
     "gemma3-1b-it": Alias(
         HubModel("ggml-org/gemma-3-1b-it-GGUF", "gemma-3-1b-it-Q4_K_M.gguf"),
         806_058_240,
-        941_000_000,
+        890_000_000,
         "gemma",
         True,
         "Gemma 3 1B Instruct, Q4_K_M",
@@ -295,7 +295,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
     "lfm2.5-350m": Alias(
         HubModel("LiquidAI/LFM2.5-350M-GGUF", "LFM2.5-350M-Q4_K_M.gguf"),
         229_312_224,
-        438_000_000,
+        271_000_000,
         "lfm1.0",
         True,
         "LFM2.5 350M, Q4_K_M",

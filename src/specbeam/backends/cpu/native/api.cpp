@@ -53,7 +53,8 @@ struct Loaded {
 
 // Calls f(position in its row, its number in the segment, the segment) for each node of a pass that has a row in a
 // region, in order.
-template <class F> static void each_row(Region &own, int64_t region, const Segment *segments, int64_t count, const F &f) {
+template <class F> static void each_row(Region &own, int64_t region, const Segment *segments, int64_t count,
+                                        const F &f) {
   if (own.lifetime.every > 1) return;  // see Filling::find
   for (const Segment *s = segments; s < segments + count; s++)
     for (int64_t n = 0; n < s->nodes; n++)
@@ -96,6 +97,10 @@ class Filling {
   const char *fill() {
     for (size_t region = 0; region < cache.regions.size(); region++) {
       Region &own = *cache.regions[region];
+      if (own.lifetime.every > 1)  // where rows are slots, other nodes have made them
+        each_node([&](const Segment &s, int64_t n) {
+          if (!s.row_slots) own.positions[s.slots[n]] = Cache::EMPTY;
+        });
       int32_t mark = -1;  // each node leaves its own in its row: if another node has the same row, one mark is gone
       bool distinct = true;
       const auto each = [&](const auto &f) { each_row(own, int64_t(region), segments, count, f); };
@@ -127,7 +132,7 @@ class Filling {
   std::vector<Row> making;
 
   const char *add(const Segment &s, int64_t region, int64_t slot, int64_t position) {
-    const int64_t row = UNMADE - row_of(s, region, slot);
+    const int64_t row = UNMADE - made_row_of(cache, s, region, slot, position);
     Region &own = *cache.regions[region];
     if (row < 0) return nullptr;
     if (row >= own.capacity) return "a row is not in the cache";

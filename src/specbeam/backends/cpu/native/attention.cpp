@@ -160,8 +160,8 @@ template <bool WHOLE> class Work {
   const uint8_t *base;                      // the first block
   const uint8_t *next_base = nullptr;       // the first block of the next split
   const Segment *next_segment = nullptr;
-  const int64_t *next_slots = nullptr;      // its slots
-  int64_t next_count = 0, fetched = 0;      // their number, and how many of them are prefetched
+  const int64_t *next_slots = nullptr;  // its slots
+  int64_t next_count = 0, fetched = 0;  // their number, and how many of them are prefetched
 
  public:
   Work(const AttentionJob &all, const AttentionItem &one)

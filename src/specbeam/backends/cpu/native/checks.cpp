@@ -103,7 +103,8 @@ static const char *missing(const Segment &s) {
     return "the suffixes are missing";
   if (s.source_length < 0 || s.source_length > INT32_MAX || (s.source_length && !s.source))
     return "a source is missing";
-  if (s.row_slots < 0 || s.row_slots > INT32_MAX || (s.row_slots && !s.row_of_slot)) return "the rows of slots are missing";
+  if (s.row_slots < 0 || s.row_slots > INT32_MAX || (s.row_slots && !s.row_of_slot))
+    return "the rows of slots are missing";
   if (s.watched < 0 || s.watched > INT32_MAX || (s.watched && (!s.heads || !s.scores)))
     return "the probed heads are missing";
   return nullptr;
@@ -188,9 +189,17 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
       };
       const Lifetime &life = own.lifetime;
       if (life.every > 1) {
-        // A node whose parent is not in the pass makes the last row that it reads, or it is there. Others go on from it.
+        // A node whose parent is not in the pass makes the last row that it reads, or it is there. Others go on from
+        // it.
         for (int64_t n = 0; n < s->nodes; n++) {
           const int64_t position = s->positions[n];
+          for (int64_t p = life.last(position - life.lag); p >= first_seen(position, life.reach); p -= life.every) {
+            const int64_t slot = *ancestors(*s, n, p);
+            if (!holds(slot, p)) return reason;
+            const int64_t row = made_row_of(cache, *s, int64_t(i), slot, p);
+            if (row >= own.capacity || (row >= 0 && own.positions[row] != p))
+              return "a node reads a row that is empty or holds a node of another position";
+          }
           if (position && cache.node_of[*ancestors(*s, n, position - 1)] != Cache::NO_NODE) continue;
           const int64_t last = life.last(position - life.lag);
           const auto is_made = [&](int64_t p) { return p < 0 || has_row(*ancestors(*s, n, p), p); };

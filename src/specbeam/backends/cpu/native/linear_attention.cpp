@@ -222,13 +222,13 @@ void plan(const Pass &p, const Region &states, int64_t region, Borders &borders,
   Border &border = borders.all[number];
   border.made = true;
   for (border.begin = border.position - BORDER; border.begin > 0; border.begin -= BORDER) {
-    const auto [slot, row] = p.slot_and_row_at(border.node, border.begin - 1, region);
+    const int64_t slot = p.slot_at(border.node, border.begin - 1);
     for (int64_t i = number; i-- > 0 && borders.all[i].position >= border.begin;)
       if (borders.all[i].position == border.begin && borders.all[i].slot == slot) {
         border.before = i, borders.all[i].last_user = number;
         return;
       }
-    if (states.holds(row, border.begin - 1)) {
+    if (const int64_t row = p.made_row_at(border.node, border.begin - 1, region); states.holds(row, border.begin - 1)) {
       border.before_row = row;
       return;
     }
@@ -256,10 +256,9 @@ void find_borders(const Pass &p, int64_t region, Borders &to) {
   order.clear();
   for (int64_t n = 0; n < p.nodes; n++) {
     const int64_t position = p.position(n), own = border_of(position);
-    order.push_back({own, own ? p.slot_and_row_at(n, own - 1, region).slot : NO_SLOT, position, n});
+    order.push_back({own, own ? p.slot_at(n, own - 1) : NO_SLOT, position, n});
     for (int64_t b = own - BORDER; b > first_seen(position, states.lifetime.reach); b -= BORDER)
-      if (const auto [slot, row] = p.slot_and_row_at(n, b - 1, region); row <= UNMADE)
-        order.push_back({b, slot, READS_NOT, n});
+      if (p.made_row_at(n, b - 1, region) <= UNMADE) order.push_back({b, p.slot_at(n, b - 1), READS_NOT, n});
   }
   std::sort(order.begin(), order.end());
   for (const auto &[border, slot, position, node] : order) {
@@ -272,7 +271,7 @@ void find_borders(const Pass &p, int64_t region, Borders &to) {
   for (int64_t i = 0; i < int64_t(to.all.size()); i++) {
     Border &border = to.all[i];
     if (!border.position) continue;
-    const int64_t row = p.slot_and_row_at(border.node, border.position - 1, region).row;
+    const int64_t row = p.made_row_at(border.node, border.position - 1, region);
     if (row <= UNMADE) border.row = UNMADE - row;
     else if (states.holds(row, border.position - 1)) border.row = row;
     if (border.row != row || row == NO_ROW) plan(p, states, region, to, i);

@@ -287,11 +287,17 @@ class Cache {
   void add_region(const Lifetime &lifetime) { regions.push_back(std::make_unique<Region>(lifetime, one_part)); }
 };
 
-// The row of a slot in a region, or NO_ROW. A row that this pass makes is UNMADE - row.
+// The row of a slot in a region, or NO_ROW.
 constexpr int64_t NO_ROW = -1, UNMADE = -2;
 inline int64_t row_of(const Segment &s, int64_t region, int64_t slot) {
   if (!region || !s.row_slots) return slot;
   return slot < s.row_slots ? s.row_of_slot[(region - 1) * s.row_slots + slot] : NO_ROW;
+}
+// The same in a region whose rows are made by the first pass that reads them. A row that this pass makes is UNMADE -
+// row.
+inline int64_t made_row_of(const Cache &cache, const Segment &s, int64_t region, int64_t slot, int64_t position) {
+  if (s.row_slots) return row_of(s, region, slot);
+  return cache.regions[region]->positions[slot] == position ? slot : UNMADE - slot;
 }
 
 constexpr int64_t NO_SLOT = -1;

@@ -103,6 +103,15 @@ struct Pass {
   int64_t slot(int64_t node) const { return segment(node).slots[space.row_in[node]]; }
   // The row of a node in a region of the cache, or NO_ROW.
   int64_t row(int64_t node, int64_t region) const { return row_of(segment(node), region, slot(node)); }
+  // The row of a node's ancestor in a region whose rows are made by the first pass that reads them: UNMADE - row if it
+  // is this pass, NO_ROW if no later pass reads it.
+  int64_t made_row_at(int64_t node, int64_t position, int64_t region) const {
+    return made_row_of(cache, segment(node), region, slot_at(node, position), position);
+  }
+  // The slot of a node's ancestor.
+  int64_t slot_at(int64_t node, int64_t position) const {
+    return *ancestors(segment(node), space.row_in[node], position);
+  }
   // Where a node's ancestor is: its number if it is in the pass, or NO_NODE, and its row in a region of the cache.
   struct Place {
     int64_t node, row;
@@ -111,16 +120,6 @@ struct Pass {
     const Segment &s = segment(node);
     const int64_t slot = *ancestors(s, space.row_in[node], position);
     return {cache.node_of[slot], row_of(s, region, slot)};
-  }
-
-  // The slot of a node's ancestor, and its row in a region of the cache.
-  struct SlotAndRow {
-    int64_t slot, row;
-  };
-  SlotAndRow slot_and_row_at(int64_t node, int64_t position, int64_t region) const {
-    const Segment &s = segment(node);
-    const int64_t slot = *ancestors(s, space.row_in[node], position);
-    return {slot, row_of(s, region, slot)};
   }
 
   // A part with memory calls it once all nodes are stored. After the last such part, only the wanted nodes go on.
