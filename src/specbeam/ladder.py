@@ -68,7 +68,7 @@ class Model:
         backend = lm.backend
         self.device = backend.device
         self.windows: set[int | None] = {None}
-        self.reaches: set[int] = set()
+        self.reaches: set[int | None] = set()
         self.forward: Forward
         if backend.encoder_reads is not None:
             raise SpecbeamError("the model has an encoder, which this rung does not know")
@@ -103,7 +103,8 @@ class Model:
             window: past if window is None else past & (distance < window) for window in self.windows
         }
         store: Any = cache
-        recent = {reach: positions[:, None] + torch.arange(1 - reach, 1, device=device) for reach in self.reaches}
+        every = {reach: length if reach is None else reach for reach in self.reaches}
+        recent = {one: positions[:, None] + torch.arange(1 - n, 1, device=device) for one, n in every.items()}
         segment = TreeSegment(store, slice(0, len(tokens)), positions, slice(0, length), visible, recent)
         wanted = torch.tensor([last % len(tokens)], device=device)
         return self.forward(torch.tensor(tokens, device=device), positions, [segment], wanted)

@@ -32,6 +32,7 @@ def logits(lm, tokens, pieces=(NUM_TOKENS,)):
         nodes = np.arange(start, min(start + size, len(tokens)))
         rows.append(np.array(lm.backend.forward([slots.tree_batch(nodes, np.arange(len(nodes)))])))
         start += size
+        slots.evaluated(np.arange(min(start, len(tokens)), len(tokens)))
     return np.concatenate(rows)
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from specbeam.backends.contract import Backend, Encoder, sequence_bytes
 from specbeam.cache.budget import Budget
+from specbeam.cache.places import NOWHERE
 from specbeam.cache.prefixes import NO_SLOTS, Ints
-from specbeam.cache.slots import NOWHERE, Slots
+from specbeam.cache.slots import Slots
 from specbeam.core.tree import NO_NODES, Nodes, Tree
 from specbeam.decoding.setup import Setup
 from specbeam.engine.shared_source import SharedSource

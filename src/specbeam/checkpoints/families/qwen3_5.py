@@ -143,7 +143,7 @@ def _check_sections(metadata: Metadata, attention: Attention) -> None:
 
 
 def _queries_first(part: Part | None) -> NDArray[np.int64]:
-    """The rows of all queries and then those of all gates. Files have both head by head."""
+    """The rows of all queries and then the rows of all gates. Files have both head by head."""
     assert isinstance(part, Attention)
     return np.arange(2 * part.query_size).reshape(part.num_heads, 2, part.head_dim).swapaxes(0, 1).ravel()
 

@@ -68,10 +68,7 @@ class Filling {
  public:
   Filling(Cache &all, const Segment *some, int64_t number) : cache(all), segments(some), count(number) {
     int32_t node = 0;
-    each_node([&](const Segment &s, int64_t n) {
-      cache.node_of[s.slots[n]] = node++;
-      cache.states.forget(s.slots[n], 1);
-    });
+    each_node([&](const Segment &s, int64_t n) { cache.node_of[s.slots[n]] = node++; });
   }
   ~Filling() {
     each_node([&](const Segment &s, int64_t n) { cache.node_of[s.slots[n]] = Cache::NO_NODE; });

@@ -2,6 +2,7 @@
 
 #include "linear_attention.h"
 
+#include <new>
 #include <tuple>
 
 #include "pass.h"
@@ -85,57 +86,73 @@ struct PathRows {
 class Head {
   Pass &p;
   const LinearHeads &heads;
-  const Rows &memory;
+  const LinearMemory &memory;
   const LinearInputs &in;
-  const int64_t h, at_key, at_u, at_decay, state;
+  float *const us;  // of the nodes of the pass, [nodes, value_size]
+  const int64_t h, size, at_key, at_u, at_decay;
   PathRows &rows;
+  float *places;  // of states without rows, [places, size]
 
  public:
-  Head(Pass &pass, const LinearHeads &all, const Rows &kept, const LinearInputs &inputs, int64_t first, int64_t head,
-       PathRows &to)
+  Head(Pass &pass, const LinearHeads &all, const LinearMemory &kept, const LinearInputs &inputs, float *us_of_pass,
+       int64_t head, PathRows &to, float *states)
       : p(pass),
         heads(all),
         memory(kept),
         in(inputs),
+        us(us_of_pass),
         h(head),
+        size(all.key_dim * all.value_dim),
         at_key(all.key_head(head) * all.key_dim),
-        at_u(all.key_size() + head * all.value_dim),
+        at_u(head * all.value_dim),
         at_decay(all.key_size() + all.value_size() + head),
-        state(first + head * all.key_dim * all.value_dim),
-        rows(to) {}
+        rows(to),
+        places(states) {}
 
   void run(const Borders &borders, float *out) {
     static thread_local Buffer<float> numbers;
     for (const Border &border : borders.all) {
-      float *const own = border.state ? border.state->numbers.data() + state : nullptr;
-      if (border.made) make(border, borders.readers[border.first], own);
-      const int64_t count = border.end - border.first;
+      if (border.made) make(border, borders);
+      const int64_t count = border.end - border.first, *readers = borders.readers.data() + border.first;
       float *products = room(numbers, 2 * count * heads.value_dim);  // of the state with key and query of each reader
-      multiply(own, &borders.readers[border.first], count, products);
-      for (int64_t i = 0; i < count; i++)
-        finish(borders.readers[border.first + i], border.position, products + 2 * i * heads.value_dim, out);
+      multiply(state(border), readers, count, products);
+      for (int64_t i = 0; i < count; i++) finish(readers[i], border.position, products + 2 * i * heads.value_dim, out);
     }
   }
 
  private:
   const float *key(int64_t n) const { return in.keys + n * in.stride + at_key; }
   const float *query(int64_t n) const { return in.queries + n * in.stride + at_key; }
+  float *state_in(int64_t row) const { return memory.states.at(row) + h * size; }
+  float *state(const Border &border) const {
+    if (!border.position) return nullptr;
+    return border.row != NO_ROW ? state_in(border.row) : places + border.place * size;
+  }
 
   // The rows of a node's ancestors from a position on, up to before another one.
   void collect(int64_t n, int64_t begin, int64_t end) {
     rows.clear();
     for (int64_t position = begin; position < end; position++) {
-      const float *row = memory.at(p.slot_at(n, position));
-      rows.add(row + at_key, row + at_u, row[at_decay]);
+      const auto [node, row] = p.place_at(n, position, memory.row_region);
+      if (node != Cache::NO_NODE) {
+        rows.add(key(node), us + node * heads.value_size() + at_u, in.decays[node * in.stride + h]);
+      } else {
+        if (row < 0) throw std::bad_alloc();  // the checks find that before
+        const float *kept = memory.rows.at(row);
+        rows.add(kept + at_key, kept + heads.key_size() + at_u, kept[at_decay]);
+      }
     }
   }
 
-  void make(const Border &border, int64_t reader, float *own) {
-    const int64_t size = heads.key_dim * heads.value_dim;
-    if (!border.from) std::fill_n(own, size, 0.0f);
-    else if (border.from != border.state) std::copy_n(border.from->numbers.data() + state, size, own);
+  void make(const Border &border, const Borders &borders) {
+    float *const own = state(border);
+    const float *from = border.before >= 0            ? state(borders.all[border.before])
+                        : border.before_row != NO_ROW ? state_in(border.before_row)
+                                                      : nullptr;
+    if (!from) std::fill_n(own, size, 0.0f);
+    else if (from != own) std::copy_n(from, size, own);
     for (int64_t position = border.begin; position < border.position; position += BORDER) {
-      collect(reader, position, position + BORDER);
+      collect(border.node, position, position + BORDER);
       move(own);
     }
   }
@@ -153,7 +170,7 @@ class Head {
       for (int64_t i = 0; i < n; i++) a[d * n + i] = rows.weights[i] * rows.keys[i][d];
       weighted.push_back(a + d * n), to.push_back(own + d * heads.value_dim);
     }
-    scale(own, heads.key_dim * heads.value_dim, rows.before);
+    scale(own, size, rows.before);
     add_products(weighted.data(), heads.key_dim, rows.us.data(), n, heads.value_dim, to.data());
   }
 
@@ -176,23 +193,23 @@ class Head {
   void finish(int64_t n, int64_t border, float *products, float *out) {
     static thread_local Buffer<float> numbers;
     collect(n, border, p.position(n));
-    const int64_t count = rows.count(), size = heads.value_dim;
+    const int64_t count = rows.count(), dim = heads.value_dim;
     const float decay = in.decays[n * in.stride + h], beta = in.betas[n * in.stride + h];
-    float *with_key = products, *with_query = products + size, *of_key = room(numbers, 2 * count);
+    float *with_key = products, *with_query = products + dim, *of_key = room(numbers, 2 * count);
     float *of_query = of_key + count;
     rows.weigh(decay);
     for (int64_t i = 0; i < count; i++) {
       of_key[i] = rows.weights[i] * dot(rows.keys[i], key(n), heads.key_dim);
       of_query[i] = rows.weights[i] * dot(rows.keys[i], query(n), heads.key_dim);
     }
-    scale(products, 2 * size, rows.before);
+    scale(products, 2 * dim, rows.before);
     const float *a[] = {of_key, of_query};
     float *sums[] = {with_key, with_query};
-    add_products<2>(a, rows.us.data(), count, size, sums);
+    add_products<2>(a, rows.us.data(), count, dim, sums);
     const F32 own = all(dot(key(n), query(n), heads.key_dim));
-    const float *value = in.values + n * in.stride + h * size;
-    float *u = memory.at(p.slot(n)) + at_u, *to = out + n * heads.value_size() + h * size;
-    for (int64_t i = 0; i < size; i += LANES) {
+    const float *value = in.values + n * in.stride + at_u;
+    float *u = us + n * heads.value_size() + at_u, *to = out + n * heads.value_size() + at_u;
+    for (int64_t i = 0; i < dim; i += LANES) {
       const F32 change = beta * (load<F32>(value + i) - load<F32>(with_key + i));
       store(u + i, change);
       store(to + i, multiply_add(own, change, load<F32>(with_query + i)));
@@ -200,25 +217,22 @@ class Head {
   }
 };
 
-// Decides how the state of a border is made. Those of the borders before it are known.
-void plan(const Pass &p, Borders &borders, size_t number) {
-  States &states = p.cache.states;
+// Decides as what a state begins that this pass makes.
+void plan(const Pass &p, const Region &states, int64_t region, Borders &borders, int64_t number) {
   Border &border = borders.all[number];
   border.made = true;
   for (border.begin = border.position - BORDER; border.begin > 0; border.begin -= BORDER) {
-    const int64_t slot = p.slot_at(borders.readers[border.first], border.begin - 1);
-    for (size_t i = number; i-- > 0 && borders.all[i].position >= border.begin;) {
-      Border &one = borders.all[i];
-      if (one.position != border.begin || one.slot != slot || one.moved_on) continue;
-      border.from = one.state;
-      if (!one.made) break;
-      one.moved_on = true, border.state = one.state, border.state->slot = border.slot;
+    const int64_t slot = p.slot_at(border.node, border.begin - 1);
+    for (int64_t i = number; i-- > 0 && borders.all[i].position >= border.begin;)
+      if (borders.all[i].position == border.begin && borders.all[i].slot == slot) {
+        border.before = i, borders.all[i].last_user = number;
+        return;
+      }
+    if (const int64_t row = p.made_row_at(border.node, border.begin - 1, region); states.holds(row, border.begin - 1)) {
+      border.before_row = row;
       return;
     }
-    if (!border.from) border.from = states.find(slot);
-    if (border.from) break;
   }
-  border.state = states.make(border.slot);
 }
 
 }  // namespace
@@ -233,40 +247,61 @@ const char *LinearHeads::wrong() const {
                                                                                         : nullptr;
 }
 
-void find_borders(const Pass &p, Borders &to) {
-  States &states = p.cache.states;
-  states.begin_pass();
-  to.all.clear(), to.readers.clear();
+void find_borders(const Pass &p, int64_t region, Borders &to) {
+  to.all.clear(), to.readers.clear(), to.places = 0;
+  const Region &states = *p.cache.regions[region];
+  constexpr int64_t READS_NOT = INT64_MAX;
   static thread_local std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>
       order;  // border, slot, position, node
   order.clear();
   for (int64_t n = 0; n < p.nodes; n++) {
-    const int64_t position = p.position(n), border = border_of(position);
-    order.push_back({border, border ? p.slot_at(n, border - 1) : NO_SLOT, position, n});
+    const int64_t position = p.position(n), own = border_of(position);
+    order.push_back({own, own ? p.slot_at(n, own - 1) : NO_SLOT, position, n});
+    for (int64_t b = own - BORDER; b > first_seen(position, states.lifetime.reach); b -= BORDER)
+      if (p.made_row_at(n, b - 1, region) <= UNMADE) order.push_back({b, p.slot_at(n, b - 1), READS_NOT, n});
   }
   std::sort(order.begin(), order.end());
   for (const auto &[border, slot, position, node] : order) {
     if (to.all.empty() || to.all.back().position != border || to.all.back().slot != slot) {
       const int64_t first = int64_t(to.readers.size());
-      to.all.push_back({border, slot, border ? states.find(slot) : nullptr, first, first});
+      to.all.push_back({border, slot, node, first, first});
     }
-    to.readers.push_back(node), to.all.back().end++;
+    if (position != READS_NOT) to.readers.push_back(node), to.all.back().end++;
   }
-  // Only now no state that the pass needs can lose its place to another.
-  for (size_t i = 0; i < to.all.size(); i++)
-    if (to.all[i].position && !to.all[i].state) plan(p, to, i);
+  for (int64_t i = 0; i < int64_t(to.all.size()); i++) {
+    Border &border = to.all[i];
+    if (!border.position) continue;
+    const int64_t row = p.made_row_at(border.node, border.position - 1, region);
+    if (row <= UNMADE) border.row = UNMADE - row;
+    else if (states.holds(row, border.position - 1)) border.row = row;
+    if (border.row != row || row == NO_ROW) plan(p, states, region, to, i);
+  }
+  // A state without a row takes over the place of the one before, if no later one begins as that.
+  for (int64_t i = 0; i < int64_t(to.all.size()); i++) {
+    Border &border = to.all[i];
+    if (!border.made || border.row != NO_ROW) continue;
+    const Border *before = border.before < 0 ? nullptr : &to.all[border.before];
+    border.place = before && before->row == NO_ROW && before->last_user == i ? before->place : to.places++;
+  }
 }
 
-void attend_linearly(Pass &p, const LinearHeads &heads, const Rows &memory, int64_t state, const LinearInputs &in,
+void attend_linearly(Pass &p, const LinearHeads &heads, const LinearMemory &memory, const LinearInputs &in,
                      float *out) {
-  p.threads.each(p.nodes, 8, [&](int64_t n) {
-    float *row = memory.at(p.slot(n));
-    std::copy_n(in.keys + n * in.stride, heads.key_size(), row);
-    std::copy_n(in.decays + n * in.stride, heads.num_value_heads, row + heads.key_size() + heads.value_size());
-  });
+  const Borders &borders = p.space.borders;
+  float *us = room(p.space.us, p.nodes * heads.value_size());
   p.threads.each(heads.num_value_heads, 1, [&](int64_t h) {
     static thread_local PathRows rows;
-    Head(p, heads, memory, in, state, h, rows).run(p.space.borders, out);
+    static thread_local Buffer<float> states;
+    float *places = room(states, borders.places * heads.key_dim * heads.value_dim);
+    Head(p, heads, memory, in, us, h, rows, places).run(borders, out);
+  });
+  p.threads.each(p.nodes, 8, [&](int64_t n) {
+    const int64_t row = p.row(n, memory.row_region);
+    if (row == NO_ROW) return;
+    float *to = memory.rows.at(row);
+    to = std::copy_n(in.keys + n * in.stride, heads.key_size(), to);
+    to = std::copy_n(us + n * heads.value_size(), heads.value_size(), to);
+    std::copy_n(in.decays + n * in.stride, heads.num_value_heads, to);
   });
 }
 

@@ -3,7 +3,7 @@
 //   S = e^g S_parent + k u^T, and the node's output is S^T q.
 //
 // In the gated delta rule (Yang et al. 2024), u = beta (v - e^g S_parent^T k). A state takes megabytes per node, so no
-// node has one. A node keeps the row (k, u, g), as it keeps keys and values for attention. A state is made at borders
+// node has one. A node leaves the row (k, u, g), as it leaves keys and values for attention. A state is made at borders
 // alone, which are multiples of BORDER positions. A node reads the state at the last border that is at least LAG
 // positions before it, and the rows from there on:
 //
@@ -40,33 +40,49 @@ struct LinearHeads {
   const char *wrong() const;  // the first error in the sizes, or null
 };
 
+// How long what linear attention keeps is read. The rows reach as far as any node that makes a state needs them.
+inline Lifetime rows_lifetime() { return {LAG + 2 * BORDER, 1, 0, false}; }
+// The state of a border is the row of the last position before it. The first node that reads it makes it of the state
+// before.
+inline Lifetime states_lifetime() { return {LAG + BORDER + 2, BORDER, LAG + 1, false}; }
+
+// What a part keeps.
+struct LinearMemory {
+  Rows rows, states;   // [row_size], [state_size]
+  int64_t row_region;  // of the cache
+};
+
 // What a part gives for each node of a pass: [nodes, stride]. decays: g of each value head; betas: likewise
 struct LinearInputs {
   const float *queries, *keys, *values, *decays, *betas;
   int64_t stride;
 };
 
-// A state that nodes of a pass read.
+// A state that nodes of a pass read, or that is made for later passes.
 struct Border {
-  int64_t position, slot;  // slot: of the last node before it; NO_SLOT at the start of a sequence
-  State *state;            // null at the start of a sequence, where all numbers are 0
+  int64_t position, slot;  // slot: of the last node before it; NO_SLOT at the start of a sequence, where S is 0
+  int64_t node;            // one behind it
   int64_t first, end;      // its readers in Borders::readers, ancestors first
-  // Of a state that this pass makes: it begins as `from`, or with zeros if that is null, and moves on over the
-  // positions from `begin` to its own.
-  bool made = false, moved_on = false;  // moved_on: a later border takes it over, once its readers have read it
-  const State *from = nullptr;
-  int64_t begin = 0;
+  int64_t row = NO_ROW;    // of the state; NO_ROW if only this pass needs it
+  // Of a state that this pass makes: it begins as that of another border, or as a row, or with zeros, and moves on over
+  // the positions from `begin` to its own.
+  bool made = false;
+  int64_t before = -1, before_row = NO_ROW, begin = 0;
+  int64_t last_user = -1;  // the last border that begins as this one
+  int64_t place = -1;      // of a state without a row, among such states
 };
 
 struct Borders {
   std::vector<Border> all;  // by their positions
   std::vector<int64_t> readers;
+  int64_t places = 0;  // of states without rows
 };
 
-// Finds the states that the nodes of a pass read, and decides how those are made that are not there.
-void find_borders(const Pass &, Borders &);
+// Finds the states that the nodes of a pass read, and decides how those are made that are not there. region: with the
+// states
+void find_borders(const Pass &, int64_t region, Borders &);
 
-// The gated delta rule. memory: [row_size]; state: where the part's numbers begin in a state; out: [nodes, value_size]
-void attend_linearly(Pass &, const LinearHeads &, const Rows &memory, int64_t state, const LinearInputs &, float *out);
+// The gated delta rule. out: [nodes, value_size]
+void attend_linearly(Pass &, const LinearHeads &, const LinearMemory &, const LinearInputs &, float *out);
 
 }  // namespace specbeam

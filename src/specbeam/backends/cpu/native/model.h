@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "formats.h"
-#include "states.h"
 #include "table.h"
 
 namespace specbeam {
@@ -174,6 +173,8 @@ class Region {
     if (one_part) return block = std::max(block, size), 0;
     return block += size, block - size;
   }
+  // Whether a row holds a node of this position.
+  bool holds(int64_t row, int64_t position) const { return row >= 0 && row < capacity && positions[row] == position; }
   KeyValues keys(const KeyLayout &layout, int64_t section) const { return {layout, data + section, block, capacity}; }
   Rows rows(int64_t size, int64_t section) const {
     return {reinterpret_cast<float *>(data + section), size, block / int64_t(sizeof(float))};
@@ -245,7 +246,6 @@ class Cache {
  public:
   std::vector<std::unique_ptr<Region>> regions;
   std::vector<int32_t> node_of;  // [capacity], the number in a pass of the node in each slot; NO_NODE: none
-  mutable States states;         // of linear attention
   static constexpr int32_t EMPTY = Region::EMPTY, NO_NODE = -1;
 
   explicit Cache(bool one_part = false) : one_part(one_part) { add_region({}); }
@@ -286,7 +286,6 @@ class Cache {
   }
 
   void release(int64_t first, int64_t count) {
-    states.forget(first, count);
     for (const auto &region : regions)
       if (first < region->capacity) region->release(first, std::min(count, region->capacity - first));
   }
@@ -325,6 +324,8 @@ struct Features {
 };
 
 constexpr int64_t NO_FEATURE = -1;
+
+constexpr int64_t NO_SLOT = -1;
 
 // The slots of a node's ancestors from a position on, up to the end of the prefix or of the suffix.
 inline const int64_t *ancestors(const Segment &s, int64_t node, int64_t position) {

@@ -109,7 +109,8 @@ Pass::Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segm
   for (const auto &one : model.features)
     if (one->of_all) last_read = std::max(last_read, *std::max_element(one->layers.begin(), one->layers.end()));
   if (model.encoder) find_sources(count);
-  if (cache.states) find_borders(*this, space.borders);
+  for (size_t i = 0; i < cache.regions.size(); i++)
+    if (cache.regions[i]->lifetime == states_lifetime()) find_borders(*this, int64_t(i), space.borders);
 }
 
 // A node sees its whole source: a prefix, which ends where the node stands.
@@ -452,7 +453,6 @@ void forward(const Model &model, const Cache &cache, Threads &threads, Workspace
   Pass pass(model, cache, threads, workspace, segments, count, wanted, wanted_count);
   const Threads::Awake awake(threads);
   pass.run(vocab, logits);
-  cache.states.finish_pass();
 }
 
 void encode(const Model &encoder, const Cache &one_part, Threads &threads, Workspace &workspace, const float *features,

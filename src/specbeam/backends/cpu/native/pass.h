@@ -46,7 +46,8 @@ struct Routes {
 };
 
 struct Workspace {
-  Buffer<float> x, normed, wide, mixed, attended, out, held, cos, sin, attention_parts, per_layer, embedded, own_logits;
+  Buffer<float> x, normed, wide, mixed, us, attended, out, held, cos, sin, attention_parts, per_layer, embedded;
+  Buffer<float> own_logits;
   std::vector<int32_t> segment_of, row_in;  // by node
   std::vector<int64_t> going;               // the nodes that go on, ascending
   std::vector<int64_t> of_target;           // the nodes of a draft head whose parents' features are the target's

@@ -43,7 +43,7 @@ class GatedDeltaNet(PartModule):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         part = self.part
-        mixed, gate = self.input(x).split([part.convolved_size, part.value_size], dim=-1)
+        mixed, gate = torch.split(self.input(x), [part.convolved_size, part.value_size], dim=-1)
         b, a = self.rates(x).float().chunk(2, dim=-1)
         decays = self.decay.weight.float() * F.softplus(a + self.step.weight.float())
         outs = [self._recur(s, mixed[s.rows], decays[s.rows], b[s.rows].sigmoid()) for s in batch.segments]
@@ -60,7 +60,7 @@ class GatedDeltaNet(PartModule):
         part, path = self.part, s.last[None]
         before, keys, us, kept_decays = s.store.tensors(self.memory)
         before[0, s.slots] = mixed
-        q, k, v = self._convolve(before[0], path).split([part.key_size, part.key_size, part.value_size], dim=-1)
+        q, k, v = torch.split(self._convolve(before[0], path), [part.key_size, part.key_size, part.value_size], dim=-1)
         q, k = (_unit(one.view(len(one), -1, part.key_dim)) for one in (q, k))
         q, v = q * part.key_dim**-0.5, v.view(len(v), -1, part.value_dim)
         is_ancestor, ancestors = (path >= 0)[:, :-1], path[:, :-1].clamp(min=0)

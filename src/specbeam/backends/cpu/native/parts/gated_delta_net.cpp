@@ -30,8 +30,7 @@ class GatedDeltaNet final : public Part {
   // input: queries, keys and values before the convolution, gates of the output, beta and the step of each value head
   Product input, filter, output;
   Norm decay, step, norm_of_heads;
-  Section before, rows;  // of the cache: the convolution's numbers, and the rows
-  int64_t state = 0;     // where a state has its numbers
+  Section before, rows, states;  // of the cache: what the convolution reads, and what linear attention keeps
 
  public:
   GatedDeltaNet() : Part("gated_delta_net") {
@@ -49,13 +48,15 @@ class GatedDeltaNet final : public Part {
   }
 
   bool add_memory(const Model &, Cache &cache, const Layer &) override {
-    const int64_t bytes = SLOTS_PER_BLOCK * int64_t(sizeof(float));
-    before = cache.add_section({kernel_size, 1, 0, false}, bytes * convolved_size());
-    if (before.start >= 0) rows = cache.add_section({}, bytes * heads.row_size());
-    if (rows.start >= 0) state = cache.states.add_part(heads.state_size());
-    return rows.start >= 0;
+    const auto add = [&cache](const Lifetime &lifetime, int64_t numbers) {
+      return cache.add_section(lifetime, SLOTS_PER_BLOCK * numbers * int64_t(sizeof(float)));
+    };
+    before = add({kernel_size, 1, 0, false}, convolved_size());
+    rows = add(rows_lifetime(), heads.row_size()), states = add(states_lifetime(), heads.state_size());
+    return before.start >= 0 && rows.start >= 0 && states.start >= 0;
   }
   bool has_memory() const override { return true; }
+  int64_t reach() const override { return std::max(kernel_size, rows_lifetime().reach); }
 
   const char *incomplete(const Model &m) const override {
     const int64_t hidden = m.config.hidden_size, values = heads.value_size();
@@ -89,8 +90,10 @@ class GatedDeltaNet final : public Part {
     });
     float *attended = room(p.space.attended, p.nodes * values);
     const float *keys = mixed + heads.key_size(), *decays = mixed + at_rates;
-    attend_linearly(p, heads, p.cache.rows(heads.row_size(), rows), state,
-                    {mixed, keys, keys + heads.key_size(), decays, decays + padded(count), stride}, attended);
+    const LinearMemory memory{p.cache.rows(heads.row_size(), rows), p.cache.rows(heads.state_size(), states),
+                              rows.region};
+    attend_linearly(p, heads, memory, {mixed, keys, keys + heads.key_size(), decays, decays + padded(count), stride},
+                    attended);
     if (!p.any_goes_on_after(*this)) return;
     p.activations.resize(p.rows(), output.parts);
     p.threads.each(p.rows(), 4, [&](int64_t r) {
@@ -120,8 +123,7 @@ class GatedDeltaNet final : public Part {
   }
 
   // Convolves the features of one head, of queries, keys or values. Queries and keys become unit vectors, and queries
-  // are divided by the root of their size.
-  // wide: [nodes, stride], the features before the convolution first
+  // are divided by the root of their size. wide: [nodes, stride], what is convolved of the nodes of the pass
   void convolve(const Pass &p, const Rows &kept, const float *wide, int64_t stride, int64_t n, int64_t group,
                 float *to) const {
     const int64_t vectors = 2 * heads.num_key_heads, position = p.position(n);
