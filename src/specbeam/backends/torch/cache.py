@@ -35,7 +35,7 @@ class KeyValues:
 
     Args:
         kept: for each part that keeps something, its tensors.
-        dtype: of those that are not exact.
+        dtype: of the tensors that are not exact.
     """
 
     def __init__(self, kept: Iterable[Iterable[Kept]], dtype: torch.dtype, device: str) -> None:

@@ -77,7 +77,7 @@ class Attention(Heads):
         beside_embedding: its input is the normed embedding of the node's token, then the normed hidden states. Only
             draft heads have it (:class:`specbeam.checkpoints.stems.FeatureStem`).
         sinks: a number for each query head is one more score in the softmax, and has no value (OpenAI 2025).
-        output_gate: one more product, whose rows follow those of the queries, makes a gate of the output: a factor
+        output_gate: one more product, whose rows follow the queries' rows, makes a gate of the output: a factor
             from 0 to 1 for each feature of a head (Qiu et al. 2025).
     """
 
