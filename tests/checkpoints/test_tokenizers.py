@@ -380,7 +380,6 @@ IN_OTHER_FILES = [
     ("whisper", "whisper", "WhisperTokenizer"),
     ("gpt2", "bytes", None),
     ("qwen2", "llama3", "Qwen2Tokenizer"),
-    ("qwen3_5", "llama3", "Qwen3_5Tokenizer"),
     ("gpt_neox", "bytes", "GPTNeoXTokenizerFast"),
     ("llama", "sentencepiece", "LlamaTokenizer"),
     ("gemma2", "sentencepiece", "GemmaTokenizer"),
