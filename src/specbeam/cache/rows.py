@@ -237,6 +237,10 @@ class TreeRows:
             nodes = np.flatnonzero(self._needs[: len(depths)])
             self.let_go(nodes[depths[nodes] < end], slot)
 
+    def start_over(self) -> None:
+        """The tree has freed all rows, and evaluates nodes from the root on: their rows are swept again."""
+        self.lost = self._swept = 0
+
     def take(self, length: int) -> None:
         """The tree goes on after a cached prefix of this length, of which it has the last rows."""
         self.lost = max(self.lost, length + 1 - self.lifetime.reach)

@@ -175,7 +175,7 @@ class Slots:
             if self.is_fresh:
                 self.reused = 0
             for one in self.rows:
-                one.lost = 0
+                one.start_over()
             self._take_prefix(int(self.tree.depths(missing).min()) if len(missing) else None)
             missing = self.missing(nodes)
         return missing
