@@ -1,4 +1,4 @@
-"""What a pass of a model's own draft head costs beside a pass of the model, by CPU time and by the clock.
+"""What a pass of a model's own draft head costs beside a pass of the model, by CPU time.
 
     python bench/random_gguf.py FILE.gguf --shape qwen3.5-0.8b
     python bench/heads.py FILE.gguf [--threads 1] [--json FILE]
@@ -10,12 +10,12 @@ its drafts do. Random weights show what passes cost, and nothing of how many dra
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+from figures import Figures, add_json_option
 
 import specbeam
 from specbeam.cache.slots import Slots
@@ -27,9 +27,9 @@ VOCABULARIES = (32_000, 64_000, None)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json")
+    add_json_option(parser)
     given = parser.parse_args()
     lm = specbeam.load(given.model, backend="cpu", threads=given.threads)
     head = lm.draft_model("mtp")
@@ -51,20 +51,19 @@ def main() -> None:
         batch = own.tree_batch(last, np.array([0]), vocab)
         batch.features = theirs.at(last - 1)
         passes[f"head, {vocab or 'all'} tokens"] = lambda batch=batch: head.backend.forward([batch])  # type: ignore[misc]
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
+    times: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(ROUNDS):
         for name, run in passes.items():
-            start = time.process_time(), time.perf_counter()
+            start = time.process_time()
             run()
-            times[name].append((time.process_time() - start[0], time.perf_counter() - start[1]))
-    medians = {name: [statistics.median(one) for one in zip(*some, strict=True)] for name, some in times.items()}
-    for name, (cpu, wall) in medians.items():
-        shares = [one / whole for one, whole in zip((cpu, wall), medians["target"], strict=True)]
-        print(f"{name:20} {cpu * 1e3:8.2f} ms of CPU ({shares[0]:.3f})  {wall * 1e3:8.2f} ms ({shares[1]:.3f})")
-    if given.json:
-        facts = {"threads": given.threads, "context": CONTEXT, "rounds": ROUNDS, "precision": lm.precision}
-        with open(given.json, "w", encoding="utf-8") as file:
-            json.dump(facts | {"seconds_cpu_and_wall": medians}, file, indent=1)
+            times[name].append(1e3 * (time.process_time() - start))
+    figures = Figures.of_this_run(f"{given.threads} threads")
+    for name, samples in times.items():
+        shares = [one / whole for one, whole in zip(samples, times["target"], strict=True)]
+        took = figures.add(given.model.stem, "pass", name, unit="ms", samples=samples)
+        share = figures.add(given.model.stem, "share of the target's pass", name, unit="", samples=shares)
+        print(f"{name:20} {took.value:8.2f} ms of CPU, {share.value:.3f} of the target's")
+    figures.write(given.json)
 
 
 if __name__ == "__main__":

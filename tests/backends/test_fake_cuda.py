@@ -10,7 +10,7 @@ import specbeam
 from specbeam import hf, ladder
 from specbeam.backends import devices
 from specbeam.backends.torch import TorchBackend
-from specbeam.backends.torch.cache import KeyValues
+from specbeam.backends.torch.cache import Kept, KeyValues
 from specbeam.backends.torch.sampling import choose
 from specbeam.backends.transformers import CausalBackend
 from specbeam.cache.slots import Slots
@@ -258,7 +258,7 @@ def test_what_fake_tensors_refuse_fails_here(gpu):
     here.to(CUDA)
     here.to(CUDA, non_blocking=True)
     assert len(gpu.waits) == 3
-    store = KeyValues([[(1, 2)]], torch.float16, torch.device(CUDA))
+    store = KeyValues([[Kept(1, 2)]], torch.float16, torch.device(CUDA))
     store.reserve(1)
     with pytest.raises(RuntimeError, match="dtype"):
         store.tensors(0)[0][0] @ torch.zeros(2, 2, device=CUDA)

@@ -120,7 +120,7 @@ def test_each_file_is_read_as_transformers_reads_it_or_refused_by_both(part):
 
 
 def test_a_file_of_each_architecture_is_read_as_transformers_reads_it():
-    assert {file["model_type"] for file in whole_files()} == {*ARCHITECTURES}
+    assert {file["model_type"] for file in whole_files()} == {*ARCHITECTURES} - {"eagle3"}  # a draft head
     for file in whole_files():
         assert by_us(file) == by_transformers(file) is not None
 

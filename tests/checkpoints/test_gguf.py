@@ -647,23 +647,15 @@ def test_transformers_loader_runs_no_other_model_than_the_file_describes(tmp_pat
             specbeam.load(path, backend="transformers")
         assert specbeam.load(path).backend.name == "cpu"
     usual = {
-        **{
-            "context_length": 64,
-            "embedding_length": 32,
-            "block_count": 2,
-            "feed_forward_length": 96,
-            "expert_count": 4,
-        },
+        **{"context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 96},
         **{"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6},
         **{"attention.key_length": 8, "attention.value_length": 8, "rope.freq_base": 1e6, "rope.dimension_count": 8},
-        **{"expert_used_count": 2, "expert_feed_forward_length": 24, "rope.scaling.finetuned": False},
+        **{"rope.scaling.finetuned": False},
     }
     tensors = {"token_embd.weight": (259, 32)}
     for lost in ({}, {"rope.scaling.factor": 4.0}, {"rope.scaling.type": "yarn"}, {"logit_scale": 0.5}):
-        metadata = {"general.architecture": "qwen2moe"} | {f"qwen2moe.{k}": v for k, v in (usual | lost).items()}
-        expected = (
-            pytest.raises(SpecbeamError, match="drops what this file says in qwen2moe") if lost else nullcontext()
-        )
+        metadata = {"general.architecture": "deci"} | {f"deci.{k}": v for k, v in (usual | lost).items()}
+        expected = pytest.raises(SpecbeamError, match="drops what this file says in deci") if lost else nullcontext()
         with expected:
             check_transformers(metadata, tensors, None, pytest.fail)
 

@@ -290,8 +290,8 @@ for line, file in json.loads(sys.argv[1]).items():
 COMPLETIONS = {
     "specbeam gen": {"generate"},
     "specbeam generate hi --draft ": {"ngram", "suffix", "mtp", *ALIASES},
-    "specbeam batch --model g": {"gemma3-270m", "gemma3-1b-it", "gemma3-4b-it"},
-    "specbeam models show g": {"gemma3-270m", "gemma3-1b-it", "gemma3-4b-it"},
+    "specbeam batch --model g": {name for name in ALIASES if name.startswith("g")},
+    "specbeam models show gemma3-": {"gemma3-270m", "gemma3-1b-it", "gemma3-4b-it"},
     "specbeam generate --backend t": {"torch", "transformers"},
     "specbeam generate --quantize int": {"int8", "int4"},
     "specbeam batch --num-beam": {"--num-beams", "--num-beam-groups"},

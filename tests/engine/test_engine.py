@@ -9,7 +9,7 @@ import torch
 
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
-from specbeam.backends.torch.cache import KeyValues
+from specbeam.backends.torch.cache import Kept, KeyValues
 from specbeam.cache.slots import Slots
 from specbeam.core.strategy import Evaluate, Hypothesis
 from specbeam.core.tree import Tree
@@ -129,7 +129,7 @@ def test_making_room_can_be_tried_again(monkeypatch):
         left["allocations"] -= 1
         return new_zeros(tensor, *size, **how)
 
-    store = KeyValues([[(3, 4)] * 2] * 2, torch.float32, "cpu")
+    store = KeyValues([[Kept(3, 4)] * 2] * 2, torch.float32, "cpu")
     store.reserve(64)
     stored, one = torch.randn(2, 2, 64, 3, 4), torch.ones(1, 3, 4)  # keys and values by layer
     for layer, both in enumerate(stored):
