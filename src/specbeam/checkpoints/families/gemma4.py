@@ -67,6 +67,7 @@ class Gemma4(Architecture):
         "num_key_value_heads": (int, 4),
         "num_kv_shared_layers": (int, 0),
         "per_layer_config": (dict | None, NOT_GIVEN),
+        "rope_scaling": (dict | None, None),
         "rms_norm_eps": (float, 1e-6),
         "sliding_window": (int, 512),
         "tie_word_embeddings": (bool, True),
@@ -169,6 +170,8 @@ class Gemma4(Architecture):
         return {i: changes for i, kind in enumerate(keys.layer_types) if kind == FULL}
 
     def rope_parameters(self, keys: SimpleNamespace) -> dict[str, Any]:
+        if keys.rope_scaling is not None:
+            keys.rope_parameters = keys.rope_scaling
         if keys.rope_parameters is None:
             keys.rope_parameters = {kind: {**rope} for kind, rope in ROPES.items()}
         return standardized(keys)
