@@ -117,6 +117,11 @@ ARCHITECTURES = {
     "starcoder2": {"pad_token_id": EOS},
     "cohere2": {"logit_scale": 0.5, "pad_token_id": EOS},
     "lfm2": {"block_auto_adjust_ff_dim": False, "full_attn_idxs": [0, 2], "pad_token_id": EOS},
+    "qwen3_5": {
+        **{"model_type": "qwen3_5_text", "head_dim": 32, "full_attention_interval": 2, "pad_token_id": EOS},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    },
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": EOS},
     "mixtral": {"num_local_experts": 4},
@@ -136,6 +141,7 @@ COMPOSITES = {
     "gemma4": ("gemma4", "gemma4_vision"),
     "mistral3": ("mistral", "pixtral"),
     "lfm2_vl": ("lfm2", "siglip2_vision_model"),
+    "qwen3_5": ("qwen3_5", "qwen3_5_vision"),
 }
 VISION = {
     **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},

@@ -43,6 +43,7 @@ KEYS_ARE_VALUES = {
     **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
 }
+LINEAR_FIRST_AND_LAST = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 FAMILIES = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -102,6 +103,14 @@ FAMILIES = {
         {
             **{"intermediate_size": 70, "block_auto_adjust_ff_dim": True},
             **{"block_ffn_dim_multiplier": 1.25, "block_multiple_of": 16},
+        },
+    ),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5, linear attention first and last": (
+        "qwen3_5",
+        {
+            **{"num_hidden_layers": 4, "layer_types": LINEAR_FIRST_AND_LAST, "attention_bias": True},
+            **{"linear_conv_kernel_dim": 3, "linear_num_value_heads": 6, "linear_value_head_dim": 16},
         },
     ),
     "gemma4": ("gemma4", PER_LAYER),

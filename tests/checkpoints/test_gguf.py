@@ -65,7 +65,7 @@ NAMED = {
     **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2", "mixtral": "llama"},
     **{"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"},
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
-    **{"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
+    **{"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
 }
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
 WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe"}
@@ -108,6 +108,14 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         kv_heads = [kv_heads * (kind != "conv") for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_vocab_size(config.vocab_size)
+    if named == "qwen35":
+        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_rope_dimension_sections([2, 2, 0, 0])
     if named == "gemma4":
         inner, kv_heads, head_dim = gemma4_sizes(writer, config)
     writer.add_feed_forward_length(inner)
@@ -219,6 +227,10 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
             array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
         if named in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
+        if named == "qwen35":
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                array = array + 1
+            name, array = linear_attention_tensor(config, name, array)
         if ".experts." in name:
             if re.search(r"experts\.\d", name):
                 needs("transformers, which stacks experts")
@@ -226,7 +238,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
                 form = Type.F32 if there.endswith("bias") else kind
                 writer.add_tensor(there, quants.quantize(own, form), raw_dtype=form)
             continue
-        filters = "conv.conv" in name
+        filters = "conv.conv" in name or "conv1d" in name
         array = array.squeeze(1) if filters else array
         exact = filters or array.ndim == 1 or name.endswith((".gate.weight", ".router.weight"))
         name += ".weight" if name.endswith(("layer_scalar", ".sinks")) else ""
@@ -265,6 +277,27 @@ def gemma4_sizes(writer, config):
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     widths = [config.intermediate_size * (1 if i < len(slides) - shared else wide) for i in range(len(slides))]
     return widths, [layer.num_key_value_heads for layer in layers], head_dim
+
+
+def linear_attention_tensor(config, name, array):
+    """The name that gguf knows, and the tensor with value heads in llama.cpp's order, in which h has key head h % n."""
+    n, size = config.linear_num_key_heads, config.linear_value_head_dim
+    keys = 2 * n * config.linear_key_head_dim
+
+    def tiled(rows, size):
+        return rows.reshape(n, -1, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    own = name.partition("linear_attn.")[2].removesuffix(".weight")
+    if own in ("in_proj_qkv", "conv1d"):
+        array = np.concatenate([array[:keys], tiled(array[keys:], size)])
+    elif own == "in_proj_z":
+        array = tiled(array, size)
+    elif own in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        array = tiled(-np.exp(array) if own == "A_log" else array, 1)
+        name = name.replace("dt_bias", "dt_proj.bias")
+    elif own == "out_proj":
+        array = np.ascontiguousarray(tiled(array.T, size).T)
+    return name, array
 
 
 def finish(writer):
@@ -319,6 +352,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("mixtral", {}),
         ("gpt_oss", {"num_hidden_layers": 4}),
         ("lfm2_moe", {"tie_word_embeddings": True}),
+        ("qwen3_5", {"tie_word_embeddings": True}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),

@@ -64,7 +64,7 @@ class TorchBackend(TensorBackend):
         load_weights(self.model, checkpoint, self.device, self.dtype)
         self._store = self.new_store()
         self._one_pass = Lock()  # the KV cache may move when it grows
-        self.slot_bytes = sum(memory.numbers for memory in config.memories) * self.dtype.itemsize
+        self.slot_bytes = self._store.slot_bytes
 
     def new_store(self) -> KeyValues:
         """An empty KV cache for this model."""

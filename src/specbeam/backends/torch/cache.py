@@ -18,19 +18,40 @@ MIN_CAPACITY = 64
 """Slots."""
 
 
+class Kept(NamedTuple):
+    """A tensor [heads, capacity, features] in which a part keeps numbers of each slot.
+
+    Attributes:
+        exact: it is in float32, whatever the weights are.
+    """
+
+    heads: int
+    features: int
+    exact: bool = False
+
+
 class KeyValues:
     """What the parts of a model keep in slots, such as keys and values. Capacity grows by quarters.
 
     Args:
-        kept: for each part that keeps something, the heads and features of its tensors, which are
-            [heads, capacity, features].
+        kept: for each part that keeps something, its tensors.
+        dtype: of those that are not exact.
     """
 
-    def __init__(self, kept: Iterable[Iterable[tuple[int, int]]], dtype: torch.dtype, device: str) -> None:
+    def __init__(self, kept: Iterable[Iterable[Kept]], dtype: torch.dtype, device: str) -> None:
         self.capacity = 0
         self._tensors = [
-            [torch.empty(heads, 0, features, dtype=dtype, device=device) for heads, features in part] for part in kept
+            [
+                torch.empty(one.heads, 0, one.features, dtype=torch.float32 if one.exact else dtype, device=device)
+                for one in part
+            ]
+            for part in kept
         ]
+
+    @property
+    def slot_bytes(self) -> int:
+        """What all parts keep of a token, in bytes."""
+        return sum(one.shape[0] * one.shape[2] * one.itemsize for one in chain.from_iterable(self._tensors))
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this many slots, and keep the stored ones. After a failure it may be tried again."""
@@ -107,8 +128,13 @@ def seen_by(segment: TreeBatch) -> Seen:
     )
 
 
-def last_slots(segment: TreeBatch, reach: int) -> NDArray[np.int64]:
-    """The slots of the last nodes up to each node of a segment, int64 [n, reach], its own last. -1 before the start."""
+def last_slots(segment: TreeBatch, reach: int | None) -> NDArray[np.int64]:
+    """The slots of the last nodes up to each node of a segment, int64 [n, reach], its own last. -1 before the start.
+
+    Args:
+        reach: None for the whole paths of all nodes.
+    """
+    reach = int(segment.positions.max()) + 1 if reach is None else reach
     positions = segment.positions[:, None] + np.arange(1 - reach, 1)
     end = len(segment.prefix)
     slots = np.full(positions.shape, -1)

@@ -139,7 +139,7 @@ class Transformer(Stack):
         self.encoder = None if config.encoder is None else Encoder(config.encoder)
         attentions = [part for part in config.parts if isinstance(part, described.Attention)]
         self.windows = {part.window for part in attentions}
-        self.reaches = {module.reach for module in self.parts if module.reach}
+        self.reaches = {module.reach for module in self.parts if module.reach != 0}
         # In float32 whatever the weights are: positions beyond a few hundred are not exact in half precision.
         ropes = {part.rope for part in attentions if part.rope is not None}
         self.frequencies = {r: torch.tensor(r.frequencies(), dtype=torch.float32, device="cpu") for r in ropes}

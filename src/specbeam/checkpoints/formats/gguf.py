@@ -19,7 +19,7 @@ from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts, Table, le
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
 from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
-from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, check_transformers, config_from_gguf
+from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, NEXTN, check_transformers, config_from_gguf
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, GGUFVocabulary, vocabulary_from_gguf
@@ -195,7 +195,10 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return DIVISORS + self.architecture.gguf_ignored
+        layers, further = self.config.num_layers, self.metadata.get(f"{self.architecture.gguf_name}.{NEXTN}", 0)
+        blocks = tuple(f"blk.{layers + i}." for i in range(further))
+        passed_over = tuple(name for name in self.shapes if blocks and name.startswith(blocks))
+        return DIVISORS + self.architecture.gguf_ignored + passed_over
 
     @property
     def modules(self) -> Mapping[str, str]:

@@ -29,6 +29,8 @@ logger = logging.getLogger("specbeam")
 LLAMA3_DIVISORS, LONGROPE_DIVISORS = "rope_freqs.weight", "rope_factors_short.weight"
 DIVISORS = (LLAMA3_DIVISORS, LONGROPE_DIVISORS, "rope_factors_long.weight")
 """Tensors of rotary divisors. They are part of the configuration, and no parameters of the model."""
+NEXTN = "nextn_predict_layers"
+"""The key that says how many last blocks are no layers, in architectures that have it."""
 NO_EFFECT = frozenset(
     (
         "vocab_size",  # the embedding has as many rows
@@ -147,7 +149,7 @@ def _read(
     if not get("attention.causal", True):
         raise SpecbeamError(f"{metadata.architecture} models whose attention is not causal are not supported")
 
-    hidden, depth = get("embedding_length"), layer_count(get("block_count"), tensors)
+    hidden, depth = get("embedding_length"), layer_count(layers_in(metadata, architecture), tensors)
     if (head_dim := get("attention.key_length", None)) is None:
         head_dim = hidden // size("num_heads", metadata.of_layer(0, "attention.head_count"))
     size("head_dim", head_dim, MAX_HEAD_DIM)
@@ -212,6 +214,15 @@ def _read(
         **architecture.features,
     )
     return architecture.refine_gguf_config(config, metadata)
+
+
+def layers_in(metadata: Metadata, architecture: Architecture) -> int:
+    """The number of layers. Blocks behind them predict further tokens in some architectures."""
+    blocks = metadata.need("block_count")
+    further = metadata.need(NEXTN, 0) if NEXTN in architecture.gguf_keys else 0
+    if not 0 <= further < blocks:
+        raise SpecbeamError(f"{metadata.name(NEXTN)} = {further}, but the model has {blocks} blocks")
+    return int(blocks - further)
 
 
 def _factor(metadata: Metadata) -> float:

@@ -75,6 +75,8 @@ class Attention(Heads):
         shares_keys_of: the number of an earlier layer, whose keys and values are read in place of own ones; None where
             it has its own.
         sinks: a number for each query head is one more score in the softmax, and has no value (OpenAI 2025).
+        output_gate: one more product, whose rows follow those of the queries, makes a gate of the output: a factor
+            from 0 to 1 for each feature of a head (Qiu et al. 2025).
     """
 
     name: ClassVar = "attention"
@@ -87,6 +89,7 @@ class Attention(Heads):
     keys_are_values: bool = False
     shares_keys_of: int | None = None
     sinks: bool = False
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,6 +102,8 @@ class Attention(Heads):
 
     def check(self, config: Sizes, before: Part | None, earlier: Sequence[tuple[Part, ...]]) -> None:
         super().check(config, before, earlier)
+        if self.output_gate and (self.keys_are_values or self.shares_keys_of is not None):
+            raise SpecbeamError("the model's configuration has a gate in an attention without values of its own")
         if self.shares_keys_of is None:
             return
         layer = earlier[self.shares_keys_of] if 0 <= self.shares_keys_of < len(earlier) else ()
@@ -114,12 +119,13 @@ class Attention(Heads):
 
     def weights(self, config: Sizes) -> Parameters:
         hidden, own = config.hidden_size, self.shares_keys_of is None
+        queries = self.query_size * (2 if self.output_gate else 1)
         if not own:
             yield from product("query", self.query_size, hidden, self.qkv_bias)
         elif self.keys_are_values:
             yield from product("query_key", (self.query_size, self.key_size), hidden, self.qkv_bias)
         else:
-            yield from product("qkv", (self.query_size, self.key_size, self.key_size), hidden, self.qkv_bias)
+            yield from product("qkv", (queries, self.key_size, self.key_size), hidden, self.qkv_bias)
         yield from product("output", config.hidden_size, self.query_size, self.output_bias)
         if self.qk_norm:
             yield from norm("q_norm", self.query_size if self.qk_norm == "all" else self.head_dim, config)

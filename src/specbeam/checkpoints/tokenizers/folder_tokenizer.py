@@ -1,6 +1,6 @@
 """The tokenizer of a folder in Hugging Face's layout, as transformers makes it of the same files.
 
-transformers rebuilds six kinds of tokenizers from their vocabulary and merges, whatever else tokenizer.json says; it
+transformers rebuilds seven kinds of tokenizers from their vocabulary and merges, whatever else tokenizer.json says; it
 takes other files as they are. What is not surely one of these cases is left to transformers.
 """
 
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from tokenizers import Tokenizer as Backend
 
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import read_json, refusing
-from specbeam.checkpoints.tokenizers.gguf_tokenizer import QWEN2, check_lengths, cuts, sentencepiece_decoder, surround
+from specbeam.checkpoints.tokenizers.gguf_tokenizer import (
+    QWEN2,
+    QWEN35,
+    check_lengths,
+    cuts,
+    sentencepiece_decoder,
+    surround,
+)
 from specbeam.checkpoints.tokenizers.sentencepiece_model import (
     BPE,
     CONTROL,
@@ -36,10 +44,10 @@ AS_THE_FILE_SAYS = (PLAIN, "PreTrainedTokenizer", "PythonBackend")
 """Classes for which tokenizer.json decides, as they are called without "Fast" at the end."""
 MISTRALS = ("ministral3", "mistral", "mistral3")
 """Models for which transformers takes mistral_common where it is installed, and tokenizer.json elsewhere."""
-WRONG_IN_FILES = ("phi3", "qwen2")
+WRONG_IN_FILES = ("phi3", "qwen2", "qwen3_5")
 """Models whose files often name a wrong class, so transformers takes the class it knows."""
 OF_SEVERAL_PARTS: dict[str, str | None] = {
-    **{"gemma3": "GemmaTokenizer", "internvl": "Qwen2Tokenizer"},
+    **{"gemma3": "GemmaTokenizer", "internvl": "Qwen2Tokenizer", "qwen3_5": "Qwen3_5Tokenizer"},
     **dict.fromkeys(("gemma4", "gemma4_unified", "idefics3", "lfm2_vl")),
     **dict.fromkeys(("llava", "mistral3", "smolvlm"), PLAIN),
 }
@@ -78,7 +86,9 @@ DEFAULTS: dict[str, dict[str, str]] = {
     },
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
     "GPTNeoXTokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END) | {"pad_token": "<|padding|>"},
-    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END),
+    **dict.fromkeys(
+        ("Qwen2Tokenizer", "Qwen3_5Tokenizer"), dict.fromkeys(("eos_token", "unk_token", "pad_token"), TEXT_END)
+    ),
     WHISPER: dict.fromkeys(("bos_token", "eos_token", "unk_token"), TEXT_END),
 }
 """The special tokens of each kind that is rebuilt, if tokenizer_config.json names none."""
@@ -403,10 +413,10 @@ def _gpt_neox(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: M
     return backend
 
 
-def _qwen2(vocabulary: Any, merges: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> Backend:
+def _qwen(splits: tuple[str], vocabulary: Any, merges: Any, named: Any, options: Mapping[str, Any]) -> Backend:
     backend = _byte_level(vocabulary, merges)
     backend.normalizer = normalizers.NFC()
-    (split,) = QWEN2
+    (split,) = splits
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(split), "isolated"),
@@ -421,7 +431,8 @@ REBUILD: dict[str, Callable[..., Backend]] = {
     "GemmaTokenizer": _gemma,
     "GPT2Tokenizer": _gpt2,
     "GPTNeoXTokenizer": _gpt_neox,
-    "Qwen2Tokenizer": _qwen2,
+    "Qwen2Tokenizer": partial(_qwen, QWEN2),
+    "Qwen3_5Tokenizer": partial(_qwen, QWEN35),
     WHISPER: _gpt2,
 }
 

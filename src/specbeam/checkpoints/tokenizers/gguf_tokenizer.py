@@ -32,6 +32,7 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 BREAKS_AND_SPACE = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 PUNCTUATION_AND_SPACE = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + BREAKS_AND_SPACE
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+LETTERS_AND_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
@@ -43,6 +44,7 @@ GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 DIGITS_APART = (r"\p{N}", *GPT2)
 LLAMA3 = (rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}{PUNCTUATION_AND_SPACE}",)
 QWEN2 = (rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{PUNCTUATION_AND_SPACE}",)
+QWEN35 = (QWEN2[0].replace(LETTERS, LETTERS_AND_MARKS).replace(r"\p{L}\p{N}]+", r"\p{L}\p{M}\p{N}]+"),)
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -78,6 +80,7 @@ PRE = {
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Pre(LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), Pre(QWEN2, composes=True)),
+    "qwen35": Pre(QWEN35, composes=True),
     **dict.fromkeys(("kormo", "f2llmv2", "hunyuan", "solar-open"), Pre(QWEN2)),
     **dict.fromkeys(
         ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "a.x-4.0"),

@@ -65,7 +65,10 @@ static void empty_slots(Cache &cache, const Segment *segments, int64_t count) {
 static const char *fill_slots(Cache &cache, const Segment *segments, int64_t count) {
   int32_t mark = -1;  // each node leaves its own in its slot: if another node has the same slot, one mark is gone
   bool distinct = true;
-  each_slot(cache, segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { in_slot = --mark; });
+  each_slot(cache, segments, count, [&](int32_t &in_slot, int64_t n, const Segment &s) {
+    in_slot = --mark;
+    cache.states.forget(s.slots[n], 1);
+  });
   mark = -1;
   each_slot(cache, segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { distinct &= in_slot == --mark; });
   if (!distinct) return "two nodes have the same slot";

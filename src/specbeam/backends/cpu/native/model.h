@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "formats.h"
+#include "states.h"
 #include "table.h"
 
 namespace specbeam {
@@ -135,6 +136,7 @@ class Cache {
   int64_t capacity = 0;            // all slots in use are below it
   std::vector<int32_t> positions;  // [capacity], of each slot's node in its sequence; EMPTY: no node
   static constexpr int32_t EMPTY = -1;
+  mutable States states;  // of linear attention
 
   // one_part: the cache holds what one part keeps at a time
   explicit Cache(bool one_part = false) : one_part(one_part) {}
@@ -172,6 +174,7 @@ class Cache {
   // Empties slots, and gives the memory of blocks without any other slot back to the system.
   void release(int64_t first, int64_t count) {
     std::fill_n(positions.begin() + first, count, EMPTY);
+    states.forget(first, count);
     const int64_t from = (first + SLOTS_PER_BLOCK - 1) / SLOTS_PER_BLOCK, to = (first + count) / SLOTS_PER_BLOCK;
     const int64_t start = whole_pages(from * block), end = to * block / page() * page();
     if (start < end) (void)madvise(data + start, end - start, MADV_DONTNEED);
@@ -203,8 +206,6 @@ class Cache {
     return false;
   }
 };
-
-constexpr int64_t NO_SLOT = -1;
 
 // The slots of a node's ancestors from a position on, up to the end of the prefix or of the suffix.
 inline const int64_t *ancestors(const Segment &s, int64_t node, int64_t position) {

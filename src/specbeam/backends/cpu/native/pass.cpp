@@ -107,6 +107,7 @@ Pass::Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segm
     for (const auto &part : layer)
       if (part->has_memory()) last_with_memory = part.get();
   if (model.encoder) find_sources(count);
+  if (cache.states) find_borders(*this, space.borders);
 }
 
 // A node sees its whole source: a prefix, which ends where the node stands.
@@ -351,6 +352,7 @@ void forward(const Model &model, const Cache &cache, Threads &threads, Workspace
   Pass pass(model, cache, threads, workspace, segments, count, wanted, wanted_count);
   const Threads::Awake awake(threads);
   pass.run(vocab, logits);
+  cache.states.finish_pass();
 }
 
 void encode(const Model &encoder, const Cache &one_part, Threads &threads, Workspace &workspace, const float *features,

@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "kernels.h"
+#include "linear_attention.h"
 #include "parts/part.h"
 #include "product.h"
 #include "simd.h"
@@ -45,7 +46,7 @@ struct Routes {
 };
 
 struct Workspace {
-  Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts, per_layer;
+  Buffer<float> x, normed, wide, mixed, attended, out, cos, sin, attention_parts, per_layer;
   std::vector<int32_t> segment_of, row_in;  // by node
   std::vector<int64_t> going;               // the nodes that go on, ascending
   Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
@@ -55,6 +56,7 @@ struct Workspace {
   Activations activations;
   Routes routes;
   std::vector<Job> jobs;
+  Borders borders;
 };
 
 constexpr int64_t ACTIVATIONS_AHEAD = 1024;  // numbers that are prefetched, over the ends of rows

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.torch.cache import KeyValues
+from specbeam.backends.torch.cache import Kept, KeyValues
 from specbeam.backends.torch.modules import Norm, Vector, Weights, cap
 from specbeam.backends.torch.parts.part import Batch, PartModule
 from specbeam.checkpoints.config import Config
@@ -84,7 +84,7 @@ class Attention(PartModule):
 
     def __init__(self, part: described.Attention, config: Config) -> None:
         super().__init__(part, config)
-        self.kept = ((part.num_kv_heads, part.head_dim),) * 2 if part.shares_keys_of is None else ()
+        self.kept = (Kept(part.num_kv_heads, part.head_dim),) * 2 if part.shares_keys_of is None else ()
         self._eps = config.norm_eps
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -94,6 +94,9 @@ class Attention(PartModule):
         if part.shares_keys_of is not None:
             return self._with_shared_keys(x, batch, sinks)
         qkv = (self.query_key if part.keys_are_values else self.qkv)(x).view(len(x), -1, part.head_dim)
+        gate = qkv[:, heads : 2 * heads].flatten(1) if part.output_gate else None
+        if part.output_gate:
+            qkv = torch.cat([qkv[:, :heads], qkv[:, 2 * heads :]], dim=1)
         qk, v = qkv if part.keys_are_values else qkv[:, : -part.num_kv_heads], qkv[:, -part.num_kv_heads :]
         if part.value_norm:
             v = F.rms_norm(v, (part.head_dim,), eps=self._eps)
@@ -112,13 +115,15 @@ class Attention(PartModule):
         q = self._grown(q, batch)
         if not batch.segments:
             k, v = k.transpose(0, 1), v.transpose(0, 1)
-            return self.output(attend(q, k, v, None, scale, softcap, sinks))
+            out = attend(q, k, v, None, scale, softcap, sinks)
+            return self.output(out if gate is None else out * gate.sigmoid())
         outs = []
         for s in batch.segments:
             keys, values = s.store.store(self.memory, s.slots, k[s.rows], v[s.rows])
             visible = s.visible[part.window]
             outs.append(attend(q[s.rows], keys[:, s.seen], values[:, s.seen], visible, scale, softcap, sinks))
-        return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
+        out = torch.cat(outs) if len(outs) > 1 else outs[0]
+        return self.output(out if gate is None else out * gate.sigmoid())
 
     def _grown(self, q: Tensor, batch: Batch) -> Tensor:
         """Queries [n, heads, head_dim], each times the factor of its position."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from specbeam.backends.torch.cache import KeyValues
+from specbeam.backends.torch.cache import Kept, KeyValues
 from specbeam.backends.torch.modules import add_modules
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.parts.part import Part
@@ -31,7 +31,8 @@ class TreeSegment:
         visible: by the window of an attention, which of these slots each node sees, bool [n, c]; None where nodes see
             all.
         last: by the reach of a part, the slots of the last nodes up to each node, int64 [n, reach]. The node is
-            the last of its row. Before the start of the sequence they are negative.
+            the last of its row. Before the start of the sequence they are negative. For the reach None, they are the
+            whole path of each node.
         source: the slots of the encoder's output, all of which the nodes see; None without an encoder.
         probe: heads of cross-attention to be captured, and the positions of the nodes, int64 [n]; None for none.
     """
@@ -41,7 +42,7 @@ class TreeSegment:
     slots: slice | Tensor
     seen: slice | Tensor
     visible: dict[int | None, Tensor | None]
-    last: dict[int, Tensor] = field(default_factory=dict)
+    last: dict[int | None, Tensor] = field(default_factory=dict)
     source: slice | Tensor | None = None
     probe: tuple[AttentionProbe, NDArray[np.int64]] | None = None
 
@@ -66,15 +67,16 @@ class PartModule(nn.Module):
 
     Attributes:
         part: the description, with all numbers.
-        reach: of how many last nodes of each path it reads what they keep; 0 for none. Attention reads what it sees.
-        kept: heads and features of each tensor that it keeps in the KV cache. A slot has heads * features numbers.
+        reach: of how many last nodes of each path it reads what they keep; 0 for none, None for all. Attention reads
+            what it sees.
+        kept: the tensors that it keeps in the KV cache.
         layer: the number of its layer.
         memory: the number of its tensors in the KV cache. A part that keeps nothing has that of the part before it.
     """
 
     part: Part
-    reach: int = 0
-    kept: tuple[tuple[int, int], ...] = ()
+    reach: int | None = 0
+    kept: tuple[Kept, ...] = ()
     layer: int
     memory: int
 

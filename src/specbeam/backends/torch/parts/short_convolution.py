@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specbeam.backends.torch.cache import Kept
 from specbeam.backends.torch.modules import Weights
 from specbeam.backends.torch.parts.part import Batch, PartModule
 from specbeam.checkpoints.config import Config
@@ -21,7 +22,7 @@ class ShortConvolution(PartModule):
 
     def __init__(self, part: described.ShortConvolution, config: Config) -> None:
         super().__init__(part, config)
-        self.reach, self.kept = part.kernel_size, ((1, config.hidden_size),)
+        self.reach, self.kept = part.kernel_size, (Kept(1, config.hidden_size),)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         before, after, values = self.input(x).chunk(3, dim=-1)

@@ -42,9 +42,9 @@ class WithHeads : public Part {
   }
 
   // Attends with queries [rows, stride] and multiplies the results. by_node: the rows are all nodes. Without it they
-  // are the nodes that go on.
-  void attend_and_multiply(Pass &p, bool of_source, bool by_node, int64_t window, const float *queries,
-                           int64_t stride) const {
+  // are the nodes that go on. gates: [rows, stride], of the results; null for none
+  void attend_and_multiply(Pass &p, bool of_source, bool by_node, int64_t window, const float *queries, int64_t stride,
+                           const float *gates = nullptr) const {
     const int64_t width = heads.query_size(), rows = p.rows();
     float *attended = room(p.space.attended, p.nodes * width);
     const AttentionJob job = p.plan(of_source, by_node, heads, keys_in(p.cache), window, queries, stride, attended);
@@ -53,9 +53,18 @@ class WithHeads : public Part {
     p.threads.each(rows, 4, [&](int64_t r) {
       const int64_t row = by_node ? p.going()[r] : r;
       join(job, row);
+      if (gates) gate(gates + row * stride, attended + row * width);
       p.activations.set(r, attended + row * width);
     });
     multiply(output, p.threads, p.activations, p.out, p.out_stride);
+  }
+
+ private:
+  void gate(const float *gates, float *result) const {
+    for (int64_t i = 0, size = heads.query_size(); i < size; i += LANES) {
+      const F32 x = load_some(gates + i, size - i);
+      store_some(result + i, load_some(result + i, size - i) / (1.0f + exp(-x)), size - i);
+    }
   }
 };
 
@@ -66,7 +75,7 @@ class Attention final : public WithHeads {
   int64_t query_growth_period = 0;
   Flag value_norm = NO, keys_are_values = NO;
   int64_t shares_keys_of = -1;  // the layer whose keys and values are read, or -1
-  Flag has_sinks = NO;
+  Flag has_sinks = NO, output_gate = NO;
   Product qkv;  // without the products that it lacks
   Norm q_norm, k_norm;
   std::vector<float> ones;  // the weight of the norm of values
@@ -77,6 +86,7 @@ class Attention final : public WithHeads {
     number("query_growth", query_growth), number("query_growth_period", query_growth_period);
     number("value_norm", value_norm), number("keys_are_values", keys_are_values);
     number("shares_keys_of", shares_keys_of), number("sinks", has_sinks);
+    number("output_gate", output_gate);
     product("qkv", qkv), product("query_key", qkv), product("query", qkv);
     norm_of("q_norm", q_norm), norm_of("k_norm", k_norm), norm_of("sinks", heads.sinks);
   }
@@ -88,6 +98,7 @@ class Attention final : public WithHeads {
     if (query_growth && query_growth_period < 1) return "the period in which queries grow is below 1";
     if (query_growth && m.config.bands) return "the queries of an encoder grow";
     if (rope >= int64_t(m.ropes.size())) return "a rotation is missing";
+    if (output_gate && (shares_keys_of >= 0 || keys_are_values)) return "an attention without values has a gate";
     if (shares_keys_of >= 0) {
       const Attention *source = source_in(m);
       if (m.config.bands || !source || source->shares_keys_of >= 0 || source->window != window ||
@@ -123,33 +134,35 @@ class Attention final : public WithHeads {
   void run(Pass &p) const override {
     if (shares_keys_of >= 0) return run_with_shared_keys(p);
     const int64_t query_size = heads.query_size(), key_size = heads.key_size(), head_dim = heads.head_dim;
-    const int64_t qkv_rows = query_size + 2 * key_size, stride = stride_of(qkv_rows);
+    const int64_t at_keys = query_size * (output_gate ? 2 : 1);  // the gates are between queries and keys
+    const int64_t qkv_rows = at_keys + 2 * key_size, stride = stride_of(qkv_rows);
     float *wide = room(p.space.wide, p.nodes * stride);
     multiply(qkv, p.threads, p.activations, wide, stride);
     const KeyValues keys = keys_in(p.cache);
     p.threads.each(p.nodes, 4, [&](int64_t n) {
       float *row = wide + n * stride;
       // The next node's keys and values come from far away.
-      for (int64_t i = query_size; i < qkv_rows; i += LANES) prefetch(row + stride + i);
-      float *values = row + query_size + key_size;
-      if (keys_are_values) std::copy_n(row + query_size, key_size, values);
+      for (int64_t i = at_keys; i < qkv_rows; i += LANES) prefetch(row + stride + i);
+      float *values = row + at_keys + key_size;
+      if (keys_are_values) std::copy_n(row + at_keys, key_size, values);
       if (value_norm)
         for (int64_t i = 0; i < key_size; i += head_dim)
           p.norm_row({ones.data(), nullptr, head_dim}, values + i, values + i, head_dim);
       if (qk_norm == ALL) {
         p.norm_row(q_norm, row, row, query_size);
-        p.norm_row(k_norm, row + query_size, row + query_size, key_size);
+        p.norm_row(k_norm, row + at_keys, row + at_keys, key_size);
       }
       for (int64_t h = 0; h < heads.num_heads + heads.num_kv_heads; h++) {
-        float *head = row + h * head_dim;
+        float *head = row + h * head_dim + (h < heads.num_heads ? 0 : at_keys - query_size);
         if (qk_norm == HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
         if (rope >= 0) rotate(head, p.angles(n, rope));
         if (qk_norm == ROTATED_HEAD) p.norm_row(h < heads.num_heads ? q_norm : k_norm, head, head, head_dim);
       }
       grow(row, p.position(n));
-      put(heads, keys, p.slot(n), row + query_size, values);
+      put(heads, keys, p.slot(n), row + at_keys, values);
     });
-    if (p.any_goes_on_after(*this)) attend_and_multiply(p, false, true, window, wide, stride);
+    if (p.any_goes_on_after(*this))
+      attend_and_multiply(p, false, true, window, wide, stride, output_gate ? wide + query_size : nullptr);
   }
 
  private:
@@ -170,7 +183,7 @@ class Attention final : public WithHeads {
 
   int64_t product_rows() const {
     const int64_t own_keys = shares_keys_of >= 0 ? 0 : keys_are_values ? 1 : 2;  // with values
-    return heads.query_size() + own_keys * heads.key_size();
+    return heads.query_size() * (output_gate ? 2 : 1) + own_keys * heads.key_size();
   }
 
   // Only the nodes that go on have queries, because no other node reads anything of them.

@@ -1,0 +1,273 @@
+// The kernels of linear attention.
+
+#include "linear_attention.h"
+
+#include <tuple>
+
+#include "pass.h"
+
+namespace specbeam {
+
+namespace {
+
+constexpr int64_t REGISTER_LANES = sizeof(Register) / sizeof(float);
+
+// out[r] += the sum over i of a[r][i] * b[i], in the order of i, for some columns.
+template <int R, int V>
+inline void add_products(const float *const *a, const float *const *b, int64_t n, int64_t column, float *const *out) {
+  Register sums[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) sums[r][v] = load<Register>(out[r] + column + v * REGISTER_LANES);
+  for (int64_t i = 0; i < n; i++) {
+    Register x[V];
+    for (int v = 0; v < V; v++) x[v] = load<Register>(b[i] + column + v * REGISTER_LANES);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const Register y = every(a[r][i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[r][v] = multiply_add(y, x[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store(out[r] + column + v * REGISTER_LANES, sums[r][v]);
+}
+
+template <int R>
+inline void add_products(const float *const *a, const float *const *b, int64_t n, int64_t columns, float *const *out) {
+  constexpr int V = R > 2 ? 2 : 4;
+  int64_t c = 0;
+  for (; c + V * REGISTER_LANES <= columns; c += V * REGISTER_LANES) add_products<R, V>(a, b, n, c, out);
+  for (; c < columns; c += REGISTER_LANES) add_products<R, 1>(a, b, n, c, out);
+}
+
+void add_products(const float *const *a, int64_t rows, const float *const *b, int64_t n, int64_t columns,
+                  float *const *out) {
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6) add_products<6>(a + r, b, n, columns, out + r);
+  for (; r + 2 <= rows; r += 2) add_products<2>(a + r, b, n, columns, out + r);
+  for (; r < rows; r++) add_products<1>(a + r, b, n, columns, out + r);
+}
+
+inline float dot(const float *a, const float *b, int64_t n) {
+  F32 products{};
+  for (int64_t i = 0; i < n; i += LANES) products = multiply_add(load<F32>(a + i), load<F32>(b + i), products);
+  return sum(products);
+}
+
+inline void scale(float *x, int64_t n, float by) {
+  for (int64_t i = 0; i < n; i += LANES) store(x + i, load<F32>(x + i) * by);
+}
+
+// A head's rows on a path, ancestors first.
+struct PathRows {
+  std::vector<const float *> keys, us;
+  std::vector<float> decays, weights;  // weights: e^(sum of the decays after the row)
+  float before = 1;                    // e^(sum of all decays)
+
+  int64_t count() const { return int64_t(keys.size()); }
+  void clear() { keys.clear(), us.clear(), decays.clear(); }
+  void add(const float *key, const float *u, float decay) {
+    keys.push_back(key), us.push_back(u), decays.push_back(decay);
+  }
+  // own: the decay of a node after the rows; 0 for none
+  void weigh(float own) {
+    const int64_t n = count();
+    weights.resize(n + LANES);
+    float total = own;
+    for (int64_t i = n - 1; i >= 0; i--) weights[i] = total, total += decays[i];
+    weights[n] = total;
+    for (int64_t i = 0; i <= n; i += LANES)
+      store_some(&weights[i], exp(load_some(&weights[i], n + 1 - i)), n + 1 - i);
+    before = weights[n];
+  }
+};
+
+// One value head of a pass.
+class Head {
+  Pass &p;
+  const LinearHeads &heads;
+  const Rows &memory;
+  const LinearInputs &in;
+  const int64_t h, at_key, at_u, at_decay, state;
+  PathRows &rows;
+
+ public:
+  Head(Pass &pass, const LinearHeads &all, const Rows &kept, const LinearInputs &inputs, int64_t first, int64_t head,
+       PathRows &to)
+      : p(pass),
+        heads(all),
+        memory(kept),
+        in(inputs),
+        h(head),
+        at_key(all.key_head(head) * all.key_dim),
+        at_u(all.key_size() + head * all.value_dim),
+        at_decay(all.key_size() + all.value_size() + head),
+        state(first + head * all.key_dim * all.value_dim),
+        rows(to) {}
+
+  void run(const Borders &borders, float *out) {
+    static thread_local Buffer<float> numbers;
+    for (const Border &border : borders.all) {
+      float *const own = border.state ? border.state->numbers.data() + state : nullptr;
+      if (border.made) make(border, borders.readers[border.first], own);
+      const int64_t count = border.end - border.first;
+      float *products = room(numbers, 2 * count * heads.value_dim);  // of the state with key and query of each reader
+      multiply(own, &borders.readers[border.first], count, products);
+      for (int64_t i = 0; i < count; i++)
+        finish(borders.readers[border.first + i], border.position, products + 2 * i * heads.value_dim, out);
+    }
+  }
+
+ private:
+  const float *key(int64_t n) const { return in.keys + n * in.stride + at_key; }
+  const float *query(int64_t n) const { return in.queries + n * in.stride + at_key; }
+
+  // The rows of a node's ancestors from a position on, up to before another one.
+  void collect(int64_t n, int64_t begin, int64_t end) {
+    rows.clear();
+    for (int64_t position = begin; position < end; position++) {
+      const float *row = memory.at(p.slot_at(n, position));
+      rows.add(row + at_key, row + at_u, row[at_decay]);
+    }
+  }
+
+  void make(const Border &border, int64_t reader, float *own) {
+    const int64_t size = heads.key_dim * heads.value_dim;
+    if (!border.from) std::fill_n(own, size, 0.0f);
+    else if (border.from != border.state) std::copy_n(border.from->numbers.data() + state, size, own);
+    for (int64_t position = border.begin; position < border.position; position += BORDER) {
+      collect(reader, position, position + BORDER);
+      move(own);
+    }
+  }
+
+  // Moves a state on to the end of the rows.
+  void move(float *own) {
+    static thread_local Buffer<float> numbers;
+    static thread_local std::vector<const float *> weighted;
+    static thread_local std::vector<float *> to;
+    const int64_t n = rows.count();
+    float *a = room(numbers, heads.key_dim * n);
+    rows.weigh(0);
+    weighted.clear(), to.clear();
+    for (int64_t d = 0; d < heads.key_dim; d++) {
+      for (int64_t i = 0; i < n; i++) a[d * n + i] = rows.weights[i] * rows.keys[i][d];
+      weighted.push_back(a + d * n), to.push_back(own + d * heads.value_dim);
+    }
+    scale(own, heads.key_dim * heads.value_dim, rows.before);
+    add_products(weighted.data(), heads.key_dim, rows.us.data(), n, heads.value_dim, to.data());
+  }
+
+  // products: [count, key and query, value_dim]
+  void multiply(const float *own, const int64_t *readers, int64_t count, float *products) {
+    static thread_local std::vector<const float *> vectors, of_state;
+    static thread_local std::vector<float *> to;
+    std::fill_n(products, 2 * count * heads.value_dim, 0.0f);
+    if (!own) return;
+    vectors.clear(), of_state.clear(), to.clear();
+    for (int64_t i = 0; i < count; i++) {
+      vectors.push_back(key(readers[i])), vectors.push_back(query(readers[i]));
+      to.push_back(products + 2 * i * heads.value_dim), to.push_back(to.back() + heads.value_dim);
+    }
+    for (int64_t d = 0; d < heads.key_dim; d++) of_state.push_back(own + d * heads.value_dim);
+    add_products(vectors.data(), 2 * count, of_state.data(), heads.key_dim, heads.value_dim, to.data());
+  }
+
+  // The output of a node and its u. products: of the state at its border with its key and its query
+  void finish(int64_t n, int64_t border, float *products, float *out) {
+    static thread_local Buffer<float> numbers;
+    collect(n, border, p.position(n));
+    const int64_t count = rows.count(), size = heads.value_dim;
+    const float decay = in.decays[n * in.stride + h], beta = in.betas[n * in.stride + h];
+    float *with_key = products, *with_query = products + size, *of_key = room(numbers, 2 * count);
+    float *of_query = of_key + count;
+    rows.weigh(decay);
+    for (int64_t i = 0; i < count; i++) {
+      of_key[i] = rows.weights[i] * dot(rows.keys[i], key(n), heads.key_dim);
+      of_query[i] = rows.weights[i] * dot(rows.keys[i], query(n), heads.key_dim);
+    }
+    scale(products, 2 * size, rows.before);
+    const float *a[] = {of_key, of_query};
+    float *sums[] = {with_key, with_query};
+    add_products<2>(a, rows.us.data(), count, size, sums);
+    const F32 own = all(dot(key(n), query(n), heads.key_dim));
+    const float *value = in.values + n * in.stride + h * size;
+    float *u = memory.at(p.slot(n)) + at_u, *to = out + n * heads.value_size() + h * size;
+    for (int64_t i = 0; i < size; i += LANES) {
+      const F32 change = beta * (load<F32>(value + i) - load<F32>(with_key + i));
+      store(u + i, change);
+      store(to + i, multiply_add(own, change, load<F32>(with_query + i)));
+    }
+  }
+};
+
+// Decides how the state of a border is made. Those of the borders before it are known.
+void plan(const Pass &p, Borders &borders, size_t number) {
+  States &states = p.cache.states;
+  Border &border = borders.all[number];
+  border.made = true;
+  for (border.begin = border.position - BORDER; border.begin > 0; border.begin -= BORDER) {
+    const int64_t slot = p.slot_at(borders.readers[border.first], border.begin - 1);
+    for (size_t i = number; i-- > 0 && borders.all[i].position >= border.begin;) {
+      Border &one = borders.all[i];
+      if (one.position != border.begin || one.slot != slot || one.moved_on) continue;
+      border.from = one.state;
+      if (!one.made) break;
+      one.moved_on = true, border.state = one.state, border.state->slot = border.slot;
+      return;
+    }
+    if (!border.from) border.from = states.find(slot);
+    if (border.from) break;
+  }
+  border.state = states.make(border.slot);
+}
+
+}  // namespace
+
+const char *LinearHeads::wrong() const {
+  constexpr int64_t MOST = 1 << 16;
+  for (int64_t size : {num_key_heads, num_value_heads, key_dim, value_dim})
+    if (size < 1 || size > MOST) return "a number of heads of linear attention, or their size, is wrong";
+  if (num_value_heads % num_key_heads) return "the number of value heads is not a multiple of the number of key heads";
+  if (key_dim % LANES || value_dim % LANES) return "the size of a head of linear attention is no multiple of 16";
+  return std::max(key_size(), value_size()) > INT32_MAX / 8 || state_size() > INT32_MAX ? "a layer is too wide"
+                                                                                        : nullptr;
+}
+
+void find_borders(const Pass &p, Borders &to) {
+  States &states = p.cache.states;
+  states.begin_pass();
+  to.all.clear(), to.readers.clear();
+  static thread_local std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> order;  // border, slot, position, node
+  order.clear();
+  for (int64_t n = 0; n < p.nodes; n++) {
+    const int64_t position = p.position(n), border = border_of(position);
+    order.push_back({border, border ? p.slot_at(n, border - 1) : NO_SLOT, position, n});
+  }
+  std::sort(order.begin(), order.end());
+  for (const auto &[border, slot, position, node] : order) {
+    if (to.all.empty() || to.all.back().position != border || to.all.back().slot != slot) {
+      const int64_t first = int64_t(to.readers.size());
+      to.all.push_back({border, slot, border ? states.find(slot) : nullptr, first, first});
+    }
+    to.readers.push_back(node), to.all.back().end++;
+  }
+  // Only now no state that the pass needs can lose its place to another.
+  for (size_t i = 0; i < to.all.size(); i++)
+    if (to.all[i].position && !to.all[i].state) plan(p, to, i);
+}
+
+void attend_linearly(Pass &p, const LinearHeads &heads, const Rows &memory, int64_t state, const LinearInputs &in,
+                     float *out) {
+  p.threads.each(p.nodes, 8, [&](int64_t n) {
+    float *row = memory.at(p.slot(n));
+    std::copy_n(in.keys + n * in.stride, heads.key_size(), row);
+    std::copy_n(in.decays + n * in.stride, heads.num_value_heads, row + heads.key_size() + heads.value_size());
+  });
+  p.threads.each(heads.num_value_heads, 1, [&](int64_t h) {
+    static thread_local PathRows rows;
+    Head(p, heads, memory, in, state, h, rows).run(p.space.borders, out);
+  });
+}
+
+}  // namespace specbeam
