@@ -109,6 +109,14 @@ ARCHITECTURES = {
         **{"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2},
         **{"pad_token_id": EOS},
     },
+    "granitemoe": {
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2},
+        **{"num_local_experts": 8, "num_experts_per_tok": 3, "pad_token_id": EOS},
+    },
+    "granitemoeshared": {
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2},
+        **{"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 20, "pad_token_id": EOS},
+    },
     "glm": {"head_dim": 8, "pad_token_id": EOS},
     "glm4": {"head_dim": 8, "pad_token_id": EOS},
     "exaone4": {"pad_token_id": EOS},
@@ -123,6 +131,14 @@ ARCHITECTURES = {
         **{"linear_key_head_dim": 16, "linear_value_head_dim": 32},
     },
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "qwen2_moe": {
+        **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+        "shared_expert_intermediate_size": 20,
+    },
+    "glm4_moe": {
+        **{"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+        **{"routed_scaling_factor": 1.5, "n_shared_experts": 2, "use_qk_norm": True, "pad_token_id": EOS},
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": EOS},
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {
@@ -265,10 +281,10 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
         kind = transformers.AutoModelForImageTextToText
     model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros, which hide mistakes
-        if "norm" in name or name.endswith("bias"):
+        if "norm" in name or name.endswith(("bias", "router.scale", "per_expert_scale")):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith(("layer_scalar", "expert_bias")):
+        if name.endswith(("layer_scalar", "expert_bias", "e_score_correction_bias")):
             buffer.add_(torch.randn_like(buffer) * 0.2)
     model.generation_config.pad_token_id = EOS
     return model

@@ -101,7 +101,7 @@ def random_tensors(given, seed):
             if name.endswith(architecture.folder_zeros):
                 continue
             if len(shape) == 3:
-                if architecture.experts_transposed:
+                if architecture.experts_transposed or "*" not in name:
                     needs("transformers: stacked experts")
                 for expert in range(count):
                     tensors[name.replace("*", str(expert))] = draw.normal(0, deviation, shape[1:]).astype(np.float32)

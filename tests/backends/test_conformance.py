@@ -44,6 +44,10 @@ KEYS_ARE_VALUES = {
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
 }
 LINEAR_FIRST_AND_LAST = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+EXPERTS_BESIDE = {
+    **KEYS_ARE_VALUES,
+    **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -81,6 +85,8 @@ FAMILIES = {
     "hunyuan, biases": ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 12, "tie_word_embeddings": True}),
     "granite": ("granite", {}),
     "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "granitemoe": ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True}),
+    "granitemoeshared": ("granitemoeshared", {}),
     "glm": ("glm", {"attention_bias": False}),
     "glm4": ("glm4", {}),
     "exaone4": ("exaone4", SOME_SLIDING),
@@ -116,6 +122,12 @@ FAMILIES = {
     "gemma4": ("gemma4", PER_LAYER),
     "gemma4, keys are values": ("gemma4", KEYS_ARE_VALUES),
     "gemma4_unified, tied": ("gemma4_unified", KEYS_ARE_VALUES | {"tie_word_embeddings": True}),
+    "gemma4, experts": ("gemma4", EXPERTS_BESIDE),
+    "gemma4, experts and embeddings for each layer": ("gemma4", EXPERTS_BESIDE | PER_LAYER),
+    "qwen2_moe": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen2_moe, some layers": ("qwen2_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, biases": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "norm_topk_prob": False}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_moe, some layers": (
         "qwen3_moe",
@@ -140,6 +152,7 @@ FAMILIES = {
 WITH_IMAGES = {
     "gemma3 with images": ("gemma3 with images", SOME_SLIDING),
     "gemma4 with images": ("gemma4 with images", PER_LAYER),
+    "gemma4 with images, experts": ("gemma4 with images", EXPERTS_BESIDE),
     "mistral3 with images": ("mistral3 with images", {"sliding_window": 5}),
     "mistral3 with images, ministral3": ("mistral3 with images", {"text": "ministral3"}),
     "lfm2_vl with images": ("lfm2_vl with images", {"tie_word_embeddings": True}),
@@ -152,9 +165,9 @@ SOME = [
 ]
 ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
 ONE_PER_ARCHITECTURE += ["hunyuan", "granite", "glm4", "exaone4", "ministral3", "gemma4, keys are values"]
-ONE_PER_ARCHITECTURE += ["olmoe", "mixtral", "lfm2_moe"]
+ONE_PER_ARCHITECTURE += ["olmoe", "mixtral", "lfm2_moe", "granitemoeshared", "gemma4, experts", "qwen2_moe", "glm4_moe"]
 WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3", "hunyuan_v1_dense", "granite", "exaone4", "ministral3", "gemma4")
-WITHOUT_KERNELS += ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe")
+WITHOUT_KERNELS += ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe", "granitemoeshared", "glm4_moe")
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
 NATIVE_ALONE = ("lfm2", "lfm2_moe", "lfm2_vl with images")

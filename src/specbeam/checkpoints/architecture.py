@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.attention import Attention
 from specbeam.checkpoints.parts.experts import Experts
-from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.mlp import MLP, SharedExpert
 from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.stems import PLAIN_STEM, TokenStem
 from specbeam.errors import SpecbeamError
@@ -33,6 +33,8 @@ COMMON: Keys = {
 """The keys that are read for all architectures."""
 ORIGINAL = "original_max_position_embeddings"
 """The context length before rotary scaling."""
+SIGMOID = 2
+"""``expert_gating_func`` of GGUF files whose routers score by sigmoids."""
 NEEDED = {
     "linear": {"factor"},
     "dynamic": {"factor"},
@@ -221,6 +223,7 @@ class Usual(NamedTuple):
     attention: partial[Attention]
     mlp: partial[MLP]
     experts: partial[Experts]
+    shared_expert: partial[SharedExpert]
 
 
 class Architecture:
@@ -236,8 +239,9 @@ class Architecture:
         older_names: older names of keys, by the newer ones.
         rope_theta: the default of this key.
         tokenizer_class: of its folders, as transformers knows it; None if it knows none.
-        attention, mlp, experts, features: fields of :class:`Attention`, :class:`MLP`, :class:`Experts` and
-            :class:`Config` that all its models share. A config.json names its activation itself.
+        attention, mlp, experts, shared_expert, features: fields of :class:`Attention`, :class:`MLP`, :class:`Experts`,
+            :class:`SharedExpert` and :class:`Config` that all its models share. A config.json names its activation
+            itself.
         has_experts: whether its GGUF files may have experts.
         yarn_truncated: whether YaRN's blend in its GGUF files begins and ends at integers of features.
         layer_kinds: the values of ``layer_types`` in config.json that it has.
@@ -245,12 +249,12 @@ class Architecture:
         has_heads_by_kind: whether the heads of layers with a window have sizes of their own, which its GGUF files name.
         folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
             ``{q,k,v}`` stands for several modules, whose rows are stacked in this order. ``*`` stands for all experts,
-            also where one tensor has them all. A name that ends with ``!`` is
-            that of a tensor; other tensors have ``.weight`` or ``.bias`` after the name of their module.
+            also where one tensor has them all. Experts without it are stacked in all folders. A name that ends with
+            ``!`` is that of a tensor; other tensors have ``.weight`` or ``.bias`` after the name of their module.
         gguf_keys: the keys that only its GGUF files have, with the types that llama.cpp takes.
         gguf_tensors: the same as ``folder_tensors`` for GGUF files.
-        folder_renamed: pieces of the names of tensors that transformers 5 writes, and what ``folder_tensors`` has in
-            their place.
+        folder_renamed: pieces of the names of tensors that some folders have, and what ``folder_tensors`` has in their
+            place.
         experts_transposed: where a folder stacks the matrices of experts, they are [in, out], and the rows of gate and
             up alternate.
         folder_ignored, gguf_ignored: ends of the names of tensors in files that are no parameters.
@@ -273,6 +277,7 @@ class Architecture:
     attention: ClassVar[dict[str, Any]] = {}
     mlp: ClassVar[dict[str, Any]] = {}
     experts: ClassVar[dict[str, Any]] = {}
+    shared_expert: ClassVar[dict[str, Any]] = {}
     has_experts: ClassVar[bool] = False
     yarn_truncated: ClassVar[bool] = True
     features: ClassVar[dict[str, Any]] = {}
@@ -318,6 +323,9 @@ class Architecture:
         "blocks.N.experts.gate": "blk.N.ffn_gate_exps",
         "blocks.N.experts.up": "blk.N.ffn_up_exps",
         "blocks.N.experts.down": "blk.N.ffn_down_exps",
+        "blocks.N.shared_expert.gate_up": "blk.N.ffn_{gate,up}_shexp",
+        "blocks.N.shared_expert.down": "blk.N.ffn_down_shexp",
+        "blocks.N.shared_expert.output_gate": "blk.N.ffn_gate_inp_shexp",
         "norm": "output_norm",
         "head": "output",
     }

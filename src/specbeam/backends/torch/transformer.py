@@ -30,6 +30,7 @@ class Step(NamedTuple):
     module: PartModule
     norm: Norm | None
     output_norm: Norm | None
+    joint_norm: Norm | None
     sum_norm: Norm | None
     sum_scale: Scale | None
 
@@ -45,28 +46,40 @@ class Block(nn.Module):
         super().__init__()
         self.steps: list[Step] = []
         for part in layer:
-            has_norm = (part.norm, part.output_norm, part.sum_norm)
-            norm, output_norm, sum_norm = (Norm(config.hidden_size, config) if has else None for has in has_norm)
-            module = MODULES[type(part)](part, config)
-            sum_scale = Scale() if part.sum_scale else None
-            self.steps.append(Step(module, norm, output_norm, sum_norm, sum_scale))
-            self.add_module(f"{part.name}_norm", norm)
-            self.add_module(part.name, module)
-            self.add_module(f"post_{part.name}_norm", output_norm)
-            self.add_module(f"{part.name}_sum_norm", sum_norm)
-            self.add_module(f"{part.name}_sum_scale", sum_scale)
+            step = Step(
+                MODULES[type(part)](part, config),
+                norm=Norm(config.hidden_size, config) if part.norm else None,
+                output_norm=Norm(config.hidden_size, config) if part.output_norm else None,
+                joint_norm=Norm(config.hidden_size, config) if part.joint_norm else None,
+                sum_norm=Norm(config.hidden_size, config) if part.sum_norm else None,
+                sum_scale=Scale() if part.sum_scale else None,
+            )
+            self.steps.append(step)
+            self.add_module(f"{part.name}_norm", step.norm)
+            self.add_module(part.name, step.module)
+            self.add_module(f"post_{part.name}_norm", step.output_norm)
+            self.add_module(f"{part.name}_joint_norm", step.joint_norm)
+            self.add_module(f"{part.name}_sum_norm", step.sum_norm)
+            self.add_module(f"{part.name}_sum_scale", step.sum_scale)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        before = normed = x
-        for module, norm, output_norm, sum_norm, sum_scale in self.steps:
+        before = normed = unchanged = x
+        added: Tensor | None = None
+        for module, norm, output_norm, joint_norm, sum_norm, sum_scale in self.steps:
             if not module.part.parallel:
                 before = normed = x
             if norm is not None:
                 normed = norm(before)
-            added = module(normed, batch)
+            made = module(normed, batch)
             if output_norm is not None:
-                added = output_norm(added)
-            x = x + (added if module.part.output_scale == 1.0 else added * module.part.output_scale)
+                made = output_norm(made)
+            if module.part.output_scale != 1.0:
+                made = made * module.part.output_scale
+            if joint_norm is None:
+                unchanged, added = x, made
+            else:
+                added = joint_norm(added + made)
+            x = unchanged + added
             if sum_norm is not None:
                 x = sum_norm(x)
             if sum_scale is not None:

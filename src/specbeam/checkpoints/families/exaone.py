@@ -37,7 +37,6 @@ class EXAONE4(Architecture):
         "blocks.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
         "blocks.N.post_mlp_norm": "model.layers.N.post_feedforward_layernorm",
     }
-    gguf_keys: ClassVar = {"nextn_predict_layers": ("uint32",)}
 
     def derive(self, keys: SimpleNamespace) -> None:
         if keys.layer_types is None:

@@ -1,7 +1,8 @@
-"""Gemma 4 (Gemma Team 2026): the text models without experts, E2B, E4B, 12B and 31B.
+"""Gemma 4 (Gemma Team 2026): the text models E2B, E4B, 12B, 26B-A4B and 31B.
 
 Layers that see the whole text have heads of another size than layers with a window. The last layers may read the keys
-and values of earlier ones, and each layer may have embeddings of tokens of its own (E2B, E4B).
+and values of earlier ones, and each layer may have embeddings of tokens of its own (E2B, E4B). Layers may have experts
+beside their MLP (26B-A4B), whose outputs are normed apart and together.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ CHANGED = ("head_dim", "num_key_value_heads")
 """What differs between layers, in files of transformers 5 by ``per_layer_config``."""
 NOT_GIVEN = ...
 """In place of ``per_layer_config`` where a config.json lacks it. Then other keys count."""
-ABSENT = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+OF_EXPERTS = ("enable_moe_block", "moe_intermediate_size", "num_experts", "top_k_experts")
+ABSENT = (*OF_EXPERTS, "hidden_size_per_layer_input", "vocab_size_per_layer_input")
 """Keys that folders of 12B lack."""
 UNUSED_KEYS = tuple(f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 """Tensors that files may have for layers without keys and values of their own."""
 
 
 class Gemma4(Architecture):
-    """Gemma 4 E2B, E4B and 31B. Norms have their weights as they are, and not less 1 as in Gemma 2 and 3."""
+    """Gemma 4 E2B, E4B, 26B-A4B and 31B. Norms have their weights as they are, and not less 1 as in Gemma 2 and 3."""
 
     name: ClassVar[str] = "gemma4_text"
     gguf_name: ClassVar[str | None] = "gemma4"
@@ -59,6 +61,8 @@ class Gemma4(Architecture):
         "intermediate_size": (int, 9216),
         "layer_types": (list[str] | None, None),
         "max_position_embeddings": (int, 131072),
+        "moe_intermediate_size": (int | None, None),
+        "num_experts": (int | None, None),
         "num_global_key_value_heads": (object, None),
         "num_key_value_heads": (int, 4),
         "num_kv_shared_layers": (int, 0),
@@ -66,12 +70,19 @@ class Gemma4(Architecture):
         "rms_norm_eps": (float, 1e-6),
         "sliding_window": (int, 512),
         "tie_word_embeddings": (bool, True),
+        "top_k_experts": (int | None, None),
         "use_bidirectional_attention": (str | None, None),
         "use_double_wide_mlp": (bool, False),
         "vocab_size_per_layer_input": (int, 262_144),
     }
     attention: ClassVar = {"output_norm": True, "qk_norm": "head", "value_norm": True, "scale": 1.0}
     mlp: ClassVar = {"activation": "gelu_tanh", "output_norm": True}
+    experts: ClassVar = {
+        **{"activation": "gelu_tanh", "norm": False, "own_norms": True, "output_norm": True},
+        **{"normalized": True, "expert_scale": True},
+    }
+    shared_expert: ClassVar = {"norm": True, "output_norm": True, "joint_norm": True}
+    has_experts = True
     has_heads_by_kind = True
     allowed_flags: ClassVar = {"use_bidirectional_attention": ("vision",)}  # of pictures alone
     folder_tensors: ClassVar = Architecture.folder_tensors | {
@@ -84,6 +95,20 @@ class Gemma4(Architecture):
         "blocks.N.mlp_norm": "model.layers.N.pre_feedforward_layernorm",
         "blocks.N.post_mlp_norm": "model.layers.N.post_feedforward_layernorm",
         "blocks.N.mlp_sum_scale": "model.layers.N.layer_scalar!",
+        "blocks.N.experts.router_norm": "model.layers.N.router.scale!",
+        "blocks.N.experts.input_norm": "model.layers.N.pre_feedforward_layernorm_2",
+        "blocks.N.experts.router": "model.layers.N.router.proj",
+        "blocks.N.experts.expert_scale": "model.layers.N.router.per_expert_scale!",
+        "blocks.N.experts.gate": "model.layers.N.experts.gate_proj",
+        "blocks.N.experts.up": "model.layers.N.experts.up_proj",
+        "blocks.N.experts.down": "model.layers.N.experts.down_proj",
+        "blocks.N.post_experts_norm": "model.layers.N.post_feedforward_layernorm_2",
+        "blocks.N.shared_expert_norm": "model.layers.N.pre_feedforward_layernorm",
+        "blocks.N.shared_expert.gate_up": "model.layers.N.mlp.{gate,up}_proj",
+        "blocks.N.shared_expert.down": "model.layers.N.mlp.down_proj",
+        "blocks.N.post_shared_expert_norm": "model.layers.N.post_feedforward_layernorm_1",
+        "blocks.N.shared_expert_joint_norm": "model.layers.N.post_feedforward_layernorm",
+        "blocks.N.shared_expert_sum_scale": "model.layers.N.layer_scalar!",
         "blocks.N.per_layer_embedding.gate": "model.layers.N.per_layer_input_gate",
         "blocks.N.per_layer_embedding.projection": "model.layers.N.per_layer_projection",
         "blocks.N.post_per_layer_embedding_norm": "model.layers.N.post_per_layer_input_norm",
@@ -100,6 +125,16 @@ class Gemma4(Architecture):
         "blocks.N.attention.query_key": "blk.N.attn_{q,k}",
         "blocks.N.attention.query": "blk.N.attn_q",
         "blocks.N.mlp_sum_scale": "blk.N.layer_output_scale",
+        "blocks.N.experts.router_norm": "blk.N.ffn_gate_inp.scale!",
+        "blocks.N.experts.input_norm": "blk.N.pre_ffw_norm_2",
+        "blocks.N.experts.expert_scale": "blk.N.ffn_down_exps.scale!",
+        "blocks.N.post_experts_norm": "blk.N.post_ffw_norm_2",
+        "blocks.N.shared_expert_norm": "blk.N.ffn_norm",
+        "blocks.N.shared_expert.gate_up": "blk.N.ffn_{gate,up}",
+        "blocks.N.shared_expert.down": "blk.N.ffn_down",
+        "blocks.N.post_shared_expert_norm": "blk.N.post_ffw_norm_1",
+        "blocks.N.shared_expert_joint_norm": "blk.N.post_ffw_norm",
+        "blocks.N.shared_expert_sum_scale": "blk.N.layer_output_scale",
         "blocks.N.per_layer_embedding.gate": "blk.N.inp_gate",
         "blocks.N.per_layer_embedding.projection": "blk.N.proj",
         "blocks.N.post_per_layer_embedding_norm": "blk.N.post_norm",
@@ -144,8 +179,6 @@ class Gemma4(Architecture):
 
     def per_layer_size(self, keys: SimpleNamespace) -> int:
         """The size of the embeddings that the layers of a folder have of their own; 0 for none."""
-        if keys.enable_moe_block:
-            raise Unsupported("Gemma 4 with experts (enable_moe_block in config.json) is not supported")
         if keys.hidden_size_per_layer_input and keys.vocab_size_per_layer_input != keys.vocab_size:
             raise SpecbeamError(
                 f"config.json says vocab_size_per_layer_input = {keys.vocab_size_per_layer_input} and vocab_size = "
@@ -170,7 +203,11 @@ class Gemma4(Architecture):
         mlp = usual.mlp()
         if keys.use_double_wide_mlp and source is not None:
             mlp = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
-        return layer_of(attention, mlp, self.per_layer_size(keys), scaled=True)
+        feed_forward: Layer = (mlp,)
+        if getattr(keys, "enable_moe_block", False):
+            fields = {"router_scale": keys.hidden_size**-0.5, "experts_per_token": keys.top_k_experts}
+            feed_forward = usual.experts(**fields), usual.shared_expert(intermediate_size=mlp.intermediate_size)
+        return layer_of(attention, feed_forward, self.per_layer_size(keys), scaled=True)
 
     def refine_folder_config(self, config: Config, keys: SimpleNamespace) -> Config:
         return replace(config, stem=stem_of(config), logits_softcap=keys.final_logit_softcapping)
@@ -190,7 +227,16 @@ class Gemma4(Architecture):
         )
         attention = self._sliding(attention, metadata) if slides[number] else self._full(attention)
         per_layer = metadata.need("embedding_length_per_layer_input")
-        return layer_of(attention, usual.mlp(), per_layer, "layer_output_scale.weight" in metadata.in_layers)
+        mlp = usual.mlp()
+        feed_forward: Layer = (mlp,)
+        if f"blk.{number}.ffn_gate_inp.weight" in metadata.tensors:
+            has_scale = "ffn_down_exps.scale" in metadata.in_layers
+            router_scale = metadata.need("embedding_length") ** -0.5
+            feed_forward = (
+                usual.experts(router_scale=router_scale, expert_scale=has_scale),
+                usual.shared_expert(intermediate_size=mlp.intermediate_size, activation=mlp.activation),
+            )
+        return layer_of(attention, feed_forward, per_layer, "layer_output_scale.weight" in metadata.in_layers)
 
     def _full(self, attention: Attention) -> Attention:
         if attention.rope is None or attention.rope.divisors is None:
@@ -230,12 +276,18 @@ def source_of(number: int, kinds: Sequence[str], first: int, key: str) -> int | 
     return source
 
 
-def layer_of(attention: Attention, mlp: MLP, per_layer_size: int, scaled: bool) -> Layer:
-    """The parts of a layer. Its last part ends with the layer's scale."""
+def layer_of(attention: Attention, feed_forward: Layer, per_layer_size: int, scaled: bool) -> Layer:
+    """The parts of a layer. Its last part ends with the layer's scale.
+
+    Args:
+        feed_forward: an MLP, or experts and the MLP beside them.
+    """
+    *others, mlp = feed_forward
     if not per_layer_size:
-        return attention, replace(mlp, sum_scale=scaled)
+        return attention, *others, replace(mlp, sum_scale=scaled)
+    assert isinstance(mlp, MLP)
     about = {"norm": False, "output_norm": True, "sum_scale": scaled}
-    return attention, mlp, PerLayerEmbedding(size=per_layer_size, activation=mlp.activation, **about)
+    return attention, *feed_forward, PerLayerEmbedding(size=per_layer_size, activation=mlp.activation, **about)
 
 
 def stem_of(config: Config) -> TokenStem:

@@ -9,14 +9,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-from specbeam.checkpoints.architecture import Architecture, Metadata, Usual
+from specbeam.checkpoints.architecture import SIGMOID, Architecture, Metadata, Usual
 from specbeam.checkpoints.config import Config, Layer
 from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.parts.short_convolution import MAX_KERNEL_SIZE, ShortConvolution
 from specbeam.errors import SpecbeamError, Unsupported
-
-SIGMOID = 2
-"""``expert_gating_func`` of GGUF files whose routers score by sigmoids."""
 
 
 class LFM2(Architecture):
@@ -140,7 +137,6 @@ class LFM2MoE(LFM2):
         "blocks.N.experts.up": "model.layers.N.feed_forward.experts.*.w3",
         "blocks.N.experts.down": "model.layers.N.feed_forward.experts.*.w2",
     }
-    gguf_keys: ClassVar = LFM2.gguf_keys | {"leading_dense_block_count": ("uint32",)}
 
     def derive(self, keys: SimpleNamespace) -> None:
         if keys.tie_embedding is not None:

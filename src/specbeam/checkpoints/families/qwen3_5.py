@@ -62,7 +62,7 @@ class Qwen35(Architecture):
     }
     gguf_keys: ClassVar = {
         **dict.fromkeys(("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size"), ("uint32",)),
-        **dict.fromkeys(("ssm.time_step_rank", "full_attention_interval", "nextn_predict_layers"), ("uint32",)),
+        **dict.fromkeys(("ssm.time_step_rank", "full_attention_interval"), ("uint32",)),
         "attention.recurrent_layers": ("[bool]", "[uint32]", "[int32]"),
         "rope.dimension_sections": ("[int32]", "[uint32]"),
     }

@@ -80,7 +80,7 @@ class FolderCheckpoint(Checkpoint):
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
         if not stored:
             raise SpecbeamError(f"{path} holds no tensors")
-        architecture = ARCHITECTURES.get(str(self._config.get("model_type")))
+        architecture = ARCHITECTURES.get(str(text_model(self._config, stored).config.get("model_type")))
         self._tensors: dict[str, Tensor] = {**stored}
         if architecture is not None:
             with refusing(f"{path} cannot be read"):

@@ -24,7 +24,7 @@ from specbeam.checkpoints.families import ARCHITECTURES, require_supported
 from specbeam.checkpoints.files import dictionaries, refusing
 from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
 from specbeam.checkpoints.parts.experts import Experts
-from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.mlp import MLP, SharedExpert
 from specbeam.checkpoints.parts.part import size
 from specbeam.checkpoints.rope import (
     Rope,
@@ -192,7 +192,10 @@ def _read(architecture: Architecture, keys: SimpleNamespace, tensors: Collection
             **biases,
         }
         usual = Usual(
-            partial(Attention, **attention_fields), partial(MLP, **mlp_fields), partial(Experts, **experts_fields)
+            partial(Attention, **attention_fields),
+            partial(MLP, **mlp_fields),
+            partial(Experts, **experts_fields),
+            partial(SharedExpert, **architecture.shared_expert, activation=ACTIVATIONS[activation]),
         )
         return architecture.folder_layer(i, usual, keys)
 

@@ -22,7 +22,7 @@ from specbeam.checkpoints.formats.safetensors_file import FLOATS, Floats, Stored
 from specbeam.errors import SpecbeamError
 
 ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-ALL_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\bexperts\.(gate_up|down)_proj(_bias|_blocks)?")
+ALL_EXPERTS = re.compile(r"(.*\.|)layers\.(\d+)\..*\bexperts\.(gate_up|down)_proj(_bias|_blocks)?")
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of tensors with floats of 4 bits [experts, out, groups, 16], and of their scales."""
 MXFP4 = next(kind for kind in TYPES.values() if kind.name == "MXFP4")
@@ -149,11 +149,13 @@ def with_stacked_experts(tensors: Mapping[str, StoredTensor], architecture: Arch
         if one := ONE_EXPERT.fullmatch(name):
             apart[f"{one[1]}.*.{one[3]}"][int(one[2])] = tensor
         elif stacked := ALL_EXPERTS.fullmatch(name):
-            kind = "bias" if stacked[3] == "_bias" else "weight"
-            parts = [f"blocks.{stacked[1]}.experts.{half}.{kind}" for half in HALVES[stacked[2]]]
+            before, layer, halves, end = stacked.groups()
+            kind = "bias" if end == "_bias" else "weight"
+            parts = [f"blocks.{layer}.experts.{half}.{kind}" for half in HALVES[halves]]
             for number, part in enumerate(parts):
                 (source,) = tensor_names(part, architecture.folder_tensors)
-                if stacked[3] == BLOCKS:
+                source = before + source[source.index("layers.") :]  # a text model may lie within another module
+                if end == BLOCKS:
                     scales = tensors.get(stored.removesuffix(BLOCKS) + SCALES)
                     found[source] = _of_blocks(tensor, scales, number, len(parts))
                 else:

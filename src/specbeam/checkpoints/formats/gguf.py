@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -19,7 +20,8 @@ from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts, Table, le
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES
 from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
-from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, NEXTN, check_transformers, config_from_gguf
+from specbeam.checkpoints.formats.folder_experts import pieces
+from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, check_transformers, config_from_gguf
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, GGUFVocabulary, vocabulary_from_gguf
@@ -76,15 +78,36 @@ KINDS: dict[str, tuple[str, ...]] = {
 """The types that the values of keys may have. :data:`KINDS_OF_MODELS` and architectures have the keys of models."""
 
 
+LAYER = re.compile(r"blk\.(\d+)\.")
+OUTPUT_GATE, GATE_AND_UP = ".ffn_gate_inp_shexp.weight", ".ffn_gate_up_exps.weight"
+"""Ends of the names of tensors."""
+
+
 class TensorInfo(NamedTuple):
+    """Where a tensor lies in the file.
+
+    Attributes:
+        offset: from the start of the file.
+        stride: the bytes from an expert's matrix to the next one's; None if each begins where the one before ends.
+    """
+
     shape: tuple[int, ...]
     type: GGMLType
-    offset: int  # from the start of the file
+    offset: int
     row_bytes: int
+    stride: int | None = None
 
     @property
     def bytes(self) -> int:
         return prod(self.shape[:-1]) * self.row_bytes
+
+    def places(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The offset and the number of bytes of each piece that rows start to stop lie in."""
+        if self.stride is None:
+            yield self.offset + start * self.row_bytes, (stop - start) * self.row_bytes
+            return
+        for expert, first, last in pieces(self.shape[1], start, stop):
+            yield self.offset + expert * self.stride + first * self.row_bytes, (last - first) * self.row_bytes
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -97,26 +120,28 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.metadata, self._tensors = read_header(path)
+            self.metadata, stored = read_header(path)
         except OSError as error:
             raise SpecbeamError(f"{path} cannot be read: {error.strerror}") from error
         except SpecbeamError:
             raise
         except Exception as error:  # anything may follow from wrong bytes
             raise SpecbeamError(f"{path} is damaged: its header cannot be read ({error}). Fetch it again") from error
+        self._tensors = dict(_with_halves(stored))
         self.shapes = {name: _shape(name, tensor.shape) for name, tensor in self._tensors.items()}
         architecture = GGUF_ARCHITECTURES.get(str(self.metadata.get("general.architecture")))
         self._zeros = left_out(self.shapes, () if architecture is None else architecture.gguf_zeros)
         self.shapes |= self._zeros
         self.weights_by_type = Counter()
         size = path.stat().st_size
-        for name, tensor in self._tensors.items():
+        for name, tensor in stored.items():
             self.weights_by_type[tensor.type.name] += prod(tensor.shape)
             end = tensor.offset + tensor.bytes
             if end > size:
                 raise SpecbeamError(
                     f"{path} is truncated: tensor {name} ends at byte {end:,}, the file at {size:,}. Fetch it again"
                 )
+        self._extents = [Extent(t.offset, t.bytes) for t in stored.values()]
         if self.metadata.get("split.count", 1) not in (0, 1):
             raise _split(path)
 
@@ -195,10 +220,9 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        layers, further = self.config.num_layers, self.metadata.get(f"{self.architecture.gguf_name}.{NEXTN}", 0)
-        blocks = tuple(f"blk.{layers + i}." for i in range(further))
-        passed_over = tuple(name for name in self.shapes if blocks and name.startswith(blocks))
-        return DIVISORS + self.architecture.gguf_ignored + passed_over
+        depth = self.config.num_layers  # layers after these predict several tokens
+        later = tuple(name for name in self.shapes if (layer := LAYER.match(name)) and int(layer[1]) >= depth)
+        return DIVISORS + self.architecture.gguf_ignored + later
 
     @property
     def modules(self) -> Mapping[str, str]:
@@ -206,9 +230,8 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
-        tensors = [Extent(t.offset, t.bytes) for t in self._tensors.values()]
-        header = min((t.start for t in tensors), default=self.path.stat().st_size)
-        return [(self.path, [Extent(0, header, whole=True), *tensors])]
+        header = min((t.start for t in self._extents), default=self.path.stat().st_size)
+        return [(self.path, [Extent(0, header, whole=True), *self._extents])]
 
     def blocks(self, source: str) -> int | None:
         if source in self._zeros:
@@ -217,9 +240,9 @@ class GGUFCheckpoint(Checkpoint):
         return None if kind.name in DTYPES else kind.number
 
     def raw(self, source: str, start: int, stop: int) -> NDArray[np.uint8]:
-        tensor = self._tensors[source]
-        size, offset = (stop - start) * tensor.row_bytes, tensor.offset + start * tensor.row_bytes
-        return np.memmap(self.path, np.uint8, "r", offset, (size,))
+        places = self._tensors[source].places(start, stop)
+        found = [np.memmap(self.path, np.uint8, "r", offset, (size,)) for offset, size in places]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def table(self, source: str) -> Table | None:
         tensor = self._tensors[source]
@@ -234,8 +257,9 @@ class GGUFCheckpoint(Checkpoint):
         tensor = self._tensors[source]
         vector = len(self.shapes[source]) == 1  # a row of the file is many of ours
         first, last = (0, prod(tensor.shape[:-1])) if vector else (start, stop)
-        count, offset = (last - first) * tensor.row_bytes, tensor.offset + first * tensor.row_bytes
-        raw = np.fromfile(self.path, np.uint8, count, offset=offset).reshape(last - first, tensor.row_bytes)
+        places = tensor.places(first, last)
+        found = [np.fromfile(self.path, np.uint8, size, offset=offset) for offset, size in places]
+        raw = (found[0] if len(found) == 1 else np.concatenate(found)).reshape(last - first, tensor.row_bytes)
         try:
             with np.errstate(invalid="ignore", over="ignore"):
                 values = dequantize(raw, tensor.type).astype(np.float32, copy=False)
@@ -247,8 +271,24 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor as it is read: the biases of all experts are one vector."""
+    """The shape of a tensor as it is read: the biases of all experts are one vector, a gate is a matrix of one row."""
+    if name.endswith(OUTPUT_GATE) and len(shape) == 1:
+        return 1, *shape
     return (prod(shape),) if name.endswith("_exps.bias") else shape
+
+
+def _with_halves(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors of a file. Gate and up of experts in one tensor are two, as in other files."""
+    for name, tensor in stored.items():
+        if not name.endswith(GATE_AND_UP) or len(tensor.shape) != 3 or tensor.shape[1] % 2:
+            yield name, tensor
+            continue
+        experts, rows, columns = tensor.shape
+        half, stride = (experts, rows // 2, columns), rows * tensor.row_bytes
+        for i, part in enumerate(("gate", "up")):
+            offset = tensor.offset + i * stride // 2
+            own = tensor._replace(shape=half, offset=offset, stride=stride)
+            yield name.replace("gate_up", part), own
 
 
 def _split(path: Path) -> SpecbeamError:

@@ -19,7 +19,7 @@ from specbeam.checkpoints.files import refusing
 from specbeam.checkpoints.formats.folder_config import config_from_hugging_face
 from specbeam.checkpoints.parts.attention import MAX_HEAD_DIM, Attention
 from specbeam.checkpoints.parts.experts import Experts
-from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.mlp import MLP, SharedExpert
 from specbeam.checkpoints.parts.part import Part, size
 from specbeam.checkpoints.rope import Rope, yarn_divisors, yarn_scale
 from specbeam.errors import SpecbeamError
@@ -29,8 +29,6 @@ logger = logging.getLogger("specbeam")
 LLAMA3_DIVISORS, LONGROPE_DIVISORS = "rope_freqs.weight", "rope_factors_short.weight"
 DIVISORS = (LLAMA3_DIVISORS, LONGROPE_DIVISORS, "rope_factors_long.weight")
 """Tensors of rotary divisors. They are part of the configuration, and no parameters of the model."""
-NEXTN = "nextn_predict_layers"
-"""The key that says how many last blocks are no layers, in architectures that have it."""
 NO_EFFECT = frozenset(
     (
         "vocab_size",  # the embedding has as many rows
@@ -47,6 +45,7 @@ KINDS_OF_MODELS: dict[str, tuple[str, ...]] = {
         (
             *("context_length", "embedding_length", "block_count", "attention.sliding_window"),
             *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_gating_func"),
+            *("expert_shared_feed_forward_length", "leading_dense_block_count", "nextn_predict_layers"),
             *(
                 "attention.key_length",
                 "attention.value_length",
@@ -149,7 +148,8 @@ def _read(
     if not get("attention.causal", True):
         raise SpecbeamError(f"{metadata.architecture} models whose attention is not causal are not supported")
 
-    hidden, depth = get("embedding_length"), layer_count(layers_in(metadata, architecture), tensors)
+    hidden, depth = get("embedding_length"), layer_count(get("block_count"), tensors)
+    depth = size("block_count - nextn_predict_layers", depth - get("nextn_predict_layers", 0))
     if (head_dim := get("attention.key_length", None)) is None:
         head_dim = hidden // size("num_heads", metadata.of_layer(0, "attention.head_count"))
     size("head_dim", head_dim, MAX_HEAD_DIM)
@@ -198,7 +198,10 @@ def _read(
             "bias": "ffn_down_exps.bias" in metadata.in_layers,
         }
         usual = Usual(
-            partial(Attention, **attention_fields), partial(MLP, **mlp_fields), partial(Experts, **experts_fields)
+            partial(Attention, **attention_fields),
+            partial(MLP, **mlp_fields),
+            partial(Experts, **experts_fields),
+            partial(SharedExpert, **architecture.shared_expert),
         )
         return architecture.gguf_layer(i, usual, metadata)
 
@@ -214,15 +217,6 @@ def _read(
         **architecture.features,
     )
     return architecture.refine_gguf_config(config, metadata)
-
-
-def layers_in(metadata: Metadata, architecture: Architecture) -> int:
-    """The number of layers. Blocks behind them predict further tokens in some architectures."""
-    blocks = metadata.need("block_count")
-    further = metadata.need(NEXTN, 0) if NEXTN in architecture.gguf_keys else 0
-    if not 0 <= further < blocks:
-        raise SpecbeamError(f"{metadata.name(NEXTN)} = {further}, but the model has {blocks} blocks")
-    return int(blocks - further)
 
 
 def _factor(metadata: Metadata) -> float:

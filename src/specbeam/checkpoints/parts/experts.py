@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from specbeam.checkpoints.parts.part import Parameter, Parameters, Part, Sizes, product, size
+from specbeam.checkpoints.parts.part import Parameter, Parameters, Part, Sizes, norm, product, size
 from specbeam.errors import SpecbeamError
 
 MAX_EXPERTS = 4096
@@ -48,7 +48,12 @@ class Experts(Part):
         scoring: a score is the softmax over all experts, or the sigmoid of its logit (DeepSeek-AI 2024).
         selection_bias: a number for each expert is added to the scores, for the choice of experts alone.
         normalized: the scores of a node's experts, as weights, are divided by their sum.
+        sum_epsilon: is added to that sum, where the scores are sigmoids.
         weight_scale: factor of the weights.
+        expert_scale: a number for each expert is one more factor of its weight.
+        router_scale: factor of the router's logits.
+        own_norms: it reads the hidden states as they are, and norms them with one weight for the router and with
+            another one for the experts (Gemma Team 2026).
         router_bias, bias: the product of the router has a bias; the products of the experts have biases.
         swiglu_limit: the clamped activation of gpt-oss (OpenAI 2025) in place of ``activation``. The gate is at most
             the limit, the values are between both limits, and gate * sigmoid(swiglu_alpha * gate) is multiplied by the
@@ -63,7 +68,11 @@ class Experts(Part):
     scoring: str = "softmax"
     selection_bias: bool = False
     normalized: bool = False
+    sum_epsilon: float = 1e-6
     weight_scale: float = 1.0
+    expert_scale: bool = False
+    router_scale: float = 1.0
+    own_norms: bool = False
     router_bias: bool = False
     bias: bool = False
     swiglu_limit: float | None = None
@@ -79,6 +88,8 @@ class Experts(Part):
                 f"the model's configuration gives each token {self.experts_per_token} experts, but has "
                 f"{self.num_experts}"
             )
+        if self.own_norms and self.norm:
+            raise SpecbeamError("the model's configuration norms the input of experts twice")
         if self.scoring not in SCORINGS:
             raise SpecbeamError(
                 f"the model's configuration has the unknown router {self.scoring!r}: known are {', '.join(SCORINGS)}"
@@ -86,9 +97,14 @@ class Experts(Part):
 
     def weights(self, config: Sizes) -> Parameters:
         experts, inner, hidden = self.num_experts, self.intermediate_size, config.hidden_size
+        if self.own_norms:
+            yield from norm("router_norm", hidden, config)
+            yield from norm("input_norm", hidden, config)
         yield from product("router", experts, hidden, self.router_bias, min_bits=32)
         if self.selection_bias:
             yield "selection_bias.weight", Parameter((experts,))
+        if self.expert_scale:
+            yield "expert_scale.weight", Parameter((experts,))
         for name, out, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             yield f"{name}.weight", Parameter((experts, out, columns))
             if self.bias:

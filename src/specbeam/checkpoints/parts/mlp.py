@@ -1,4 +1,4 @@
-"""The feed-forward network of a layer."""
+"""The feed-forward network of a layer, and one that stands beside experts."""
 
 from __future__ import annotations
 
@@ -36,3 +36,22 @@ class MLP(Part):
         else:
             yield from product("up", inner, config.hidden_size, self.bias)
         yield from product("down", config.hidden_size, inner, self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpert(MLP):
+    """An MLP that all nodes have beside the experts that a router gives each (Dai et al. 2024).
+
+    Attributes:
+        output_gate: its output is multiplied by the sigmoid of one more product of its input (Qwen Team 2024).
+    """
+
+    name: ClassVar = "shared_expert"
+    norm: bool = False
+    parallel: bool = True
+    output_gate: bool = False
+
+    def weights(self, config: Sizes) -> Parameters:
+        yield from super().weights(config)
+        if self.output_gate:
+            yield from product("output_gate", 1, config.hidden_size, min_bits=32)

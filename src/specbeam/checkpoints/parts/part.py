@@ -74,6 +74,8 @@ class Part:
             reads what the part before it has read.
         output_norm: its output is normed before it is added.
         output_scale: factor of its output, after this norm.
+        joint_norm: its output and that of the part before, whose input it reads too, are added, and the sum is normed
+            before it is added to the hidden states.
         sum_norm: the sum of the hidden states and its output is normed (post-norm; Vaswani et al. 2017).
         sum_scale: the sum is multiplied by a number, which is a parameter.
         parallel: it reads the same hidden states as the part before it, without what that part adds.
@@ -84,6 +86,7 @@ class Part:
     norm: bool = True
     output_norm: bool = False
     output_scale: float = 1.0
+    joint_norm: bool = False
     sum_norm: bool = False
     sum_scale: bool = False
     parallel: bool = False
@@ -105,6 +108,11 @@ class Part:
         """
         if self.parallel and before is None:
             raise SpecbeamError(f"the model's configuration has a layer that begins with a parallel {self.title}")
+        if self.joint_norm and (not self.parallel or before is None or before.sum_norm or before.sum_scale):
+            raise SpecbeamError(
+                f"the model's configuration norms the output of the {self.title} together with that of a part that "
+                "reads other hidden states, or whose sum is normed or scaled"
+            )
 
     def memory(self, config: Sizes) -> Memory:
         """What it keeps of each token. Most parts keep nothing."""
@@ -122,6 +130,8 @@ class Part:
             yield f"{self.name}.{name}", parameter
         if self.output_norm:
             yield from norm(f"post_{self.name}_norm", config.hidden_size, config)
+        if self.joint_norm:
+            yield from norm(f"{self.name}_joint_norm", config.hidden_size, config)
         if self.sum_norm:
             yield from norm(f"{self.name}_sum_norm", config.hidden_size, config)
         if self.sum_scale:

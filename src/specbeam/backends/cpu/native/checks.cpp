@@ -42,6 +42,8 @@ const char *wrong(const Part &part, const Model &m, const Layer &before) {
   if (part.parallel && before.empty()) return "a part reads the input of another, and there is none before it";
   if (part.parallel && part.has_norm && before.back()->parallel)
     return "a part has its own norm of what two parts before it read";  // the first of these was added already
+  if (part.has_joint_norm && (!part.parallel || before.back()->has_sum_norm || before.back()->has_sum_scale))
+    return "a part is normed with the output of another, which reads something else or ends with a norm or a scale";
   if (m.config.bands && part.reach()) return "a part of an encoder reads some positions only";
   return part.wrong(m, before);
 }
@@ -50,6 +52,7 @@ const char *wrong(const Part &part, const Model &m, const Layer &before) {
 static const char *incomplete_norms(const Part &part, int64_t hidden) {
   for (const auto &[has, norm] : {std::pair(part.has_norm, part.norm),
                                   {part.has_output_norm, part.output_norm},
+                                  {part.has_joint_norm, part.joint_norm},
                                   {part.has_sum_norm, part.sum_norm}})
     if (has ? !is_sized(norm, hidden) : bool(norm)) return "a norm";
   if (part.has_sum_scale ? !is_sized(part.sum_scale, 1) : bool(part.sum_scale)) return "the scale of a layer";

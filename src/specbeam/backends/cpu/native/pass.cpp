@@ -218,9 +218,10 @@ void Pass::per_layer_inputs() {
 
 // Each part adds to the hidden states what it makes of them: x = sum_norm(x + scale * output_norm(part(norm(x)))),
 // times the number of sum_scale. A norm or a scale that it lacks changes nothing. What one part makes is added as the
-// next one reads its input.
+// next one reads its input. It is held instead if the next part has a joint norm, which norms the sum of both.
 void Pass::layers(int64_t first, int64_t end) {
   normed = room(space.normed, nodes * c.hidden_size), out = room(space.out, nodes * out_stride);
+  held = room(space.held, nodes * out_stride);
   const Part *before = nullptr;
   for (int64_t l = first; l < end; l++)
     for (const auto &part : model.layers[l]) {
@@ -241,22 +242,33 @@ void Pass::begin_part(const Part &part, const Part *before) {
     const int64_t n = space.going[r];
     float *row = x + n * hidden, *from = normed + n * hidden;
     if (part.parallel && part.norm) norm_row(part.norm, row, from, hidden);
-    if (before) add(*before, r);
+    if (before && part.has_joint_norm) std::copy_n(finished(*before, r), hidden, held + n * out_stride);
+    else if (before) add(*before, r);
     if (!part.parallel) norm_or_copy(part.norm, row, from, hidden);
     activations.set(r, from);
   });
 }
 
-// Adds what a part has made to the hidden states of one of the nodes that go on.
+// What a part has made of one of the nodes that go on, as it is added to the hidden states.
+float *Pass::finished(const Part &part, int64_t r) {
+  const int64_t hidden = c.hidden_size;
+  const float scale = float(part.output_scale), *before = held + space.going[r] * out_stride;
+  float *made = out + r * out_stride;
+  if (part.output_norm) norm_row(part.output_norm, made, made, hidden);
+  if (scale != 1)
+    for (int64_t i = 0; i < hidden; i++) made[i] *= scale;
+  if (part.has_joint_norm) {
+    for (int64_t i = 0; i < hidden; i++) made[i] += before[i];
+    norm_row(part.joint_norm, made, made, hidden);
+  }
+  return made;
+}
+
 void Pass::add(const Part &part, int64_t r) {
   const int64_t hidden = c.hidden_size;
-  float *row = x + space.going[r] * hidden, *made = out + r * out_stride;
-  if (part.output_norm) norm_row(part.output_norm, made, made, hidden);
-  const float scale = float(part.output_scale);
-  if (scale == 1)
-    for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
-  else
-    for (int64_t i = 0; i < hidden; i++) row[i] += made[i] * scale;
+  float *row = x + space.going[r] * hidden;
+  const float *made = finished(part, r);
+  for (int64_t i = 0; i < hidden; i++) row[i] += made[i];
   if (part.sum_norm) norm_row(part.sum_norm, row, row, hidden);
   if (part.sum_scale)
     for (int64_t i = 0; i < hidden; i++) row[i] *= part.sum_scale.weight[0];

@@ -46,7 +46,7 @@ struct Routes {
 };
 
 struct Workspace {
-  Buffer<float> x, normed, wide, mixed, attended, out, cos, sin, attention_parts, per_layer;
+  Buffer<float> x, normed, wide, mixed, attended, out, held, cos, sin, attention_parts, per_layer;
   std::vector<int32_t> segment_of, row_in;  // by node
   std::vector<int64_t> going;               // the nodes that go on, ascending
   Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
@@ -88,7 +88,8 @@ struct Pass {
   Activations &activations;
   // Buffers of the layers, by node: the hidden states, and the input of a part, normed. By row of the nodes that go on:
   // what a part makes of it.
-  float *x = nullptr, *normed = nullptr, *out = nullptr;
+  // held, by node: what a part has made that the next one is normed with.
+  float *x = nullptr, *normed = nullptr, *out = nullptr, *held = nullptr;
   const int64_t out_stride;
 
   Pass(const Model &, const Cache &, Threads &, Workspace &, const Segment *, int64_t count, const int64_t *wanted,
@@ -169,6 +170,7 @@ struct Pass {
   void per_layer_inputs();
   void layers(int64_t first, int64_t end);
   void begin_part(const Part &, const Part *before);
+  float *finished(const Part &, int64_t row);
   void add(const Part &, int64_t row);
   void convolve(const Product &weights, const float *from, int64_t rows, int64_t step, float *to);
   void begin(const float *features);

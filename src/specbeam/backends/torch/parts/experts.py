@@ -5,27 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbeam.backends.torch.modules import ExpertWeights, Vector, Weights
+from specbeam.backends.torch.modules import ExpertWeights, Norm, Vector, Weights
 from specbeam.backends.torch.parts.mlp import ACTIVATIONS
 from specbeam.backends.torch.parts.part import Batch, PartModule
 from specbeam.checkpoints.parts import experts as described
-
-SUM_OF_SIGMOIDS = 1e-6
-"""Is added to the sum by which weights are divided, as in LFM2."""
 
 
 class Experts(PartModule):
     """A router gives each node a few of many gated MLPs, whose outputs are added in the order of the experts."""
 
     part: described.Experts
+    router_norm: Norm
+    input_norm: Norm
     router: Weights
     selection_bias: Vector
+    expert_scale: Vector
     gate: ExpertWeights
     up: ExpertWeights
     down: ExpertWeights
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        weights = self._weights(x)
+        weights = self._weights(self.router_norm(x) if self.part.own_norms else x)
+        x = self.input_norm(x) if self.part.own_norms else x
         out = torch.zeros_like(x)
         for expert in weights.any(dim=0).nonzero()[:, 0].tolist():
             nodes = weights[:, expert].nonzero()[:, 0]
@@ -37,7 +38,7 @@ class Experts(PartModule):
     def _weights(self, x: Tensor) -> Tensor:
         """The weights [n, experts] of each node's experts; 0 for the others."""
         part = self.part
-        logits = self.router(x).float()
+        logits = self.router(x).float() * part.router_scale
         shares = logits.sigmoid() if part.scoring == "sigmoid" else logits.softmax(-1)
         ranks = shares if part.scoring == "sigmoid" else logits
         if part.selection_bias:
@@ -47,8 +48,11 @@ class Experts(PartModule):
         weights = shares.gather(1, chosen)
         if part.normalized:
             total = weights.sum(dim=-1, keepdim=True)
-            weights = weights / (total + SUM_OF_SIGMOIDS if part.scoring == "sigmoid" else total)
-        return torch.zeros_like(shares).scatter(1, chosen, weights * part.weight_scale)
+            weights = weights / (total + part.sum_epsilon if part.scoring == "sigmoid" else total)
+        weights = weights * part.weight_scale
+        if part.expert_scale:
+            weights = weights * self.expert_scale.weight.float()[chosen]
+        return torch.zeros_like(shares).scatter(1, chosen, weights)
 
     def _activated(self, gate: Tensor, values: Tensor) -> Tensor:
         if (limit := self.part.swiglu_limit) is None:

@@ -1,4 +1,4 @@
-"""The feed-forward network of a layer."""
+"""The feed-forward network of a layer, and one that stands beside experts."""
 
 from __future__ import annotations
 
@@ -35,4 +35,15 @@ class MLP(PartModule):
         return self.down(activation(gate) * up)
 
 
-PARTS = {described.MLP: MLP}
+class SharedExpert(MLP):
+    """The same beside experts. A product of one row may gate its output."""
+
+    part: described.SharedExpert
+    output_gate: Weights
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        made = super().forward(x, batch)
+        return made * self.output_gate(x).sigmoid() if self.part.output_gate else made
+
+
+PARTS = {described.MLP: MLP, described.SharedExpert: SharedExpert}

@@ -9,30 +9,32 @@ namespace specbeam {
 namespace {
 
 class Experts final : public Part {
-  static constexpr float SUM_OF_SIGMOIDS = 1e-6f;  // is added to the sum by which weights are divided, as in LFM2
-
   int64_t num_experts = 0, experts_per_token = 0, intermediate_size = 0;
   Activation activation = SILU;
   Scoring scoring = SOFTMAX;
-  Flag normalized = NO;
-  double weight_scale = 1, swiglu_limit = 0, swiglu_alpha = 1;  // swiglu_limit: 0 for none
-  Product router, gate, up, down;                               // the last three have a matrix for each expert
-  Norm selection_bias;                                          // a number for each expert, or none
+  Flag normalized = NO, own_norms = NO, has_expert_scale = NO;
+  double sum_epsilon = 0, weight_scale = 1, router_scale = 1, swiglu_limit = 0, swiglu_alpha = 1;  // swiglu_limit: 0 for none
+  Product router, gate, up, down;     // the last three have a matrix for each expert
+  Norm selection_bias, expert_scale;  // a number for each expert, or none
+  Norm router_norm, input_norm;       // of the hidden states as they are, if it has own norms
 
  public:
   Experts() : Part("experts") {
     number("num_experts", num_experts), number("experts_per_token", experts_per_token);
     number("intermediate_size", intermediate_size), number("activation", activation);
-    number("scoring", scoring), number("normalized", normalized), number("weight_scale", weight_scale);
+    number("scoring", scoring), number("normalized", normalized), number("sum_epsilon", sum_epsilon), number("weight_scale", weight_scale);
     number("swiglu_limit", swiglu_limit), number("swiglu_alpha", swiglu_alpha);
+    number("own_norms", own_norms), number("router_scale", router_scale), number("expert_scale", has_expert_scale);
     product("router", router), product("gate", gate), product("up", up), product("down", down);
-    norm_of("selection_bias", selection_bias);
+    norm_of("selection_bias", selection_bias), norm_of("expert_scale", expert_scale);
+    norm_of("router_norm", router_norm), norm_of("input_norm", input_norm);
     for (Product *one : {&gate, &up, &down}) one->most_parts = MAX_EXPERTS;
   }
 
   const char *wrong(const Model &m, const Layer &) const override {
     if (num_experts < 1 || num_experts > MAX_EXPERTS) return "the number of experts is wrong";
     if (experts_per_token < 1 || experts_per_token > num_experts) return "a token has more experts than there are";
+    if (own_norms && has_norm) return "the input of experts is normed twice";
     const int64_t widest = INT32_MAX / 2 / num_experts;
     return intermediate_size < 1 || intermediate_size > widest || m.config.hidden_size > widest
                ? "the width of an expert is wrong"
@@ -44,6 +46,9 @@ class Experts final : public Part {
     const bool is_exact = router.parts.size() == 1 && router.parts[0].format == F32_ROWS;
     if (!is_shaped(router, num_experts, hidden) || !is_exact) return "the router of experts";
     if (selection_bias && selection_bias.size != num_experts) return "the selection bias of experts";
+    if (has_expert_scale ? expert_scale.size != num_experts : bool(expert_scale)) return "the scales of experts";
+    for (const Norm &norm : {router_norm, input_norm})
+      if (own_norms ? !is_sized(norm, hidden) : bool(norm)) return "a norm of experts";
     return are_shaped(gate, inner, hidden) && are_shaped(up, inner, hidden) && are_shaped(down, hidden, inner)
                ? nullptr
                : "an expert";
@@ -56,6 +61,7 @@ class Experts final : public Part {
     const int64_t all = rows * most, stride = stride_of(2 * inner);
     Routes &routes = p.space.routes;
     float *wide = room(p.space.wide, std::max(all * stride, rows * stride_of(num_experts)));
+    if (own_norms) p.threads.each(rows, 4, [&](int64_t r) { p.activations.set(r, normed(p, router_norm, r)); });
     multiply(router, p.threads, p.activations, wide, stride_of(num_experts));
     routes.expert.resize(all), routes.place.resize(all);
     float *weights = room(routes.weight, all);
@@ -73,7 +79,7 @@ class Experts final : public Part {
       set_part(jobs.back(), 0, gate, e), set_part(jobs.back(), 1, up, e);
     });
     p.threads.each(rows, 4, [&](int64_t r) {
-      const float *x = p.normed + p.going()[r] * hidden;
+      const float *x = own_norms ? normed(p, input_norm, r) : p.normed + p.going()[r] * hidden;
       for (int64_t i = r * most; i < (r + 1) * most; i++) {
         const int64_t e = routes.expert[i];
         jobs[routes.job[e]].x.set(routes.place[i] - routes.first[e], x);
@@ -109,6 +115,14 @@ class Experts final : public Part {
   }
 
  private:
+  // A row of hidden states with one of its own norms. It is valid until the thread norms another row.
+  static const float *normed(const Pass &p, const Norm &norm, int64_t r) {
+    static thread_local Buffer<float> row;
+    const int64_t hidden = p.c.hidden_size;
+    p.norm_row(norm, p.normed + p.going()[r] * hidden, room(row, hidden), hidden);
+    return room(row, hidden);
+  }
+
   static F32 all_lanes(float x) { return specbeam::all(x); }
 
   // Whether a product has a matrix of this shape for each expert, all in one format.
@@ -133,6 +147,8 @@ class Experts final : public Part {
   // taken. logits: of the router, [num_experts]; they become scores.
   void choose(float *logits, int32_t *experts, float *weights) const {
     const int64_t n = num_experts, most = experts_per_token;
+    if (const float scale = float(router_scale); scale != 1)
+      for (int64_t e = 0; e < n; e++) logits[e] *= scale;
     float highest = logits[0];
     for (int64_t e = 1; e < n; e++) highest = std::max(highest, logits[e]);
     static thread_local Buffer<float> shares_of, ranks_of;
@@ -157,11 +173,13 @@ class Experts final : public Part {
     }
     std::sort(experts, experts + most);
     if (normalized) {
-      total = scoring == SIGMOID ? SUM_OF_SIGMOIDS : 0;
+      total = scoring == SIGMOID ? float(sum_epsilon) : 0;
       for (int64_t j = 0; j < most; j++) total += share[experts[j]];
     }
     const bool divided = normalized || scoring == SOFTMAX;
     for (int64_t j = 0; j < most; j++) weights[j] = share[experts[j]] / (divided ? total : 1.0f) * float(weight_scale);
+    if (has_expert_scale)
+      for (int64_t j = 0; j < most; j++) weights[j] *= expert_scale.weight[experts[j]];
   }
 
   // Gives the rows their places: expert by expert, and the rows of an expert in their order.

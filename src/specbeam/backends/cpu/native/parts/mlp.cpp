@@ -1,4 +1,4 @@
-// The feed-forward network of a layer.
+// The feed-forward network of a layer, and one that stands beside experts.
 
 #include "../pass.h"
 
@@ -6,14 +6,14 @@ namespace specbeam {
 
 namespace {
 
-class MLP final : public Part {
+class MLP : public Part {
   int64_t intermediate_size = 0;
   Activation activation = SILU;
   Flag gated = NO;
   Product up, down;  // up: in a gated MLP, gate and up stacked
 
  public:
-  MLP() : Part("mlp") {
+  explicit MLP(const char *name = "mlp") : Part(name) {
     number("intermediate_size", intermediate_size), number("activation", activation), number("gated", gated);
     product("gate_up", up), product("up", up), product("down", down);
   }
@@ -49,7 +49,37 @@ class MLP final : public Part {
   }
 };
 
+class SharedExpert final : public MLP {
+  Flag has_output_gate = NO;
+  Product output_gate;
+
+ public:
+  SharedExpert() : MLP("shared_expert") { number("output_gate", has_output_gate), product("output_gate", output_gate); }
+
+  const char *incomplete(const Model &m) const override {
+    const bool is_right =
+        !has_output_gate ? !output_gate
+                         : is_shaped(output_gate, 1, m.config.hidden_size) && output_gate.parts[0].format == F32_ROWS;
+    return is_right ? MLP::incomplete(m) : "the gate of a shared expert";
+  }
+
+  void run(Pass &p) const override {
+    MLP::run(p);
+    if (!has_output_gate) return;
+    const int64_t hidden = p.c.hidden_size, stride = stride_of(1);
+    float *gates = room(p.space.wide, p.rows() * stride);
+    p.activations.resize(p.rows(), output_gate.parts);
+    p.threads.each(p.rows(), 16, [&](int64_t r) { p.activations.set(r, p.normed + p.going()[r] * hidden); });
+    multiply(output_gate, p.threads, p.activations, gates, stride);
+    p.threads.each(p.rows(), 16, [&](int64_t r) {
+      const float share = 1.0f / (1.0f + exp(-all(gates[r * stride])))[0];
+      for (int64_t i = 0; i < hidden; i++) p.out[r * p.out_stride + i] *= share;
+    });
+  }
+};
+
 const Kind<MLP> MLP_KIND("mlp");
+const Kind<SharedExpert> SHARED_EXPERT("shared_expert");
 
 }  // namespace
 

@@ -19,11 +19,12 @@ class Part {
  public:
   const std::string name;  // of its kind; no other part of its layer has it
   // Which norms it has, and whether it reads what the part before it reads.
-  Flag has_norm = YES, has_output_norm = NO, has_sum_norm = NO, has_sum_scale = NO, parallel = NO;
-  Norm norm, output_norm, sum_norm;  // of its input, of its output, and of the hidden states with its output
-  double output_scale = 1;           // factor of its output, after its norm
-  Norm sum_scale;                    // of one number, which the hidden states are multiplied with in the end
-  int64_t layer = 0;                 // its number
+  Flag has_norm = YES, has_output_norm = NO, has_joint_norm = NO, has_sum_norm = NO, has_sum_scale = NO, parallel = NO;
+  // Of its input, of its output, of that with the output of the part before, and of the hidden states with its output.
+  Norm norm, output_norm, joint_norm, sum_norm;
+  double output_scale = 1;  // factor of its output, after its norm
+  Norm sum_scale;           // of one number, which the hidden states are multiplied with in the end
+  int64_t layer = 0;        // its number
 
   virtual ~Part() = default;
   Part(const Part &) = delete;
@@ -69,10 +70,12 @@ class Part {
 
  protected:
   explicit Part(const std::string &part_name) : name(part_name) {
-    number("norm", has_norm), number("output_norm", has_output_norm), number("sum_norm", has_sum_norm);
-    number("sum_scale", has_sum_scale), number("parallel", parallel), number("output_scale", output_scale);
+    number("norm", has_norm), number("output_norm", has_output_norm), number("joint_norm", has_joint_norm);
+    number("sum_norm", has_sum_norm), number("sum_scale", has_sum_scale), number("parallel", parallel),
+        number("output_scale", output_scale);
     norms.push_back({name + "_norm", &norm}), norms.push_back({"post_" + name + "_norm", &output_norm});
-    norms.push_back({name + "_sum_norm", &sum_norm}), norms.push_back({name + "_sum_scale", &sum_scale});
+    norms.push_back({name + "_joint_norm", &joint_norm}), norms.push_back({name + "_sum_norm", &sum_norm});
+    norms.push_back({name + "_sum_scale", &sum_scale});
   }
 
   template <class T> void number(const char *own, T &value) {
