@@ -64,11 +64,14 @@ def interleave(weight, heads):
 NAMED = {
     **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2", "mixtral": "llama"},
     **{"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"},
-    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
+    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "granitemoehybrid": "granitehybrid"},
+    "falcon_h1": "falcon-h1",
     **{"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
 }
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
-WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe"}
+WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitehybrid"}
+OF_MAMBA = (".A_log", ".D", ".mamba.norm.weight")
+"""Ends of the names of tensors that stay exact, though they have two dimensions."""
 LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
 
@@ -118,16 +121,23 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         writer.add_rope_dimension_sections([2, 2, 0, 0])
     if named == "gemma4":
         inner, kv_heads, head_dim = gemma4_sizes(writer, config)
+    if named == "falcon-h1":
+        mamba_sizes(writer, config, config.mamba_d_ssm)
+    if named == "granitehybrid":
+        kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
+        mamba_sizes(writer, config, config.mamba_expand * hidden)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        writer.add_rope_scaling_finetuned(False)
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
     if named not in WITHOUT_KEY_LENGTH:
         writer.add_key_length(head_dim)
-    if experts := getattr(config, "num_experts", None):
+    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture not in ("olmoe", "mixtral"):
+        if architecture not in ("olmoe", "mixtral", "granitemoehybrid"):
             writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if named == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
@@ -187,7 +197,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
     if named == "cohere2":
         writer.add_sliding_window(config.sliding_window)
         writer.add_logit_scale(config.logit_scale)
-    if named == "granite":
+    if named in ("granite", "granitehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -215,12 +225,12 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         size = UINT32 if type(value) is int and value < 2**32 else ValueType.UINT64
         writer.add_key_value(key, value, size if type(value) is int else ValueType.get_type(value))
     names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in mamba_tensors(model.state_dict(), config).items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
-        if named in ("llama", "mistral3", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
-            array = interleave(array, heads if "q_proj" in name else kv_heads)
+        if named in ("llama", "mistral3", "smollm3", "granite", "granitehybrid") and ("q_proj" in name or "k_proj" in name):
+            array = interleave(array, heads if "q_proj" in name else config.num_key_value_heads)
         if named == "gpt2" and ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
         if "query_key_value" in name:
@@ -238,9 +248,9 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
                 form = Type.F32 if there.endswith("bias") else kind
                 writer.add_tensor(there, quants.quantize(own, form), raw_dtype=form)
             continue
-        filters = "conv.conv" in name or "conv1d" in name
+        filters = array.ndim == 3 and ("conv.conv" in name or "conv1d" in name)
         array = array.squeeze(1) if filters else array
-        exact = filters or array.ndim == 1 or name.endswith((".gate.weight", ".router.weight"))
+        exact = filters or array.ndim == 1 or name.endswith((".gate.weight", ".router.weight", *OF_MAMBA))
         name += ".weight" if name.endswith(("layer_scalar", ".sinks")) else ""
         name = name.replace("expert_bias", "expert_bias.bias")
         there = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"  # lfm2moe's lack the head
@@ -300,6 +310,57 @@ def linear_attention_tensor(config, name, array):
     return name, array
 
 
+def mamba_sizes(writer, config, inner_size):
+    """Write the keys of Mamba 2."""
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(inner_size)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+
+
+def mamba_tensors(tensors, config):
+    """The tensors of a model, where those of Mamba 2 and of an MLP beside experts are as llama.cpp's converter has them.
+
+    Names are those that gguf knows.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        array, layer = np.asarray(tensor), ".".join(name.split(".")[:3])
+        if name.endswith("shared_mlp.input_linear.weight"):
+            names = ("mlp.gate_proj", "mlp.up_proj") if not config.num_local_experts else ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+            found |= {f"{layer}.{own}.weight": half for own, half in zip(names, np.split(array, 2), strict=True)}
+        elif name.endswith("shared_mlp.output_linear.weight") and not config.num_local_experts:
+            found[f"{layer}.mlp.down_proj.weight"] = array
+        elif name.endswith("block_sparse_moe.router.weight"):
+            found[name.replace("router", "gate")] = array
+        elif name.endswith((".A_log", ".D")):
+            found[name] = (-np.exp(array) if name.endswith(".A_log") else array)[:, None]
+        elif name.endswith("mamba.norm.weight"):
+            found[name] = array.reshape(config.mamba_n_groups, -1)
+        elif name.endswith("mamba.dt_bias"):
+            found[name.replace("dt_bias", "dt_proj.bias")] = array
+        else:
+            found[name] = array * falcon_multipliers(config, name) if config.model_type == "falcon_h1" else array
+    return found
+
+
+def falcon_multipliers(config, name):
+    """The factors of a tensor's rows. llama.cpp's converter multiplies the weights with them."""
+    c, own = config, name.removesuffix(".weight").rpartition(".")[2]
+    if own == "in_proj":
+        keys = c.mamba_n_groups * c.mamba_d_state
+        rows = (c.mamba_d_ssm, c.mamba_d_ssm, keys, keys, c.mamba_n_heads)
+        return c.ssm_in_multiplier * np.repeat(np.float32(c.ssm_multipliers), rows)[:, None]
+    factors = {
+        **{"q_proj": c.attention_in_multiplier, "k_proj": c.attention_in_multiplier * c.key_multiplier},
+        **{"v_proj": c.attention_in_multiplier, "o_proj": c.attention_out_multiplier, "out_proj": c.ssm_out_multiplier},
+        **{"gate_proj": c.mlp_multipliers[0], "down_proj": c.mlp_multipliers[1]},
+        **{"embed_tokens": c.embedding_multiplier, "lm_head": c.lm_head_multiplier},
+    }
+    return np.float32(factors.get(own, 1))
+
+
 def finish(writer):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -353,6 +414,10 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("gpt_oss", {"num_hidden_layers": 4}),
         ("lfm2_moe", {"tie_word_embeddings": True}),
         ("qwen3_5", {"tie_word_embeddings": True}),
+        ("falcon_h1", {}),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 12}),
+        ("granitemoehybrid", {}),
+        ("granitemoehybrid", {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),

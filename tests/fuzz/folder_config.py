@@ -15,6 +15,7 @@ __all__ = ["mutate", "run", "seeds"]
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "stablelm", "smollm3", "lfm2", "olmo2")),
     *((name, {}) for name in ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe")),
+    *((name, {}) for name in ("granitemoehybrid", "falcon_h1", "nemotron_h")),
     *((name, {"sliding_window": 5}) for name in ("mistral", "ministral3", "gemma2", "gemma3", "olmo3")),
     ("gemma4", {"sliding_window": 5, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2}),
     ("gemma4_unified", {"sliding_window": 5, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),

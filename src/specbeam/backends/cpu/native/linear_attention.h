@@ -2,7 +2,7 @@
 //
 //   S = e^g S_parent + k u^T, and the node's output is S^T q.
 //
-// In the gated delta rule (Yang et al. 2024), u = beta (v - e^g S_parent^T k). A state takes megabytes per node, so no
+// In the gated delta rule (Yang et al. 2024), u = beta (v - e^g S_parent^T k). In Mamba 2 (Dao and Gu 2024), u = beta v. A state takes megabytes per node, so no
 // node has one. A node keeps the row (k, u, g), as it keeps keys and values for attention. A state is made at borders
 // alone, which are multiples of BORDER positions. A node reads the state at the last border that is at least LAG
 // positions before it, and the rows from there on:
@@ -29,6 +29,7 @@ struct LinearHeads {
   int64_t num_key_heads = 0, num_value_heads = 0, key_dim = 0, value_dim = 0;
   // Value head h reads key head h % num_key_heads, and not the one whose group it is in.
   Flag tiled = NO;
+  Flag delta_rule = YES;  // a node takes what the state has at its key from its value
 
   int64_t key_size() const { return num_key_heads * key_dim; }
   int64_t value_size() const { return num_value_heads * value_dim; }
@@ -65,7 +66,7 @@ struct Borders {
 // Finds the states that the nodes of a pass read, and decides how those are made that are not there.
 void find_borders(const Pass &, Borders &);
 
-// The gated delta rule. memory: [row_size]; state: where the part's numbers begin in a state; out: [nodes, value_size]
+// The outputs of all nodes. memory: [row_size]; state: where the part's numbers begin in a state; out: [nodes, value_size]
 void attend_linearly(Pass &, const LinearHeads &, const Rows &memory, int64_t state, const LinearInputs &, float *out);
 
 }  // namespace specbeam
