@@ -23,7 +23,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ import specbeam
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.tree import Tree
+from specbeam.system.machine import reading_speeds
 
 PARTS = ("load", "memory", "greedy", "beams", "batch", "prefill", "passes", "drafts")
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
@@ -97,7 +97,8 @@ def main() -> None:
         print()
 
     if "memory" in given.parts:
-        rates = figures.add("memory", "reading", "NumPy", unit="GB/s", samples=reading_speeds(given.threads))
+        speeds = reading_speeds(given.threads, MEMORY_BYTES, MEMORY_READS)
+        rates = figures.add("memory", "reading", "NumPy", unit="GB/s", samples=[speed / 1e9 for speed in speeds])
         print(f"memory, {given.threads} threads: {rates.value:.1f} GB/s ({rates.min:.1f} to {rates.max:.1f})\n")
     tokenizer = open_checkpoint(given.model).tokenizer
     by_kind = {kind: [ask.ids(tokenizer) for ask in asks] for kind, asks in kinds(given).items()}
@@ -249,18 +250,6 @@ def table(
         rate = figures.add(given.model.stem, title, name, unit="tokens/s", samples=values)
         print(f"| {name} | {rate.value:.1f} ({rate.min:.1f} to {rate.max:.1f}) | {spread} |", flush=True)
     print()
-
-
-def reading_speeds(threads: int) -> list[float]:
-    """How many GB per second all threads together read from memory."""
-    arrays = [np.ones(MEMORY_BYTES // 8) for _ in range(threads)]
-    speeds = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(1 + MEMORY_READS):
-            start = time.perf_counter()
-            list(pool.map(np.sum, arrays))
-            speeds.append(threads * MEMORY_BYTES / (time.perf_counter() - start) / 1e9)
-    return speeds[1:]  # the first one warms up
 
 
 def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:

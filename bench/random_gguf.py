@@ -105,7 +105,32 @@ class ExpertsShape(NamedTuple):
     window: int = 0
 
 
-SHAPES: dict[str, Shape | GemmaShape | ExpertsShape] = {
+class LinearShape(NamedTuple):
+    """The sizes of a Qwen3.5, most of whose layers have a Gated DeltaNet.
+
+    Attributes:
+        head: the size of a head of attention, of which a quarter is rotated.
+        linear_head: of a key and of a value of linear attention.
+        period: every how many layers one has attention.
+        filter: positions of a convolution.
+    """
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int
+    value_heads: int
+    key_heads: int = 16
+    head: int = 256
+    linear_head: int = 128
+    period: int = 4
+    filter: int = 4
+    vocab: int = 248_320
+    context: int = 262_144
+
+
+SHAPES: dict[str, Shape | GemmaShape | ExpertsShape | LinearShape] = {
     "lfm2-350m": Shape(1024, 4608, 16, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-700m": Shape(1536, 6912, 24, 8, 16, (2, 5, 8, 10, 12, 14)),
     "lfm2-1.2b": Shape(2048, 8192, 32, 8, 16, (2, 5, 8, 10, 12, 14)),
@@ -116,6 +141,8 @@ SHAPES: dict[str, Shape | GemmaShape | ExpertsShape] = {
     "gemma4-e4b": GemmaShape(2560, 10240, 8, 2, 42, 6, 18, 1),
     "qwen3-30b-a3b": ExpertsShape("qwen3moe", 2048, 768, 128, 8, 32, 4, 128, 48, 151_936, 40_960, 1e6),
     "olmoe-1b-7b": ExpertsShape("olmoe", 2048, 1024, 64, 8, 16, 16, 128, 16, 50_304, 4096, 1e4),
+    "qwen3.5-0.8b": LinearShape(1024, 3584, 8, 2, 24, 16),
+    "qwen3.5-4b": LinearShape(2560, 9216, 16, 4, 32, 32),
     "gpt-oss-20b": ExpertsShape("gpt-oss", 2880, 2880, 32, 4, 64, 8, 64, 24, 201_088, 131_072, 150_000.0, 128),
 }
 """By the configurations that LiquidAI, Tencent, Google, Qwen, Ai2 and OpenAI publish."""
@@ -134,7 +161,8 @@ def main() -> None:
     shape = SHAPES[given.shape]
     if isinstance(shape, ExpertsShape):
         shape = shape._replace(layers=min(given.layers or shape.layers, shape.layers))
-    architecture = "gemma4" if isinstance(shape, GemmaShape) else shape.architecture
+    named = {GemmaShape: "gemma4", LinearShape: "qwen35"}
+    architecture = named[type(shape)] if isinstance(shape, GemmaShape | LinearShape) else shape.architecture
     writer = GGUFWriter(given.file, architecture, use_temp_file=True)
     draw = np.random.default_rng(given.seed)
     writer.add_name(f"random {given.shape}")
@@ -142,6 +170,8 @@ def main() -> None:
         write(writer, shape, draw)
     elif isinstance(shape, GemmaShape):
         write_gemma4(writer, shape, draw)
+    elif isinstance(shape, LinearShape):
+        write_qwen35(writer, shape, draw)
     else:
         write_experts(writer, shape, draw)
     writer.write_header_to_file()
@@ -267,6 +297,68 @@ def write_gemma4(writer: GGUFWriter, shape: GemmaShape, draw: np.random.Generato
         matrix(f"{at}.proj", hidden, shape.per_layer)
         vector(f"{at}.post_norm", hidden)
         vector(f"{at}.layer_output_scale", 1, 0.5)
+
+
+def write_qwen35(writer: GGUFWriter, shape: LinearShape, draw: np.random.Generator) -> None:
+    """The same for Qwen3.5. The products that make betas and decays are Q8_0."""
+    keys, values = shape.key_heads * shape.linear_head, shape.value_heads * shape.linear_head
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head)
+    writer.add_value_length(shape.head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e7)
+    writer.add_rope_dimension_count(shape.head // 4)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_full_attention_interval(shape.period)
+    writer.add_ssm_conv_kernel(shape.filter)
+    writer.add_ssm_state_size(shape.linear_head)
+    writer.add_ssm_group_count(shape.key_heads)
+    writer.add_ssm_time_step_rank(shape.value_heads)
+    writer.add_ssm_inner_size(values)
+    add_vocabulary(writer, SPECIAL, sorted(pre_tokenizers.ByteLevel.alphabet()), shape.vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+
+    def matrix(name: str, rows: int, columns: int, kind: GGMLQuantizationType = Q4_0) -> None:
+        writer.add_tensor(f"{name}.weight", blocks(draw, rows, columns, kind), raw_dtype=kind)
+
+    def exact(name: str, values: NDArray[np.floating]) -> None:
+        writer.add_tensor(name, values.astype(np.float32))
+
+    hidden, heads = shape.hidden, shape.value_heads
+    matrix("token_embd", shape.vocab, hidden, Q8_0)
+    exact("output_norm.weight", np.ones(hidden))
+    for layer in range(shape.layers):
+        at = f"blk.{layer}"
+        exact(f"{at}.attn_norm.weight", np.ones(hidden))
+        if (layer + 1) % shape.period:
+            matrix(f"{at}.attn_qkv", 2 * keys + values, hidden)
+            matrix(f"{at}.attn_gate", values, hidden)
+            matrix(f"{at}.ssm_beta", heads, hidden, Q8_0)
+            matrix(f"{at}.ssm_alpha", heads, hidden, Q8_0)
+            exact(f"{at}.ssm_conv1d.weight", draw.normal(0, 0.3, (2 * keys + values, shape.filter)))
+            exact(f"{at}.ssm_a", -draw.uniform(0.01, 16, heads))
+            exact(f"{at}.ssm_dt.bias", draw.normal(-4, 1, heads))
+            exact(f"{at}.ssm_norm.weight", np.ones(shape.linear_head))
+            matrix(f"{at}.ssm_out", hidden, values)
+        else:
+            matrix(f"{at}.attn_q", 2 * shape.heads * shape.head, hidden)
+            matrix(f"{at}.attn_k", shape.kv_heads * shape.head, hidden)
+            matrix(f"{at}.attn_v", shape.kv_heads * shape.head, hidden)
+            matrix(f"{at}.attn_output", hidden, shape.heads * shape.head)
+            exact(f"{at}.attn_q_norm.weight", np.ones(shape.head))
+            exact(f"{at}.attn_k_norm.weight", np.ones(shape.head))
+        exact(f"{at}.post_attention_norm.weight", np.ones(hidden))
+        matrix(f"{at}.ffn_gate", shape.inner, hidden)
+        matrix(f"{at}.ffn_up", shape.inner, hidden)
+        matrix(f"{at}.ffn_down", hidden, shape.inner)
 
 
 def write_experts(writer: GGUFWriter, shape: ExpertsShape, draw: np.random.Generator) -> None:

@@ -55,6 +55,8 @@ FOLDERS = {
     "glm4": ("glm4", 61),
     "exaone4": ("exaone4", 20),
     "lfm2": ("lfm2", 61),
+    "qwen3_5": ("qwen3_5", 61),
+    "qwen3_5, confident": ("qwen3_5, linear attention first and last", 20),
     "granitemoehybrid": ("granitemoehybrid", 61),
     "falcon_h1": ("falcon_h1", 61),
     "nemotron_h": ("nemotron_h", 20),
@@ -72,13 +74,14 @@ FILES = {
     "gemma3, Q5_1": ("gemma3", "Q5_1"),
     "gpt2, F16": ("gpt2", "F16"),
     "lfm2, Q4_0": ("lfm2", "Q4_0"),
+    "qwen3_5, Q4_0": ("qwen3_5", "Q4_0"),
     "falcon_h1, Q4_0": ("falcon_h1", "Q4_0"),
     "olmo2, Q8_0": ("olmo2", "Q8_0"),
     "gemma4, Q8_0": ("gemma4", "Q8_0"),
     "hunyuan, Q4_0": ("hunyuan_v1_dense", "Q4_0"),
 }
 """The same for GGUF files, with the types of their weights."""
-WITH_STATES = ("lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h")
+WITH_STATES = ("lfm2", "qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h")
 """Beginnings of the names of models that keep a state in place of keys and values."""
 CONFIDENT = tuple(name for name in FOLDERS if name.endswith("confident"))
 FORMATS = ("float32", "float32", "float32", "int8", "int8", "int4", "torch", "transformers")

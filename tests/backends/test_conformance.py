@@ -182,23 +182,37 @@ WITH_IMAGES = {
     "mistral3 with images": ("mistral3 with images", {"sliding_window": 5}),
     "mistral3 with images, ministral3": ("mistral3 with images", {"text": "ministral3"}),
     "lfm2_vl with images": ("lfm2_vl with images", {"tie_word_embeddings": True}),
+    "qwen3_5 with images": ("qwen3_5 with images", {}),
 }
 """Models that read images, too, by the architectures of their text models."""
 ALL = FAMILIES | WITH_IMAGES
 SOME = [
     *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
-    *("gemma4", "lfm2", "qwen3_moe", "gpt_oss"),
+    *("gemma4", "lfm2", "qwen3_5", "qwen3_moe", "gpt_oss", "granitemoehybrid", "falcon_h1"),
 ]
 ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
 ONE_PER_ARCHITECTURE += ["hunyuan", "granite", "glm4", "exaone4", "ministral3", "gemma4, keys are values"]
 ONE_PER_ARCHITECTURE += ["olmoe", "mixtral", "lfm2_moe", "granitemoeshared", "gemma4, experts", "qwen2_moe", "glm4_moe"]
-ONE_PER_ARCHITECTURE += ["qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h", "falcon_h1"]
+ONE_PER_ARCHITECTURE += ["nemotron_h"]
 WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3", "hunyuan_v1_dense", "granite", "exaone4", "ministral3", "gemma4")
-WITHOUT_KERNELS += ("qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h", "falcon_h1")
-WITHOUT_KERNELS += ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe", "granitemoeshared", "glm4_moe")
+WITHOUT_KERNELS += (
+    "qwen3_5",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "mixtral",
+    "gpt_oss",
+    "lfm2_moe",
+    "granitemoeshared",
+    "glm4_moe",
+    "granitemoehybrid",
+    "falcon_h1",
+    "nemotron_h",
+)
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
-NATIVE_ALONE = ("lfm2", "lfm2_moe", "qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2_vl with images")
+NATIVE_ALONE = ("lfm2", "lfm2_moe", "lfm2_vl with images", "qwen3_5", "qwen3_5 with images")
+NATIVE_ALONE += ("granitemoehybrid", "falcon_h1", "nemotron_h")
 """Architectures that the transformers backend refuses, because their caches are no keys and values."""
 
 
@@ -239,7 +253,8 @@ def test_logits_equal_the_logits_of_transformers(pair, family):
         expected = theirs(tokens[None]).logits[0]
     got = evaluate(Slots(Tree(tokens.tolist()), lm.backend), np.arange(len(tokens)))
     assert expected.std() > 0.5  # else closeness says nothing
-    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+    # Of linear attention, transformers' own logits are not as exact: tests/backends/test_gated_delta_net.py.
+    torch.testing.assert_close(got, expected, atol=2e-2 if "qwen3_5" in family else 1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(

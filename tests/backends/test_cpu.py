@@ -42,7 +42,7 @@ from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.parameters import parameters
 from specbeam.checkpoints.parts.attention import Attention
 from specbeam.checkpoints.parts.experts import Experts
-from specbeam.checkpoints.parts.mlp import MLP
+from specbeam.checkpoints.parts.mlp import MLP, SharedExpert
 from specbeam.checkpoints.parts.part import Part
 from specbeam.checkpoints.parts.per_layer_embedding import PerLayerEmbedding
 from specbeam.checkpoints.parts.short_convolution import ShortConvolution
@@ -294,7 +294,7 @@ def test_logits_are_the_same_bits_whichever_nodes_want_them(folder, wanted):
 
 
 FORMATS = ("int8", "float32", "int4")
-EVERY_FORMAT = {"gpt_neox", "gemma2", "gemma3", "phi3, longrope", "lfm2"}
+EVERY_FORMAT = {"gpt_neox", "gemma2", "gemma3", "phi3, longrope", "lfm2", "qwen3_5"}
 """They have all kinds of norms, activations, caps, rotations and parts among them."""
 
 
@@ -527,6 +527,7 @@ PARTS = {
     "mlp": {"norm": 1, "intermediate_size": 8},
     "short_convolution": {"norm": 1, "kernel_size": 3},
     "experts": {"norm": 1, "num_experts": 8, "experts_per_token": 2, "intermediate_size": 8},
+    "shared_expert": {"norm": 1, "intermediate_size": 8},
 }
 
 
@@ -577,6 +578,11 @@ def add_part(model, layer, name, count=None, **changes):
         ("experts", {"experts_per_token": 0}, "more experts than there are"),
         ("experts", {"intermediate_size": 2**28}, "the width of an expert"),
         ("experts", {"scoring": 2}, "a number is wrong"),
+        ("experts", {"own_norms": 1}, "normed twice"),
+        ("experts", {"router_scale": -1.0}, "a number is wrong"),
+        ("shared_expert", {"intermediate_size": 0}, "the width of an MLP"),
+        ("shared_expert", {"parallel": 1}, "reads the input of another"),
+        ("shared_expert", {"joint_norm": 1}, "is normed with the output of another"),
         ("short_convolution", {"kernel_size": 17}, "the filter of a convolution"),
     ],
 )
@@ -594,6 +600,8 @@ def test_kernels_refuse_parts_that_do_not_fit_together():
     assert add_part(model, 1, "attention") is add_part(model, 1, "mlp", parallel=1) is None
     assert "what two parts before it read" in add_part(model, 1, "short_convolution", parallel=1)
     assert add_part(model, 1, "short_convolution", parallel=1, norm=0) is None
+    assert add_part(model, 3, "experts", sum_scale=1) is None
+    assert "ends with a norm or a scale" in add_part(model, 3, "shared_expert", parallel=1, norm=0, joint_norm=1)
     assert library().specbeam_cache_reserve(model, 1) is None
     assert add_part(model, 2, "mlp") is None  # it keeps nothing
     assert "memory was reserved before" in add_part(model, 2, "attention")
@@ -707,6 +715,21 @@ LAYERS = {  # each layer has other heads, and not each has an attention and an M
         ),
         MLP(intermediate_size=24, parallel=True, norm=False),
     ),
+    "experts and a gated MLP": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3),
+        Experts(**FEW, normalized=True, router_scale=0.5, expert_scale=True, output_scale=0.7),
+        SharedExpert(intermediate_size=28, output_gate=True, output_scale=0.7),
+    ),
+    "experts and an MLP, normed together": (
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3),
+        Experts(**FEW, norm=False, own_norms=True, output_norm=True, output_scale=0.7),
+        SharedExpert(intermediate_size=28, norm=True, output_norm=True, joint_norm=True, sum_scale=True),
+    ),
+    "three parts, normed together": (
+        MLP(intermediate_size=24),
+        Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, parallel=True, joint_norm=True, window=9),
+        ShortConvolution(kernel_size=3, parallel=True, norm=False, joint_norm=True, sum_norm=True),
+    ),
     "experts of all": (
         Attention(num_heads=2, num_kv_heads=1, head_dim=12, scale=0.3, sinks=True),
         Experts(**FEW, output_norm=True),
@@ -724,6 +747,8 @@ ORDERS = {
     "keys of earlier layers": ["window", "attention alone", "reads layer 1", "reads layer 0", "reads layer 1"],
     "keys are values": ["keys are values", "mlp alone", "keys are values"],
     "experts": ["experts", "experts by sigmoids", "experts of all", "experts"],
+    "shared experts": ["experts and a gated MLP", "experts and an MLP, normed together", "experts and a gated MLP"],
+    "normed together": ["experts and an MLP, normed together", "no window", "three parts, normed together"],
 }
 
 
@@ -787,7 +812,7 @@ class Reference:
             table = self.own["per_layer_embedding.weight"][tokens].reshape(projected.shape)
             self.per_layer = (self.norm("per_layer_norm", projected) + table * size**0.5) / 2**0.5
         for number, layer in enumerate(self.config.layers):
-            source = normed = None
+            source = normed = start = before = None
             for part in layer:
                 name = f"blocks.{number}.{part.name}"
                 if not part.parallel:
@@ -797,7 +822,12 @@ class Reference:
                 made = getattr(self, part.name)(name, part, normed)
                 if part.output_norm:
                     made = self.norm(f"blocks.{number}.post_{part.name}_norm", made)
-                x = x + part.output_scale * made
+                made = part.output_scale * made
+                if part.joint_norm:
+                    made = self.norm(f"{name}_joint_norm", before + made)
+                else:
+                    start = x
+                x, before = start + made, made
                 if part.sum_norm:
                     x = self.norm(f"{name}_sum_norm", x)
                 if part.sum_scale:
@@ -862,8 +892,13 @@ class Reference:
         gate, up = np.split(up, 2, axis=1) if part.gated else (up, 1)
         return self.product(f"{name}.down", activated(part, gate) * up)
 
+    def shared_expert(self, name, part, x):
+        gate = 1 / (1 + np.exp(-self.product(f"{name}.output_gate", x))) if part.output_gate else 1
+        return self.mlp(name, part, x) * gate
+
     def experts(self, name, part, x):
-        logits = self.product(f"{name}.router", x)
+        logits = self.product(f"{name}.router", self.norm(f"{name}.router_norm", x) if part.own_norms else x)
+        logits, x = logits * part.router_scale, self.norm(f"{name}.input_norm", x) if part.own_norms else x
         if part.scoring == "sigmoid":
             scores = 1 / (1 + np.exp(-logits))
         else:
@@ -873,6 +908,7 @@ class Reference:
         for row, (own, rank) in enumerate(zip(scores, ranks, strict=True)):
             chosen = np.argsort(-rank)[: part.experts_per_token]
             weights = own[chosen] / own[chosen].sum() if part.normalized else own[chosen]
+            weights = weights * self.own[f"{name}.expert_scale.weight"][chosen] if part.expert_scale else weights
             for expert, weight in zip(chosen, weights * part.weight_scale, strict=True):
                 gate, up = (self.of_expert(f"{name}.{half}", expert, x[row]) for half in ("gate", "up"))
                 out[row] += weight * self.of_expert(f"{name}.down", expert, self.activated(part, gate, up))

@@ -24,11 +24,11 @@ from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.core.tree import Tree
 from specbeam.system.machine import Memory
-from tests.backends.test_conformance import FAMILIES, ONE_PER_ARCHITECTURE
+from tests.backends.test_conformance import EXPERTS_BESIDE, FAMILIES, ONE_PER_ARCHITECTURE
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import examples, needs_torch, random_model, rewrite
 
-ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe")
+ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe", "granitemoeshared", "qwen2_moe", "glm4_moe")
 ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "neon", "portable") if library().specbeam_isa(isa.encode())]
 PROMPT = np.random.default_rng(1).integers(0, 256, 60)
 
@@ -42,7 +42,10 @@ def logits(backend, *sequences):
     return [rows[start:end] for start, end in pairwise(ends.tolist())]
 
 
-@pytest.mark.parametrize("family", [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] in ARCHITECTURES])
+@pytest.mark.parametrize(
+    "family",
+    [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] in ARCHITECTURES or family == "gemma4, experts"],
+)
 def test_logits_are_within_1e_4_of_the_logits_of_transformers(tiny, family):
     architecture, changes = FAMILIES[family]
     theirs, lm = tiny(architecture, **changes)
@@ -52,11 +55,17 @@ def test_logits_are_within_1e_4_of_the_logits_of_transformers(tiny, family):
     assert np.abs(logits(lm.backend, PROMPT)[0] - expected).max() < 1e-4
 
 
+SHARED = {"qwen2_moe": {"num_hidden_layers": 2}, "gemma4": EXPERTS_BESIDE | {"num_hidden_layers": 3}}
+"""Models with an MLP beside their experts: with a gate, and with norms of both and of their sum."""
+
+
 @pytest.fixture(scope="module", params=ISAS)
 def packed(request, save):
-    """The same model in three formats, on each instruction set."""
+    """The same model in three formats, and models with an MLP beside experts, on each instruction set."""
     checkpoint = open_checkpoint(save(random_model("qwen3_moe", num_hidden_layers=2)))
-    return [CpuBackend(checkpoint, quantize, 2, request.param) for quantize in ("float32", "int8", "int4")]
+    alike = [CpuBackend(checkpoint, quantize, 2, request.param) for quantize in ("float32", "int8", "int4")]
+    others = [open_checkpoint(save(random_model(name, **changes))) for name, changes in SHARED.items()]
+    return alike + [CpuBackend(one, "int8", 2, request.param) for one in others]
 
 
 @settings(max_examples=examples())
@@ -72,10 +81,19 @@ def test_a_row_has_the_same_bits_beside_any_other_rows(packed, data):
             assert among[token].tobytes() == logits(backend, own[: token + 1])[0][-1].tobytes()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "lfm2_moe", "gpt_oss"])
-def test_a_folder_and_a_file_have_the_same_bits_however_they_store_the_experts(save, tmp_path, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        *((name, {"norm_topk_prob": True}) for name in ("qwen3_moe", "mixtral", "lfm2_moe", "gpt_oss")),
+        ("qwen2_moe", {"norm_topk_prob": False}),  # as llama.cpp has it
+        ("granitemoeshared", {}),
+        ("glm4_moe", {}),
+        ("gemma4", EXPERTS_BESIDE),
+    ],
+)
+def test_a_folder_and_a_file_have_the_same_bits_however_they_store_the_experts(save, tmp_path, architecture, changes):
     """The hub has a tensor for each expert, transformers 5 stacks them, and so do GGUF files."""
-    model = random_model(architecture, norm_topk_prob=True)  # as llama.cpp has it
+    model = random_model(architecture, **changes)
     sources = [save(model), save(model, save_original_format=False), write_gguf(tmp_path / "m.gguf", model)]
     assert len({specbeam.load(source, dtype="float32").weights for source in sources[:2]}) == 1
     bits = {logits(specbeam.load(source, dtype="float32").backend, PROMPT)[0].tobytes() for source in sources}
@@ -148,6 +166,51 @@ def test_experts_that_do_not_fit_are_refused(save, changes, says):
     rewrite(folder, "config.json", **changes)
     with pytest.raises(SpecbeamError, match=says):
         specbeam.load(folder, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "says"),
+    [
+        ("granitemoeshared", {"num_local_experts": 7}, r"router.weight has shape \[8, 32\], but .* asks for \[7, 32\]"),
+        ("granitemoeshared", {"shared_intermediate_size": 24}, r"shared_mlp.input_linear.weight has shape \[40, 32\]"),
+        ("granitemoeshared", {"shared_intermediate_size": -1}, "intermediate_size = -1, which is no size"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "intermediate_size = 0, which is no size"),
+        ("glm4_moe", {"n_group": 2}, "n_group = 2 is not supported for glm4_moe"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts = 0, which is no size"),
+        ("glm4_moe", {"num_experts_per_tok": 9}, "gives each token 9 experts, but has 8"),
+        ("gemma4", {"top_k_experts": None}, "num_experts_per_tok = None, which is no size"),
+        ("gemma4", {"num_experts": None}, "num_experts = None, which is no size"),
+        ("gemma4", {"moe_intermediate_size": 16}, r"experts.gate_proj.weight has shape \[8, 24, 32\]"),
+    ],
+)
+def test_shared_experts_that_do_not_fit_are_refused(save, architecture, changes, says):
+    folder = save(random_model(architecture, **EXPERTS_BESIDE if architecture == "gemma4" else {}))
+    rewrite(folder, "config.json", **changes)
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(folder, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensor"),
+    [
+        ("granitemoeshared", "model.layers.1.shared_mlp.output_linear.weight"),
+        ("granitemoeshared", "model.layers.1.block_sparse_moe.input_linear.weight"),
+        ("qwen2_moe", "model.layers.2.mlp.shared_expert_gate.weight"),
+        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("gemma4", "model.layers.0.router.scale"),
+        ("gemma4", "model.layers.0.router.per_expert_scale"),
+        ("gemma4", "model.layers.0.post_feedforward_layernorm_1.weight"),
+        ("gemma4", "model.layers.0.experts.down_proj"),
+    ],
+)
+def test_a_folder_that_lacks_a_tensor_of_experts_is_refused(save, architecture, tensor):
+    folder = save(random_model(architecture, **EXPERTS_BESIDE if architecture == "gemma4" else {}))
+    weights = load_file(folder / "model.safetensors")
+    del weights[tensor]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    layer = ".".join(tensor.split(".")[:3])
+    with pytest.raises(SpecbeamError, match=f"has no tensor {layer}"):
+        specbeam.load(folder)
 
 
 def test_a_folder_that_lacks_an_expert_is_refused(save):

@@ -13,6 +13,7 @@ from transformers import (
     Llama4TextConfig,
     MambaConfig,
     Phi3Config,
+    Qwen3_5TextConfig,
 )
 
 import specbeam
@@ -86,6 +87,7 @@ GPT_NEO = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "
         (GPTNeoConfig, GPT_NEO, "does"),
         (Llama4TextConfig, EXPERTS, "layers of kind chunked_attention"),
         (Lfm2Config, SMALL | {"full_attn_idxs": []}, "layers of kind conv"),
+        (Qwen3_5TextConfig, SMALL | {"num_key_value_heads": 2, "head_dim": 4}, "layers of kind linear_attention"),
     ],
 )
 def test_models_a_tree_cannot_be_laid_over_are_refused(make, sizes, says):

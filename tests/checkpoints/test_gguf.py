@@ -35,7 +35,7 @@ from specbeam.checkpoints.tokenizers.gguf_tokenizer import PRE, tokenizer_from_g
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import vocabulary_from_gguf
 from specbeam.core.tree import Tree
 from tests.absent import needs
-from tests.backends.test_conformance import KEYS_ARE_VALUES, PER_LAYER
+from tests.backends.test_conformance import EXPERTS_BESIDE, KEYS_ARE_VALUES, PER_LAYER
 from tests.conftest import (
     ALPHA,
     BOS,
@@ -64,20 +64,44 @@ def interleave(weight, heads):
 NAMED = {
     **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2", "mixtral": "llama"},
     **{"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"},
-    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "granitemoehybrid": "granitehybrid"},
-    "falcon_h1": "falcon-h1",
-    **{"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe"},
+    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
+    **{"granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1"},
+    **{
+        "qwen3_5_text": "qwen35",
+        "qwen2_moe": "qwen2moe",
+        "qwen3_moe": "qwen3moe",
+        "gpt_oss": "gpt-oss",
+        "lfm2_moe": "lfm2moe",
+    },
+    **{"granitemoeshared": "granitemoe", "glm4_moe": "glm4moe"},
 }
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
-WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitehybrid"}
-OF_MAMBA = (".A_log", ".D", ".mamba.norm.weight")
-"""Ends of the names of tensors that stay exact, though they have two dimensions."""
+WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe", "granitehybrid"}
+PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+SHARED_WIDTHS = ("shared_intermediate_size", "shared_expert_intermediate_size")
 LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+
+
+EXACT = (".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight")
+EXACT += (".A_log", ".D", ".mamba.norm.weight", ".mixer.norm.weight")
+"""Ends of the names of matrices that a converter never quantizes."""
+SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale"}
+"""Vectors of Gemma 4 whose names in a file end otherwise than those of other tensors."""
+
+
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def expert_tensors(config, name, array):
     """The tensors that llama.cpp's converter makes of a stacked tensor of experts, by their names."""
     kind = "bias" if name.endswith("bias") else "weight"
+    if config.model_type == "gemma4_text" and "gate_up" in name:
+        return {f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight": array}
     layer, stacked = name.split(".")[2], "gate_up" if "gate_up" in name else "down"
     if config.model_type == "gpt_oss":  # [experts, in, out], and gate and up alternate
         array = array.swapaxes(1, 2) if kind == "weight" else array
@@ -85,14 +109,24 @@ def expert_tensors(config, name, array):
     else:
         parts = np.split(array, 2, axis=1) if stacked == "gate_up" else ()
     parts = {"gate": parts[0], "up": parts[1]} if stacked == "gate_up" else {"down": array}
-    return {f"blk.{layer}.ffn_{part}_exps.{kind}": np.ascontiguousarray(own) for part, own in parts.items()}
+    return {f"blk.{layer}.ffn_{part}_exps.{kind}": own for part, own in parts.items()}
 
 
-def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metadata):
+def quantized(name, array, kind):
+    """A tensor as a file stores it, and its type."""
+    return quants.quantize(np.ascontiguousarray(array), kind), kind
+
+
+def write_gguf(
+    path, model, kind=Type.F32, tokenizer=True, stored=None, more=None, quantize=quantized, finish=finish, **metadata
+):
     """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
 
     Args:
         stored: tensors in place of the model's, with their types, by their names in the file.
+        more: tensors beside the model's, float32, by their names in the file.
+        quantize: what makes a tensor of a name, an array and a type, which is F32 for tensors that stay exact.
+        finish: writes the file that a writer holds.
     """
     config, architecture = model.config, model.config.model_type
     named = NAMED.get(architecture, architecture)
@@ -118,33 +152,40 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        writer.add_rope_dimension_sections([2, 2, 0, 0])
+        pairs = int(config.rope_parameters["partial_rotary_factor"] * head_dim) // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     if named == "gemma4":
         inner, kv_heads, head_dim = gemma4_sizes(writer, config)
-    if named == "falcon-h1":
-        mamba_sizes(writer, config, config.mamba_d_ssm)
-    if named == "granitehybrid":
-        kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
-        mamba_sizes(writer, config, config.mamba_expand * hidden)
-        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
-        writer.add_rope_scaling_finetuned(False)
+    if named in ("granitehybrid", "falcon-h1", "nemotron_h"):
+        inner, kv_heads = mamba_sizes(writer, config)
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
     if named not in WITHOUT_KEY_LENGTH:
         writer.add_key_length(head_dim)
-    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    if named != "nemotron_h" and (experts := next((n for key in COUNTS if (n := getattr(config, key, None))), None)):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture not in ("olmoe", "mixtral", "granitemoehybrid"):
+        writer.add_expert_used_count(config.top_k_experts if named == "gemma4" else config.num_experts_per_tok)
+        if named not in ("olmoe", "llama", "granitemoe", "granitehybrid"):
             writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if shared := next((n for key in SHARED_WIDTHS if (n := getattr(config, key, None))), None):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if named == "glm4moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_nextn_predict_layers(0)
     if named == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
     if named in ("lfm2", "lfm2moe"):
         writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif named == "nemotron_h":
+        writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
@@ -197,7 +238,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
     if named == "cohere2":
         writer.add_sliding_window(config.sliding_window)
         writer.add_logit_scale(config.logit_scale)
-    if named in ("granite", "granitehybrid"):
+    if named in ("granite", "granitemoe", "granitehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -229,7 +270,7 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
-        if named in ("llama", "mistral3", "smollm3", "granite", "granitehybrid") and ("q_proj" in name or "k_proj" in name):
+        if named in PAIRED and ("q_proj" in name or "k_proj" in name):
             array = interleave(array, heads if "q_proj" in name else config.num_key_value_heads)
         if named == "gpt2" and ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
@@ -246,17 +287,30 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, stored=None, **metada
                 needs("transformers, which stacks experts")
             for there, own in expert_tensors(config, name, array).items():
                 form = Type.F32 if there.endswith("bias") else kind
-                writer.add_tensor(there, quants.quantize(own, form), raw_dtype=form)
+                own, form = quantize(there, own, form)
+                writer.add_tensor(there, own, raw_dtype=form)
+            continue
+        if "shared_mlp.input_linear" in name:
+            for part, half in zip(("gate", "up"), np.split(array, 2), strict=True):
+                there = f"blk.{name.split('.')[2]}.ffn_{part}_shexp.weight"
+                writer.add_tensor(there, quants.quantize(half, kind), raw_dtype=kind)
+            continue
+        if scale := next((own for end, own in SCALES.items() if name.endswith(end)), None):
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{scale}", array)
             continue
         filters = array.ndim == 3 and ("conv.conv" in name or "conv1d" in name)
         array = array.squeeze(1) if filters else array
-        exact = filters or array.ndim == 1 or name.endswith((".gate.weight", ".router.weight", *OF_MAMBA))
+        array = array[0] if name.endswith("shared_expert_gate.weight") else array
+        exact = filters or array.ndim == 1 or name.endswith(EXACT)
         name += ".weight" if name.endswith(("layer_scalar", ".sinks")) else ""
-        name = name.replace("expert_bias", "expert_bias.bias")
+        name = name.replace("expert_bias", "expert_bias.bias").replace("correction_bias", "correction.bias")
+        name = name.replace("moe.router.", "moe.router.layer.")
         there = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"  # lfm2moe's lack the head
         form = Type.F32 if exact else kind
-        array, form = (stored or {}).get(there) or (quants.quantize(array, form), form)
+        array, form = (stored or {}).get(there) or quantize(there, array, form)
         writer.add_tensor(there, array, raw_dtype=form)
+    for there, array in (more or {}).items():
+        writer.add_tensor(there, array)
     if rope.get("rope_type") == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
@@ -310,39 +364,49 @@ def linear_attention_tensor(config, name, array):
     return name, array
 
 
-def mamba_sizes(writer, config, inner_size):
-    """Write the keys of Mamba 2."""
-    writer.add_ssm_conv_kernel(config.mamba_d_conv)
-    writer.add_ssm_state_size(config.mamba_d_state)
-    writer.add_ssm_group_count(config.mamba_n_groups)
-    writer.add_ssm_inner_size(inner_size)
-    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+def mamba_sizes(writer, config):
+    """Write the keys of Mamba 2. Returns the widths of the MLPs and the key heads, for each layer if they differ."""
+    c, inner, kv_heads = config, config.intermediate_size, config.num_key_value_heads
+    if c.model_type == "nemotron_h":
+        sizes = (c.conv_kernel, c.ssm_state_size, c.n_groups, c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_heads)
+        inner = [inner * (kind == "mlp") for kind in c.layer_types]
+    else:
+        total = c.mamba_expand * c.hidden_size if c.model_type == "granitemoehybrid" else c.mamba_d_ssm
+        sizes = (c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, total, c.mamba_n_heads)
+    if c.model_type != "falcon_h1":
+        kv_heads = [kv_heads * (kind == "full_attention") for kind in c.layer_types]
+        writer.add_rope_scaling_finetuned(False)
+    names = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+    for name, size in zip(names, sizes, strict=True):
+        writer.add_uint32(f"{writer.arch}.ssm.{name}", size)
+    return inner, kv_heads
 
 
 def mamba_tensors(tensors, config):
-    """The tensors of a model, where those of Mamba 2 and of an MLP beside experts are as llama.cpp's converter has them.
+    """The tensors of a model, where those of a model with Mamba 2 are as llama.cpp's converter writes them.
 
     Names are those that gguf knows.
     """
     found = {}
     for name, tensor in tensors.items():
         array, layer = np.asarray(tensor), ".".join(name.split(".")[:3])
-        if name.endswith("shared_mlp.input_linear.weight"):
-            names = ("mlp.gate_proj", "mlp.up_proj") if not config.num_local_experts else ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
-            found |= {f"{layer}.{own}.weight": half for own, half in zip(names, np.split(array, 2), strict=True)}
-        elif name.endswith("shared_mlp.output_linear.weight") and not config.num_local_experts:
+        is_dense = getattr(config, "num_local_experts", None) == 0
+        if is_dense and name.endswith("shared_mlp.input_linear.weight"):
+            for own, half in zip(("gate", "up"), np.split(array, 2), strict=True):
+                found[f"{layer}.mlp.{own}_proj.weight"] = half
+        elif is_dense and name.endswith("shared_mlp.output_linear.weight"):
             found[f"{layer}.mlp.down_proj.weight"] = array
-        elif name.endswith("block_sparse_moe.router.weight"):
-            found[name.replace("router", "gate")] = array
-        elif name.endswith((".A_log", ".D")):
-            found[name] = (-np.exp(array) if name.endswith(".A_log") else array)[:, None]
-        elif name.endswith("mamba.norm.weight"):
-            found[name] = array.reshape(config.mamba_n_groups, -1)
-        elif name.endswith("mamba.dt_bias"):
+        elif name.endswith((".mamba.A_log", ".mamba.D", ".mixer.A_log", ".mixer.D")):
+            found[name] = (-np.exp(array) if name.endswith("A_log") else array)[:, None]
+        elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            groups = config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups
+            found[name] = array.reshape(groups, -1)
+        elif name.endswith((".mamba.dt_bias", ".mixer.dt_bias")):
             found[name.replace("dt_bias", "dt_proj.bias")] = array
         else:
             found[name] = array * falcon_multipliers(config, name) if config.model_type == "falcon_h1" else array
-    return found
+    prefix = "backbone." if config.model_type == "nemotron_h" else "model."
+    return {name.replace("model.", prefix, 1): array for name, array in found.items()}
 
 
 def falcon_multipliers(config, name):
@@ -394,6 +458,7 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("gemma3", GEMMA | {"num_hidden_layers": 7}),
         ("gemma4", PER_LAYER),
         ("gemma4", KEYS_ARE_VALUES),
+        ("gemma4", EXPERTS_BESIDE),
         ("gemma4_unified", KEYS_ARE_VALUES | {"num_kv_shared_layers": 1}),
         ("olmo2", {}),
         ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5}),
@@ -401,19 +466,25 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("hunyuan_v1_dense", {"rope_parameters": ALPHA, "tie_word_embeddings": True}),
         ("granite", {}),
         ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("granitemoe", {"tie_word_embeddings": True}),
+        ("granitemoeshared", {}),
         ("glm4", {}),
+        ("glm4_moe", {}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "norm_topk_prob": False}),
         ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
         ("exaone4", WITHOUT_WINDOWS | {"rope_parameters": LLAMA3_ROPE}),
         ("ernie4_5", {"tie_word_embeddings": True}),
         ("seed_oss", {}),
         ("starcoder2", {}),
         ("cohere2", {"sliding_window": 5, "num_hidden_layers": 5, "tie_word_embeddings": True}),
+        ("qwen2_moe", {}),
         ("qwen3_moe", {"norm_topk_prob": True}),
         ("olmoe", {}),
         ("mixtral", {}),
         ("gpt_oss", {"num_hidden_layers": 4}),
         ("lfm2_moe", {"tie_word_embeddings": True}),
         ("qwen3_5", {"tie_word_embeddings": True}),
+        ("nemotron_h", {}),
         ("falcon_h1", {}),
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 12}),
         ("granitemoehybrid", {}),
@@ -431,6 +502,18 @@ def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
     for backend in ("torch", "cpu"):
         lm = specbeam.load(path, backend=backend, dtype="float32")
         assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=20).token_ids == out[0, 3:].tolist()
+
+
+def test_layers_that_predict_several_tokens_are_passed_over(tmp_path):
+    """The file of a model with a layer more, whose last layer is said to be one of these."""
+    short, long = (random_model("glm4_moe", num_hidden_layers=layers) for layers in (2, 3))
+    of_short = long.state_dict()
+    short.load_state_dict({name: of_short[name] for name in short.state_dict()})
+    path = write_gguf(tmp_path / "m.gguf", long, **{"glm4moe.nextn_predict_layers": 1})
+    one, other = (
+        specbeam.load(source, dtype="float32").weights for source in (path, write_gguf(tmp_path / "s", short))
+    )
+    assert one == other
 
 
 TYPE, FACTOR, OLD_FACTOR = "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear"
@@ -532,6 +615,14 @@ def test_numbers_may_differ_between_layers():
         ("qwen2", "expert_count", 8, "with experts"),
         ("llama", "expert_count", 8, "num_experts_per_tok = 0, which is no size"),
         ("qwen3_moe", "expert_used_count", 9, "gives each token 9 experts, but has 8"),
+        ("granitemoe", "expert_used_count", 9, "gives each token 9 experts, but has 8"),
+        ("granitemoeshared", "expert_count", 7, r"ffn_gate_inp.weight has shape .8, 32., but the .* asks for .7, 32."),
+        ("granitemoeshared", "expert_shared_feed_forward_length", 24, "ffn_gate_shexp.weight has shape .20, 32."),
+        ("granitemoe", "expert_shared_feed_forward_length", 24, "has no tensor blk.0.ffn_gate_shexp.weight"),
+        ("qwen2_moe", "expert_shared_feed_forward_length", None, "ffn_gate_shexp.weight has shape .20, 32."),
+        ("glm4_moe", "expert_gating_func", 1, "glm4moe.expert_gating_func = 1 is not supported"),
+        ("glm4_moe", "expert_shared_count", None, "has no glm4moe.expert_shared_count"),
+        ("glm4_moe", "nextn_predict_layers", 3, "block_count - nextn_predict_layers = 0, which is no size"),
         ("lfm2_moe", "expert_gating_func", 1, "lfm2moe.expert_gating_func = 1 is not supported"),
         ("llama", "attention.head_count_kv", [2, 2], "llama.attention.head_count_kv has 2 values, .* has 3 layers"),
         (
@@ -896,7 +987,7 @@ def test_every_key_that_is_read_has_a_type(tmp_path, monkeypatch):
         ("gemma3", GEMMA),
         ("exaone4", {"sliding_window": 5, "num_hidden_layers": 5}),
         *((name, {}) for name in ("gemma4", "ministral3", "hunyuan_v1_dense", "granite", "glm4", "cohere2")),
-        *((name, {}) for name in ("lfm2", "lfm2_moe", "olmoe", "qwen3_moe", "gpt_oss")),
+        *((name, {}) for name in ("lfm2", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")),
     ]:
         assert open_checkpoint(write_gguf(tmp_path / "m.gguf", random_model(architecture, **changes))).config
     assert asked == {*KINDS_OF_MODELS, *(key for one in GGUF_ARCHITECTURES.values() for key in one.gguf_keys)}
@@ -948,7 +1039,9 @@ def byte_level(tokens, merges, pre, **more):
 LIKE_LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"
 SPLITS = {
     f"{LIKE_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe deepseek-v3 hunyuan-dense": "oW Ġ 111 1 ;Ċ a ' S /Ċ !! o 1",
-    "qwen2 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",
+    "qwen2 qwen35 deepseek-r1-qwen megrez stablelm2 kormo f2llmv2 hunyuan solar-open": (
+        "oW Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1"
+    ),
     "default falcon": "oW Ġ 111 1 ; Ċ a ' S / Ċ !! o 1",
     "gpt-4o llama4 kanana2 talkie": "o W Ġ 111 1 ;Ċ a'S /Ċ !! o 1",
     "tekken": "o W Ġ 1 1 1 1 ;Ċ a ' S /Ċ !! o 1",

@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_is_named(index, tmp_path, monkeypatch):
     ("source", "says"),
     [
         ("smollm2-135m", r"did you mean smollm2-135m-instruct\? "),
-        ("llama3", r"unknown model 'llama3': did you mean llama3.2-1b-instruct or llama3.2-3b-instruct\? "),
+        ("llama3", r"unknown model 'llama3': did you mean llama3.2-3b-instruct or llama3.2-1b-instruct\? "),
         ("base", r"did you mean whisper-base or whisper-base.en\? "),
         ("large", r"did you mean whisper-large-v3-turbo or whisper-large-v3\? "),
         ("turbo", r"did you mean whisper-large-v3-turbo\? "),

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 from huggingface_hub import constants
 
 from specbeam.checkpoints.sources import registry
 from specbeam.cli import main
+from specbeam.cli import models as command
+from specbeam.system.machine import Memory
 from tests.checkpoints.test_gguf import write_gguf
 from tests.checkpoints.test_registry import WHOLE, arrived, index  # noqa: F401  (fixtures)
 from tests.conftest import random_model
@@ -30,14 +33,51 @@ def models(capsys):
     return models
 
 
-def test_list_names_the_aliases(models, monkeypatch, tmp_path):
+@pytest.fixture
+def laptop(monkeypatch):
+    """A machine with 8 GB of memory, which reads 10 GB of it per second."""
+    monkeypatch.setattr(command, "usable_memory", lambda: Memory(8 * 10**9, 10**9))
+    monkeypatch.setattr(command, "reading_speeds", lambda threads, size, repeats: [1e10])
+
+
+def test_list_begins_with_what_fits_into_memory_the_best_first(models, capsys, laptop, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
-    lines = models("list").splitlines()
-    assert [line.split()[0] for line in lines] == ["model", *registry.ALIASES]
-    assert lines[0].split() == ["model", "size", "memory", "license", "chats"]
-    assert " ".join(lines[1].split()[1:9]) == "98 MB 170 MB apache-2.0 yes not fetched"
-    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    assert "\n".join(["$ specbeam models list", *lines]) in page
+    assert main(["models", "list"]) == 0
+    out, err = capsys.readouterr()
+    title, *lines = out.splitlines()
+    assert title.split() == ["model", "size", "memory", "tokens/s", "license", "chats"]
+    names = [line.split()[0] for line in lines]
+    too_large = [line.split()[0] for line in lines if " too large " in line]
+    fitting = [name for name in registry.ALIASES if registry.ALIASES[name].memory <= 16e9 / 3]
+    assert names == fitting + [name for name in registry.ALIASES if name not in fitting]
+    assert too_large == names[len(fitting) :]
+    first = "gemma4-e4b-it 4,591 MB 3,469 MB 2 apache-2.0 yes not fetched Gemma 4 E4B Instruct, Q4_0, text only"
+    assert " ".join(lines[0].split()) == first
+    assert "[memory: 8.0 GB, of which a model should take two thirds at most, read at 10 GB/s]" in err
+
+
+def test_the_documentation_has_the_list_of_a_laptop_of_8_gb(models, laptop, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
+    rows = ["| model | to fetch | memory | tokens/s per GB/s | license | |", "| --- | --- | --- | --- | --- | --- |"]
+    for name in [line.split()[0] for line in models("list").splitlines()[1:]]:
+        alias = registry.ALIASES[name]
+        speed = f"{0.8e9 / alias.bytes_per_token:.2g}" if alias.bytes_per_token else ""
+        sizes = f"{alias.size / 1e6:,.0f} MB | {alias.memory / 1e6:,.0f} MB"
+        rows.append(f"| `{name}` | {sizes} | {speed} | {alias.license} | {alias.description} |")
+    assert "\n".join(rows) in (Path(__file__).parents[2] / "docs/models.md").read_text()
+
+
+def test_what_a_token_reads_of_a_model_on_this_machine_is_listed(models, save, monkeypatch, tmp_path):
+    """All matrices, but no embedding that is not the head."""
+    (tmp_path / "models").mkdir()
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
+    for tied in (True, False):
+        model = random_model("llama", tie_word_embeddings=tied, intermediate_size=64)
+        write_gguf(tmp_path / f"models/{tied}.gguf", model, Type.Q8_0)
+        sizes = [tensor.numel() for name, tensor in model.state_dict().items() if tied or "embed_tokens" not in name]
+        (found,) = [one for one in json.loads(models("list", "--json")) if one["name"].endswith(f"{tied}.gguf")]
+        head = tied * model.state_dict()["lm_head.weight"].numel()  # which is the embedding
+        assert found["bytes_per_token"] == pytest.approx((sum(sizes) - head) * 34 / 32, rel=0.1)
 
 
 def test_show_describes_a_folder(models, save):

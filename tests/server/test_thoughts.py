@@ -91,6 +91,23 @@ def test_a_stream_has_the_thoughts_before_the_content(server, pushed):
     assert not any(contents[: max(at for at, text in enumerate(thoughts) if text)])
 
 
+def test_usage_counts_the_tokens_of_thoughts(server, pushed):
+    """As many as there are letters, and the end; the prompt has the beginning."""
+    asked = {"messages": HI, "response_format": FORM, "max_tokens": 200, "n": 2}
+    whole = server.post(CHAT, **pushed, **asked).json()
+    written = [len(choice["message"]["reasoning_content"]) + 1 for choice in whole["choices"]]
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": sum(written)}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    (*_, last) = server.client().chat.completions.create(**{**asked, **stream, "model": "think"}, extra_body=pushed)
+    assert last.usage.completion_tokens_details.reasoning_tokens == sum(written)
+    text = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}
+    response = server.post(RESPONSES, **pushed, input="Hi", text=text, max_output_tokens=200).json()
+    count = len(response["output"][0]["content"][0]["text"]) + 1
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+    plain = server.post(CHAT, model="plain", messages=HI, max_tokens=3).json()
+    assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_an_answer_that_is_cut_within_thoughts(server, pushed):
     asked = pushed | {"logit_bias": {next(iter(pushed["logit_bias"])): 5000}, "messages": HI, "max_tokens": 9}
     for form in ({}, {"response_format": FORM}):

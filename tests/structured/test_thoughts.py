@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 
 import specbeam
 from specbeam import Choice, JsonSchema, Regex
+from specbeam.models.answers import AnswerReader, thought_tokens
 from specbeam.structured.after_thoughts import AfterThoughts, begins_in_thoughts
 from specbeam.structured.thoughts import (
     GEMMA,
@@ -21,7 +22,10 @@ from specbeam.structured.thoughts import (
     thinking_variables,
     thoughts_of,
 )
+from specbeam.structured.tools import format_of
+from specbeam.structured.tools.reader import Reader
 from tests.conftest import EOS, byte_tokenizer, random_model
+from tests.structured.tools.templates import GPT_OSS
 
 FINAL, ASIDE = "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"
 FIRST, NEXT = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
@@ -148,6 +152,55 @@ def allows(lm, constraint, ids):
         if state is None:
             return False
     return constraint.complete(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count"),
+    [
+        ("think", "<think>Hm</think>Hello", 4),
+        ("think", "Hello <think>", 0),
+        ("think", "<think>é", 3),
+        ("spelled", "<think>Hm</think>Hello", 17),
+        ("spelled", "<thin", 0),
+        ("gemma", "<|channel>thought\nHm<channel|>Hello<|channel>thought\n<channel|>", 22),
+        ("harmony", f"{FIRST}a{NEXT}{ASIDE}I look.{NEXT}{FIRST}b{NEXT}{FINAL}Yes", 44),
+        ("harmony", f"{FINAL}Yes", 0),
+    ],
+)
+def test_tokens_of_thoughts_are_counted_with_their_marks(lms, name, text, count):
+    lm = lms[name]
+    assert thought_tokens(lm, ids_of(lm, "Hi"), FORMATS[name], ids_of(lm, text)) == count
+
+
+def test_the_first_token_of_an_answer_may_be_within_thoughts(lms):
+    lm = lms["think"]
+    assert thought_tokens(lm, ids_of(lm, "<think>\n"), THINK, ids_of(lm, "Hm</think>Yes")) == 3
+
+
+def test_a_remark_may_come_before_an_answer_that_allows_it(lms):
+    lm = lms["harmony"]
+    plain, remarks = (AfterThoughts(SPECS[0], HARMONY, None, True, may).compile(lm) for may in (False, True))
+    for text in (f"{ASIDE}I look.{NEXT}1", f"{FIRST}a{NEXT}{ASIDE}I{NEXT}1", f"{ASIDE}I{NEXT}{FIRST}a{NEXT}1"):
+        assert allows(lm, remarks, ids_of(lm, text))
+        assert not allows(lm, plain, ids_of(lm, text))
+    for text in ("1", f"{FIRST}a{NEXT}1"):
+        assert allows(lm, remarks, ids_of(lm, text))
+    for text in (f"{ASIDE}I look.", f"{ASIDE}I{NEXT}2", "2"):
+        assert not allows(lm, remarks, ids_of(lm, text))
+
+
+@pytest.mark.parametrize("thoughts", ["", "Hm"])
+def test_a_remark_before_a_call_is_content_in_any_pieces(thoughts):
+    tools = format_of(GPT_OSS)
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+    text = f"{FIRST}{thoughts}{NEXT}" * bool(thoughts) + f"{ASIDE}I look.{NEXT}{call}"
+    for length in range(1, len(text) + 1):
+        reader = AnswerReader(HARMONY, None, Reader(tools, ["f"], 1))
+        said = [one for at in range(0, len(text), length) for one in reader.push(text[at : at + length])]
+        said += reader.push("", is_last=True)
+        assert "".join(one.content for one in said) == reader.content == "I look."
+        assert (reader.thoughts, "".join(one.thoughts for one in said)) == (thoughts, thoughts)
+        assert [(one.name, one.arguments) for one in reader.calls] == [("f", '{"a": 1}')]
 
 
 SPECS = [JsonSchema({"enum": [1, {"a": 2}]}), Regex('1|[{]"a": 2[}]'), Choice(("1", '{"a": 2}'))]

@@ -276,6 +276,7 @@ class Architecture:
     derived_sizes: ClassVar[tuple[str, ...]] = ()
     rope_theta: ClassVar[float] = 10_000.0
     tokenizer_class: ClassVar[str | None] = None
+    turn_end: ClassVar[str | None] = None
     attention: ClassVar[dict[str, Any]] = {}
     mlp: ClassVar[dict[str, Any]] = {}
     experts: ClassVar[dict[str, Any]] = {}

@@ -54,19 +54,35 @@ def parts_by_parameter(config: Config) -> dict[str, Part]:
     return parts
 
 
+def shares_read(config: Config) -> dict[str, float]:
+    """Of each parameter of a decoder, the share that a pass over one node reads.
+
+    A pass reads the experts of the node, and nearly nothing of an embedding that is not the head.
+    """
+    owners = parts_by_parameter(config)
+    shares = {}
+    for name, (shape, *_) in parameters(config).items():
+        part = owners.get(name)
+        shares[name] = 1.0
+        if isinstance(part, Experts) and len(shape) == 3:
+            shares[name] = part.experts_per_token / part.num_experts
+        if name.startswith("encoder.") or (name == "embedding.weight" and not config.tied_head):
+            shares[name] = 0.0
+    return shares
+
+
 def expert_use(config: Config) -> ExpertUse | None:
-    """What a pass of a decoder reads of its experts; None without any. Of an embedding alone it reads little."""
+    """What a pass of a decoder reads of its experts; None without any."""
     layers = [part for part in config.parts if isinstance(part, Experts)]
     if not layers:
         return None
-    owners = parts_by_parameter(config)
+    owners, shares = parts_by_parameter(config), shares_read(config)
     of_experts = others = 0.0
     for name, (shape, *_) in parameters(config).items():
-        part = owners.get(name)
-        if isinstance(part, Experts) and len(shape) == 3:
-            of_experts += prod(shape) * part.experts_per_token / part.num_experts
-        elif config.tied_head or name != "embedding.weight":
-            others += prod(shape)
+        if isinstance(owners.get(name), Experts) and len(shape) == 3:
+            of_experts += prod(shape) * shares[name]
+        else:
+            others += prod(shape) * shares[name]
     count, used = (mean(getattr(part, name) for part in layers) for name in ("num_experts", "experts_per_token"))
     return ExpertUse(of_experts / (of_experts + others), count, used)
 

@@ -6,11 +6,20 @@ import argparse
 import sys
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from specbeam.cli.arguments import add_revision_to, completer
 from specbeam.cli.printing import json_line
 from specbeam.errors import SpecbeamError, shown
+from specbeam.system.machine import reading_speeds, usable_memory, usable_processors
+
+MEMORY_SHARE = 2 / 3
+"""Of a machine's memory that a model may take. The rest is for other programs."""
+READING_SHARE = 0.8
+"""Of the speed at which memory is read, what greedy search reaches: 0.75 to 0.85 (docs/performance.md)."""
+MAX_READERS, READ_BYTES, READS = 8, 1 << 26, 3
+"""To measure the speed of memory: the most threads, the bytes that each reads, and how often. It takes 0.2 s."""
 
 
 def add_to(commands: Any) -> None:
@@ -46,18 +55,39 @@ def list_models(args: argparse.Namespace) -> int:
     if args.json:
         print(json_line(models))
         return 0
-    rows = [("model", "size", "memory", "license", "chats", "", "")]
-    for model in models:
+    speed = median(reading_speeds(min(usable_processors(), MAX_READERS), READ_BYTES, READS))
+    memory = usable_memory().total
+    rows = [("model", "size", "memory", "tokens/s", "license", "chats", "", "")]
+    for model in sorted(models, key=lambda model: not fits(model, memory)):
         size = megabytes(model["bytes_to_fetch"] or model["bytes_on_disk"])
-        memory = "" if model["memory"] is None else megabytes(model["memory"])
+        needed = "" if model["memory"] is None else megabytes(model["memory"])
         chats = {True: "yes", False: "no", None: ""}[model["chats"]]
         here = "on disk" if model["path"] else "not fetched"
-        rows.append((model["name"], size, memory, model["license"] or "", chats, here, model["description"]))
+        about = model["license"] or "", chats, here, model["description"]
+        rows.append((model["name"], size, needed, tokens_per_second(model, speed, memory), *about))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        columns = [f"{text:{'>' if i in (1, 2) else '<'}{widths[i]}}" for i, text in enumerate(row)]
+        columns = [f"{text:{'>' if i in (1, 2, 3) else '<'}{widths[i]}}" for i, text in enumerate(row)]
         print("  ".join(columns).rstrip())
+    share = f"of which a model should take two thirds at most, read at {speed / 1e9:.0f} GB/s"
+    print(f"[memory: {memory / 1e9:.1f} GB, {share}]", file=sys.stderr)
     return 0
+
+
+def fits(model: dict[str, Any], memory: int) -> bool:
+    """Whether a model leaves enough of a machine's bytes of memory to other programs."""
+    return model["memory"] is not None and model["memory"] <= MEMORY_SHARE * memory
+
+
+def tokens_per_second(model: dict[str, Any], speed: float, memory: int) -> str:
+    """The speed of greedy search to expect on a machine.
+
+    Args:
+        speed, memory: the bytes of memory that it reads per second, and has.
+    """
+    if model["bytes_per_token"] is None:
+        return ""
+    return f"{READING_SHARE * speed / model['bytes_per_token']:.0f}" if fits(model, memory) else "too large"
 
 
 def aliases() -> list[dict[str, Any]]:
@@ -72,6 +102,7 @@ def aliases() -> list[dict[str, Any]]:
             "bytes_on_disk": size_on_disk(name),
             "bytes_to_fetch": 0 if path else alias.size,
             "memory": alias.memory,
+            "bytes_per_token": alias.bytes_per_token,
             "license": alias.license,
             "chats": alias.chats,
             "description": alias.description,
@@ -123,24 +154,30 @@ def described(path: Path) -> dict[str, Any]:
         facts = checkpoint.facts
     except SpecbeamError as error:
         return unknown(f"cannot be loaded: {error}")
-    memory, problem = memory_of(checkpoint)
+    needs, problem = needs_of(checkpoint)
     about = f"{facts.architecture}, {facts.quantization}{problem and f'; not for the cpu backend: {problem}'}"
-    return unknown(about) | {"memory": memory, "license": facts.license}
+    return unknown(about) | needs | {"license": facts.license}
 
 
-def memory_of(checkpoint: Any) -> tuple[int | None, str]:
-    """The bytes of memory that a checkpoint takes on the cpu backend, or None and why it does not run there."""
+def needs_of(checkpoint: Any) -> tuple[dict[str, int | None], str]:
+    """The bytes of memory that a checkpoint takes on the cpu backend, and the bytes of weights that a token reads.
+
+    They are None where it does not run there. Then the text says why.
+    """
     from specbeam.backends.cpu import choose_mode
-    from specbeam.backends.cpu.weights import memory_bytes
+    from specbeam.backends.cpu.weights import bytes_per_token, memory_bytes
 
     try:
-        return memory_bytes(checkpoint, choose_mode("auto", checkpoint)), ""
+        mode = choose_mode("auto", checkpoint)
+        reads = None if checkpoint.config.encoder else bytes_per_token(checkpoint, mode)
+        return {"memory": memory_bytes(checkpoint, mode), "bytes_per_token": reads}, ""
     except SpecbeamError as error:
-        return None, str(error)
+        return {"memory": None, "bytes_per_token": None}, str(error)
 
 
 def unknown(about: str) -> dict[str, Any]:
-    return {"bytes_to_fetch": 0, "memory": None, "license": None, "chats": None, "description": about}
+    known = {"bytes_to_fetch": 0, "memory": None, "bytes_per_token": None}
+    return known | {"license": None, "chats": None, "description": about}
 
 
 def megabytes(size: Any) -> str:
@@ -196,7 +233,7 @@ def facts_of(source: str, revision: str | None) -> dict[str, Any]:
         "context": facts.context,
         "quantization": facts.quantization,
         "size": facts.size,
-        "memory": memory_of(checkpoint)[0],
+        "memory": needs_of(checkpoint)[0]["memory"],
         "packed weights": sum(file.size for file in packed.files_of(packed.label(checkpoint.path))),
         "license": facts.license,
         "generation": checkpoint.generation_defaults.of_texts or None,

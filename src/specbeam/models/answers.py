@@ -109,3 +109,20 @@ class TokenReader:
         """
         rest = self._text.finish(cancelled=finish_reason in ("cancelled", "timeout"))
         return self.answer.push(rest, True, is_cut)
+
+
+def thought_tokens(lm: Any, prompt_ids: Sequence[int], thought_format: ThoughtFormat, token_ids: Sequence[int]) -> int:
+    """How many tokens of an answer are thoughts, with the marks around them."""
+    reader = ThoughtReader(thought_format, begins_in_thoughts(lm, thought_format, prompt_ids))
+    added = lm.tokenizer.added_tokens_decoder
+    count = begun = 0  # tokens of thoughts; tokens that may be the mark before thoughts
+    for token in token_ids:
+        is_mark = token in added and (not added[token].special or added[token].content in thought_format.marks)
+        text = added[token].content if is_mark else "" if token in added else lm.text_or_bytes(token)
+        was_within = reader.is_within
+        reader.push(text.decode("latin-1") if isinstance(text, bytes) else text)
+        if was_within or reader.is_within:
+            count, begun = count + begun + 1, 0
+        else:
+            begun = begun + 1 if reader.holds_mark else 0
+    return count

@@ -18,6 +18,7 @@ from specbeam.engine import Request
 from specbeam.engine.drafts import Draft, is_lookup
 from specbeam.engine.engine_thread import batching_window
 from specbeam.errors import PromptTooLong, SpecbeamError
+from specbeam.models.answers import thought_tokens
 from specbeam.models.prompts import ALSO_NEW, DEFAULT_RENDERING, Rendering, infilling_prompt, max_prompt_length
 from specbeam.options.options import Options
 from specbeam.results import Piece, Result
@@ -84,6 +85,17 @@ class Call:
     def once_per_prompt(self, values: Sequence[T]) -> Sequence[T]:
         """The values for the first request of each prompt."""
         return values[:: self.plan.draws]
+
+    def thought_tokens(self, results: Sequence[Result]) -> int:
+        """How many tokens of all answers are thoughts."""
+        thought_format, lm = self.model.thought_format, self.model.lm
+        if thought_format is None or self.raw:
+            return 0
+        return sum(
+            thought_tokens(lm, request.prompt_ids, thought_format, text.token_ids)
+            for request, result in zip(self.requests, results, strict=True)
+            for text in result.sequences
+        )
 
     @property
     def is_quick(self) -> bool:

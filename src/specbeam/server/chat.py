@@ -141,8 +141,7 @@ class ChatRequest(TemplateFields, ToolFields):
         offered = self.offered if tools and tools.max_calls else ()
         messages, variables = conversation(model, messages, offered, "messages")
         rendering = replace(self.rendering(model), tools=variables)
-        plan = plan if tools is None else tools.plan(plan)
-        plan = plan.after_thoughts(model.thought_format, opens=tools is not None)
+        plan = plan.after_thoughts(model.thought_format) if tools is None else tools.plan(plan, model.thought_format)
         return Call(model, [messages], plan, limits, field="messages", rendering=rendering, tools=tools)
 
     def answer(self, call: Call) -> ChatCompletion:

@@ -294,17 +294,20 @@ class Plan:
     names: dict[str, str]
     output_spec: MakeOutputSpec | None
 
-    def after_thoughts(self, thought_format: ThoughtFormat | None, opens: bool) -> Plan:
+    def after_thoughts(
+        self, thought_format: ThoughtFormat | None, *, opens: bool = False, remarks: bool = False
+    ) -> Plan:
         """The plan with an output spec that holds for the answer, and not for thoughts before it.
 
         Args:
             thought_format: None if the model has no thoughts.
-            opens: the spec has what comes before an answer, too.
+            opens, remarks: as in :class:`AfterThoughts`.
         """
         if (make := self.output_spec) is None or thought_format is None:
             return self
 
         def made(lm: LanguageModel, ids: Sequence[int]) -> OutputSpec:
-            return AfterThoughts(make(lm, ids), thought_format, begins_in_thoughts(lm, thought_format, ids), opens)
+            thinking = begins_in_thoughts(lm, thought_format, ids)
+            return AfterThoughts(make(lm, ids), thought_format, thinking, opens, remarks)
 
         return replace(self, output_spec=made)

@@ -169,8 +169,7 @@ class ResponseRequest(ToolFields):
         effort = None if self.reasoning is None else self.reasoning.effort
         thinking, _ = thinking_variables(model.template, None, effort)
         rendering = Rendering(chat_template_kwargs=thinking, tools=variables)
-        plan = plan if tools is None else tools.plan(plan)
-        plan = plan.after_thoughts(model.thought_format, opens=tools is not None)
+        plan = plan.after_thoughts(model.thought_format) if tools is None else tools.plan(plan, model.thought_format)
         return Call(model, [messages], plan, limits, field="input", rendering=rendering, tools=tools)
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -238,7 +237,7 @@ class ResponseAnswer:
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": reused, "cache_write_tokens": 0},
                 "output_tokens": new,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._call.thought_tokens(results)},
                 "total_tokens": prompt + new,
             },
             **({} if text.is_complete is None else {"is_complete": text.is_complete}),

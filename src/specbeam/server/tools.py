@@ -19,6 +19,7 @@ from specbeam.server.ignored_fields import Fields, with_ignored_fields
 from specbeam.server.models import ServedModel
 from specbeam.structured import JsonSchema
 from specbeam.structured.grammar import MAX_SCHEMA_BYTES
+from specbeam.structured.thoughts import ThoughtFormat
 from specbeam.structured.tools import ToolFormat
 from specbeam.structured.tools.grammar import Tool, ToolGrammar
 from specbeam.structured.tools.schema_rules import check
@@ -275,10 +276,11 @@ class ToolUse:
         details: dict[str, Any] = {"unenforced_tools": self.unenforced} if self.unenforced else {}
         return details if self.max_calls else details | {"withheld_tools": REPEATS_CALLS}
 
-    def plan(self, plan: Plan) -> Plan:
+    def plan(self, plan: Plan, thought_format: ThoughtFormat | None) -> Plan:
         """How to decode with the tools. The form in the plan is then for an answer without calls."""
         output_spec = partial(self._grammar, content=None if self.is_required else plan.output_spec)
-        return replace(plan, output_spec=output_spec, names=plan.names | {"constraint": "tools"})
+        plan = replace(plan, output_spec=output_spec, names=plan.names | {"constraint": "tools"})
+        return plan.after_thoughts(thought_format, opens=True, remarks=not self.has_form)
 
     def _grammar(self, lm: LanguageModel, ids: Sequence[int], content: MakeOutputSpec | None) -> ToolGrammar:
         """The grammar of answers to a prompt."""

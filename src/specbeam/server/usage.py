@@ -70,6 +70,7 @@ def usage(call: Call, results: Sequence[Result]) -> dict[str, Any]:
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": reused},
+        "completion_tokens_details": {"reasoning_tokens": call.thought_tokens(results)},
     }
 
 

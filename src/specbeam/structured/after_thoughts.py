@@ -125,6 +125,7 @@ class AfterThoughts(OutputSpec):
     Args:
         thinks: the text begins within thoughts. None: it may begin with them.
         opens: the answer has its own opening, so the spec does not stand behind one.
+        remarks: a remark to the user may come before the answer, as between thoughts.
     """
 
     kind = "form of an answer"
@@ -132,6 +133,7 @@ class AfterThoughts(OutputSpec):
     thought_format: ThoughtFormat
     thinks: bool | None
     opens: bool = False
+    remarks: bool = False
 
     @property
     def _is_plain(self) -> bool:
@@ -145,7 +147,7 @@ class AfterThoughts(OutputSpec):
         inner = self.spec.compile(lm)
         if self._is_plain:
             return inner
-        return ThoughtConstraint(inner, lm, self.thought_format, self.thinks, self.opens)
+        return ThoughtConstraint(inner, lm, self.thought_format, self.thinks, self.opens, self.remarks)
 
 
 class State(NamedTuple):
@@ -170,13 +172,20 @@ class ThoughtConstraint:
     """A constraint that begins behind thoughts: a :class:`specbeam.constraints.Constraint`."""
 
     def __init__(
-        self, inner: Constraint, lm: Any, thought_format: ThoughtFormat, thinks: bool | None, opens: bool
+        self,
+        inner: Constraint,
+        lm: Any,
+        thought_format: ThoughtFormat,
+        thinks: bool | None,
+        opens: bool,
+        remarks: bool = False,
     ) -> None:
         self._inner = inner
         self._format = own = thought_format
         self._size = lm.backend.vocab_size
         self._symbols = symbols_of(lm, own)
         self._begins = self._symbols.spell(own.begin)
+        self._asides = self._symbols.spell(own.aside) if own.aside and remarks else []
         self._ends = self._symbols.spell(own.end)
         self._openings = self._symbols.spell(own.opening) if own.opening and not opens else []
         self._needs_opening = own.must_open and not opens
@@ -195,7 +204,7 @@ class ThoughtConstraint:
 
     def _open(self, may_think: bool, spaces: int = 0) -> State:
         """The state before an answer or thoughts."""
-        marks = (*(self._begins if may_think else ()), *self._openings)
+        marks = (*(self._begins if may_think else ()), *self._asides, *self._openings)
         inner = None if self._needs_opening else self._inner.start
         return State(begun="" if marks else None, marks=marks, spaces=spaces, inner=inner)
 
@@ -221,7 +230,7 @@ class ThoughtConstraint:
 
     def _behind(self, mark: str, rest: str) -> State | None:
         """The state behind a mark and the rest of its last token."""
-        if mark in self._begins:
+        if mark in self._begins or mark in self._asides:
             return self._think(rest)
         return State(spaces=len(rest), inner=self._inner.start) if is_space(rest) else None
 

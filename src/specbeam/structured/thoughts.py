@@ -156,6 +156,11 @@ class ThoughtReader:
         """Whether the text so far ends within thoughts."""
         return self._stage is Stage.THOUGHTS
 
+    @property
+    def holds_mark(self) -> bool:
+        """Whether the end of the text so far may begin a mark."""
+        return self._stage is not Stage.THOUGHTS and bool(self._text)
+
     def push(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """The thoughts and the answer that more text adds. After the last text nothing is held back."""
         self._text += text

@@ -9,6 +9,7 @@ import ctypes
 import math
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,27 @@ def usable_memory(root: Path = Path("/"), mapped: int = 0) -> Memory:
     machine = _machine_memory(root, mapped)
     groups = [found for group in _groups("memory", root) if (found := _group_memory(group, mapped)) is not None]
     return Memory(*(min(sizes) for sizes in zip(machine, *groups, strict=True)))
+
+
+def reading_speeds(threads: int, size: int, repeats: int) -> list[float]:
+    """How many bytes per second all threads together read from memory, by NumPy's sum.
+
+    Args:
+        size: bytes of the array that each thread reads. It must be larger than a processor's caches.
+        repeats: how often they read. There is a figure for each time.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    arrays = [np.ones(size // 8) for _ in range(threads)]
+    speeds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(1 + repeats):
+            start = time.perf_counter()
+            list(pool.map(np.sum, arrays))
+            speeds.append(threads * size / (time.perf_counter() - start))
+    return speeds[1:]  # the first one warms up
 
 
 def return_free_memory() -> None:

@@ -71,6 +71,7 @@ struct Layers {
     for (const auto &layer : layers)
       for (const PartOf &part : layer) {
         const int64_t own = part.name == "attention"           ? part.number("window")
+                            : part.name == "gated_delta_net"   ? 0
                             : part.name == "short_convolution" ? part.number("kernel_size")
                                                                : -1;
         if (own >= 0) farthest = own == 0 || farthest == 0 ? 0 : std::max(farthest, own);
@@ -130,14 +131,16 @@ class Parts {
   std::vector<const char *> names() {
     std::vector<const char *> names;
     if (in.ConsumeIntegralInRange(0, 3)) {
-      names.push_back(of_encoder || in.ConsumeIntegralInRange(0, 2) ? "attention" : "short_convolution");
+      names.push_back(of_encoder || in.ConsumeIntegralInRange(0, 2) ? "attention"
+                      : in.ConsumeBool()                            ? "short_convolution"
+                                                                    : "gated_delta_net");
       if (has_encoder && names[0] == std::string("attention")) names.push_back("cross_attention");
       names.push_back("mlp");
       if (c.per_layer_size) names.push_back("per_layer_embedding");
     } else {
       for (int64_t n = in.ConsumeIntegralInRange(1, 5); n > 0; n--)
-        names.push_back(
-            in.PickValueInArray({"attention", "mlp", "short_convolution", "cross_attention", "per_layer_embedding"}));
+        names.push_back(in.PickValueInArray(
+            {"attention", "mlp", "short_convolution", "gated_delta_net", "cross_attention", "per_layer_embedding"}));
     }
     if (in.rarely()) names.push_back(in.PickValueInArray({"experts", "", "attention_norm"}));
     if (in.rarely()) names.push_back(nullptr);
@@ -147,9 +150,10 @@ class Parts {
   // Tries to add a part. One without a mistake must be accepted.
   void add_part(int64_t layer, const char *name) {
     const auto fields = fields_of(name);
-    CHECK(fields.empty() == !(name && (!std::strcmp(name, "attention") || !std::strcmp(name, "cross_attention") ||
-                                       !std::strcmp(name, "mlp") || !std::strcmp(name, "short_convolution") ||
-                                       !std::strcmp(name, "per_layer_embedding"))));
+    CHECK(fields.empty() ==
+          !(name && (!std::strcmp(name, "attention") || !std::strcmp(name, "cross_attention") ||
+                     !std::strcmp(name, "mlp") || !std::strcmp(name, "short_convolution") ||
+                     !std::strcmp(name, "gated_delta_net") || !std::strcmp(name, "per_layer_embedding"))));
     std::vector<PartOf> &before = all.layers[size_t(layer)];
     bool right = !fields.empty();
     for (const PartOf &part : before) right = right && part.name != name;
@@ -157,6 +161,7 @@ class Parts {
     if (right) choose(part, layer, before);
     if (part.name == "per_layer_embedding") right = right && c.per_layer_size;
     if (part.name == "short_convolution") right = right && !of_encoder && c.hidden_size <= INT32_MAX / 3;
+    if (part.name == "gated_delta_net") right = right && !of_encoder;
     if (part.name == "cross_attention")
       right = right && has_encoder && !before.empty() && before.back().name == "attention" &&
               part.number("num_kv_heads") == before.back().number("num_kv_heads") &&
@@ -204,6 +209,11 @@ class Parts {
       n["size"] = double(c.per_layer_size), n["activation"] = in.ConsumeIntegralInRange(0, 2);
     } else if (part.name == "short_convolution") {
       n["kernel_size"] = in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 4 : 16);
+    } else if (part.name == "gated_delta_net") {
+      n["kernel_size"] = in.ConsumeIntegralInRange(1, in.ConsumeIntegralInRange(0, 7) ? 4 : 16);
+      n["num_key_heads"] = in.ConsumeIntegralInRange(1, 3), n["tiled"] = in.ConsumeBool();
+      n["num_value_heads"] = n["num_key_heads"] * in.ConsumeIntegralInRange(1, 3);
+      n["key_dim"] = 16 * in.ConsumeIntegralInRange(1, 3), n["value_dim"] = 16 * in.ConsumeIntegralInRange(1, 3);
     } else {
       n["num_kv_heads"] = in.ConsumeIntegralInRange(1, 3);
       n["head_dim"] = in.PickValueInArray({2, 8, 16, 24, int(in.ConsumeIntegralInRange(1, 40))});
@@ -217,12 +227,13 @@ class Parts {
     n["window"] = of_some ? in.ConsumeIntegralInRange(1, 9) : 0, n["rope"] = -1;
     n["qk_norm"] = in.ConsumeIntegralInRange(int(NONE), int(ROTATED_HEAD));
     n["value_norm"] = in.ConsumeBool(), n["keys_are_values"] = in.ConsumeBool(), n["shares_keys_of"] = -1;
+    n["output_gate"] = !n["keys_are_values"] && in.ConsumeBool();
     if (layer && !of_encoder && in.ConsumeBool()) {
       const int64_t source = in.ConsumeIntegralInRange<int64_t>(0, layer - 1);
       for (const PartOf &other : all.layers[size_t(source)])
         if (other.name == "attention" && other.number("shares_keys_of") < 0) {
           for (const char *same : {"num_kv_heads", "head_dim", "window"}) n[same] = other.numbers.at(same);
-          n["num_heads"] = n["num_kv_heads"], n["shares_keys_of"] = double(source);
+          n["num_heads"] = n["num_kv_heads"], n["shares_keys_of"] = double(source), n["output_gate"] = 0;
         }
     }
     std::vector<int64_t> fitting;
@@ -286,6 +297,13 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
       const auto product = [&](const char *name, int64_t rows, int64_t columns) {
         add_product(in, parameters, model, layer(), own + "." + name, rows, columns);
       };
+      const auto filter = [&](int64_t rows, int64_t kernel) {
+        if (in.rarely()) product("filter", rows, kernel);
+        const int64_t bytes = specbeam_matrix_bytes(F32_ROWS, rows, kernel);
+        if (bytes > 0 && bytes <= int64_t(MAX_PARAMETER_BYTES))
+          specbeam_model_matrix(model, layer(), (own + ".filter.weight").c_str(), F32_ROWS, rows, kernel,
+                                (uint8_t *)parameters.floats(bytes / 4), bytes);
+      };
       const bool more = in.rarely() && in.rarely();  // norms that the part does not have
       if (more || part.number("norm")) add_norm(in, parameters, model, layer(), own + "_norm", hidden);
       if (more || part.number("output_norm"))
@@ -302,18 +320,23 @@ inline void fill_layers(Input &in, Parameters &parameters, void *model, const Mo
       } else if (part.name == "short_convolution") {
         const int64_t kernel = part.number("kernel_size");
         product("input", 3 * hidden, hidden), product("output", hidden, hidden);
-        if (in.rarely()) product("filter", hidden, kernel);
-        const int64_t bytes = specbeam_matrix_bytes(F32_ROWS, hidden, kernel);
-        if (bytes > 0 && bytes <= int64_t(MAX_PARAMETER_BYTES))
-          specbeam_model_matrix(model, layer(), (own + ".filter.weight").c_str(), F32_ROWS, hidden, kernel,
-                                (uint8_t *)parameters.floats(bytes / 4), bytes);
+        filter(hidden, kernel);
+      } else if (part.name == "gated_delta_net") {
+        const int64_t heads = part.number("num_value_heads"), values = heads * part.number("value_dim"),
+                      convolved = 2 * part.number("num_key_heads") * part.number("key_dim") + values;
+        product("input", convolved + values, hidden), product("rates", 2 * heads, hidden);
+        product("output", hidden, values);
+        filter(convolved, part.number("kernel_size"));
+        for (const auto &[name, size] : {std::pair{".decay", heads}, {".step", heads}, {".norm", values / heads}})
+          add_norm(in, parameters, model, layer(), own + name, size);
       } else {
         const int64_t width = part.number("num_heads") * part.number("head_dim"),
                       keys = part.number("num_kv_heads") * part.number("head_dim");
         const bool shares = part.name == "attention" && part.number("shares_keys_of") >= 0;
         if (shares) product("query", width, hidden);
         else if (part.name == "attention" && part.number("keys_are_values")) product("query_key", width + keys, hidden);
-        else if (part.name == "attention") product("qkv", width + 2 * keys, hidden);
+        else if (part.name == "attention")
+          product("qkv", width * (part.number("output_gate") ? 2 : 1) + 2 * keys, hidden);
         else product("query", width, hidden), product("key_value", 2 * keys, encoder_size);
         product("output", hidden, width);
         if (part.name == "attention" && (more || part.number("qk_norm")))

@@ -64,6 +64,11 @@ GPT_OSS = (
     "{% if tools %}Calls go to the channel <|channel|>commentary to=functions.NAME." + TOOLS + "{% endif %}"
     + turns("to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>{{ c.function.arguments }}")
 )  # fmt: skip
+GLM = (
+    "{% if tools %}<|system|>\n# 可用工具" + TOOLS + "{% endif %}{# <|observation|> #}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.get('metadata', '') }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)  # fmt: skip
 TEMPLATES = {
     "hermes": HERMES,
     "listed": LISTED,
@@ -77,6 +82,7 @@ TEMPLATES = {
     "granite": GRANITE,
     "hunyuan": HUNYUAN,
     "gpt-oss": GPT_OSS,
+    "glm": GLM,
 }
 TOKENS = {
     "hermes": {"<tool_call>": False, "</tool_call>": False},
@@ -88,5 +94,6 @@ TOKENS = {
     "lfm2": {"<|tool_call_start|>": True, "<|tool_call_end|>": True},
     "granite": {"<|tool_call|>": False},
     "gpt-oss": {"<|channel|>": True, "<|message|>": True, "<|constrain|>": True, "<|start|>": True, "<|end|>": True},
+    "glm": {"<|assistant|>": True},
 }
 """Tokens, and whether they are special."""

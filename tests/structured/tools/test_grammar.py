@@ -154,6 +154,10 @@ WRONG = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 UNKNOWN = '{"name": "other", "arguments": {}}'
 
 
+CODER = "<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>"
+GLM = 'weather\n{"city": "Paris"}'
+
+
 def marked(*calls):
     return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
@@ -186,6 +190,24 @@ ALLOWED = {
         ({"is_required": True}, [A.replace("arguments", "parameters")], ["Hi", A]),
         ({"content": JsonSchema({"type": "object"})}, [A.replace("arguments", "parameters"), '{"name": "weather"}'],
              [A, WRONG.replace("arguments", "parameters"), "Hi"]),
+    ],
+    "qwen3-coder": [
+        ({}, [CODER, f"Well.\n{CODER}", f"<tool_call>\n{CODER}\n</tool_call>", f"{CODER}\n</tool_call>",
+              f"{CODER}\n</tool_call>\n<tool_call>\n{CODER}\n</tool_call>", "A <function=other> and"],
+             [CODER.replace("Paris", "Oslo"), f"so {CODER.replace('Paris', 'Oslo')}", "see <function=weather>",
+              f"{CODER} and", f"<tool_call>\n{CODER}"]),
+        ({"is_required": True}, [CODER, f"<tool_call>\n{CODER}\n</tool_call>"], ["Hi", f"Hi {CODER}"]),
+        ({"content": FORMAT}, ["1", CODER], ["2", f"1{CODER}"]),
+        ({"max_calls": 0}, ["Hello"], [CODER, f"Hello {CODER}"]),
+    ],
+    "glm": [
+        ({}, [GLM, "\nHello", "Hello", "weather", "weather is nice", "weather_2", "other\n{",
+              f"{GLM}<|assistant|>{GLM}", f"\nI look.<|assistant|>{GLM}", f"It says\n{GLM}"],
+             ["", "weather\n", "weather\nis nice", GLM.replace("Paris", "Oslo"), f"{GLM} and", "\nweather\n{"]),
+        ({"max_calls": 1}, [GLM], [f"{GLM}<|assistant|>{GLM}"]),
+        ({"is_required": True}, [GLM], ["Hello", f"\n{GLM}", f"<|assistant|>{GLM}"]),
+        ({"content": FORMAT}, ["1", GLM], ["2", f"1{GLM}"]),
+        ({"max_calls": 0}, ["Hello"], [GLM]),
     ],
     "functools": [
         ({}, ["func", "functools", f"functools[{A}, {B}]", f"Hi functools[{A}]"],

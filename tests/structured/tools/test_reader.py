@@ -125,6 +125,14 @@ CASES = {
                       "zip": "007"})]),
         ("<tool_call>\n<function=unknown>\n</function>", "<tool_call>\n<function=unknown>\n</function>", []),
         ("<tool_call><function=></function></tool_call>", "<tool_call><function=></function></tool_call>", []),
+        ("<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", "",
+         [("weather", PARIS)]),
+        ("Let me see.\n\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n"
+         "<function=time>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>", "Let me see.",
+         [("weather", PARIS), ("time", ROME)]),
+        ("<function=search>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n<parameter=city>\nRome\n"
+         "</parameter>\n</function>\n</tool_call>", "", [("search", {}), ("time", ROME)]),
+        ("Write <function=unknown> here", "Write <function=unknown> here", []),
     ],
     "gemma": [
         ('<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>', "", [("weather", PARIS)]),
@@ -155,6 +163,16 @@ CASES = {
         ('Hm<|channel|>commentary to=functions.weather<|message|>{"city":"Paris"}', "Hm", [("weather", PARIS)]),
         ('to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}', "", [("weather", PARIS)]),
         ('to=functions.weather<|channel|>analysis <|constrain|>json<|message|>{}', "", [("weather", {})]),
+    ],
+    "glm": [
+        ('weather\n{"city": "Paris"}', "", [("weather", PARIS)]),
+        ('\nweather \n{"city": "Paris"}\n', "", [("weather", PARIS)]),
+        ('weather\n{"city": "Paris"}<|assistant|>time\n{"city": "Rome"}', "", [("weather", PARIS), ("time", ROME)]),
+        ('\nI look.<|assistant|>weather\n{"city": "Paris"}', "\nI look.", [("weather", PARIS)]),
+        *((text, text, []) for text in (
+            "\nHello", "weather", "weather\nis nice", 'weather {"city": 1}', 'It is\nweather\n{"a": 1}', "timely\n{}",
+            'rain\n{"a": 1}',
+        )),
     ],
 }  # fmt: skip
 TEXTS = [(name, *case) for name, cases in CASES.items() for case in cases]
@@ -188,6 +206,7 @@ WRITTEN = {
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(one, **how)}"
         for name, one in calls
     ),
+    "glm": lambda calls, how: "".join(f"<|assistant|>{name}\n{json.dumps(one, **how)}" for name, one in calls),
 }
 TRANSLATED = ("qwen3-coder", "gemma", "lfm2")
 """Formats whose arguments are no JSON."""
@@ -229,7 +248,7 @@ def test_all_arguments_are_read_in_all_spellings(name):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_ways_in_which_models_write_a_call(name):
     ways = FORMATS[name].written("weather", DEEP)
-    assert name == "lfm2" or ways[0] == WRITTEN[name]([("weather", DEEP)], {})
+    assert name in ("lfm2", "glm") or ways[0] == WRITTEN[name]([("weather", DEEP)], {})
     for text in ways:
         check_reading(name, text, "", [("weather", DEEP)], (1, len(text)))
 
@@ -251,12 +270,27 @@ def test_an_answer_may_be_cut_anywhere(name):
     assert len(reader.calls) == len(calls)
 
 
+@pytest.mark.parametrize(("name", "text"), [
+    ("qwen3-coder", "<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"),
+    ("glm", 'weather\n{"city": "Paris"}'),
+])  # fmt: skip
+def test_a_call_without_its_marker_may_be_cut_anywhere(name, text):
+    """In a stream, and at a limit."""
+    for before in ("", "\n") if name == "glm" else ("", "Well.\n"):
+        for end in range(len(text) + 1):
+            for is_cut, pieces in ((False, [before + text[:end], text[end:]]), (True, [*before, *text[:end]])):
+                reader = Reader(FORMATS[name], NAMES, 16)
+                said = [one for piece in pieces for one in reader.push(piece)] + reader.push("", True, is_cut)
+                assert reader.content.strip() == "".join(one.content for one in said).strip() == before.strip()
+                assert is_cut or [(one.name, json.loads(one.arguments)) for one in reader.calls] == [("weather", PARIS)]
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_beginning_of_a_call_that_a_limit_cuts_is_no_content(name):
     """Wherever the limit is, in one piece and in many, also for the other ways in which models write a call."""
     ways = [*FORMATS[name].written("weather", PARIS), WRITTEN[name]([("weather", PARIS), ("time", {})], {})]
     for before in ("", "\n", "Well.\n"):
-        for way in ways:
+        for way in ways[bool(before.strip()) and FORMATS[name].prompt_marks :]:  # behind a text, there is a marker
             for end in range(len(way) + 1):
                 for length in (1, 3, 1000):
                     text = before + way[:end]

@@ -22,7 +22,7 @@ from specbeam.backends.cpu.library import library
 from specbeam.backends.cpu.model import bytes_of_slot
 from specbeam.checkpoints.checkpoint import NUMBERS, Checkpoint, Piece, Table, read_all
 from specbeam.checkpoints.files import Extent, fingerprint
-from specbeam.checkpoints.parameters import not_finite, parameters
+from specbeam.checkpoints.parameters import not_finite, parameters, shares_read
 from specbeam.checkpoints.sources import packed
 from specbeam.errors import SpecbeamError
 from specbeam.system.machine import keep_in_memory, usable_memory, usable_processors
@@ -193,6 +193,12 @@ def memory_bytes(checkpoint: Checkpoint, mode: str, tokens: int = USUAL_CONTEXT)
     slot_bytes = bytes_of_slot(library(), config, integer_cache=mode != "float32")
     source = 0 if config.encoder is None else config.encoder.context_length
     return packed_bytes(checkpoint, mode) + (min(tokens, config.context_length) + source) * slot_bytes
+
+
+def bytes_per_token(checkpoint: Checkpoint, mode: str) -> int:
+    """The weights that a decode step of one sequence reads, in bytes. Nothing is read but headers."""
+    shares = shares_read(checkpoint.config)
+    return round(sum(shares[part.name] * part.size for part in _plan(checkpoint, mode)[0]))
 
 
 def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:

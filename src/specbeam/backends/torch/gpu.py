@@ -94,8 +94,9 @@ class GpuBackend(TorchBackend):
         """Whether the kernels fit all parts of a model.
 
         Each layer is an attention and an MLP, which read normed hidden states, and whose outputs are not scaled. Each
-        attention has keys and values of its own, no norm of values, no sinks and no gate. Queries and keys are normed by heads
-        before the rotation, and queries do not grow with their positions. As many heads share a key head in all layers.
+        attention has keys and values of its own, no norm of values, no sinks and no gate. Queries and keys are normed
+        by heads before the rotation, and queries do not grow with their positions. As many heads share a key head in
+        all layers.
         The other numbers may differ. A device's programs have memory enough for tiles of keys and values.
         """
         layers_fit = all(

@@ -1,4 +1,4 @@
-"""Qwen3.5 without experts (Qwen 2026). Most layers have a Gated DeltaNet, and every fourth one an attention with a gate.
+"""Qwen3.5 without experts (Qwen 2026). Most layers have a Gated DeltaNet, and others a gated attention.
 
 GGUF files list the value heads in another order, so that value head h has key head h % num_key_heads. Behind the layers
 they have blocks that predict further tokens (``nextn_predict_layers``). Folders have these apart, as ``mtp``.
@@ -17,7 +17,7 @@ from specbeam.checkpoints.config import Layer
 from specbeam.checkpoints.parts.attention import Attention
 from specbeam.checkpoints.parts.gated_delta_net import GatedDeltaNet
 from specbeam.checkpoints.parts.part import Part, size
-from specbeam.errors import Unsupported
+from specbeam.errors import SpecbeamError, Unsupported
 
 FULL, LINEAR = "full_attention", "linear_attention"
 PERIOD = 4
@@ -30,6 +30,7 @@ class Qwen35(Architecture):
     name = "qwen3_5_text"
     gguf_name = "qwen35"
     tokenizer_class = "Qwen3_5Tokenizer"
+    turn_end = "<|im_end|>"
     sizes = (248320, 4096, 32, 16)
     keys: ClassVar = {
         "attention_bias": (bool, False),
@@ -98,10 +99,11 @@ class Qwen35(Architecture):
         return delta_net, usual.mlp()
 
     def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
-        metadata.need("rope.dimension_sections", None)  # of positions in images
+        attention = usual.attention()
+        _check_sections(metadata, attention)
         period = size("full_attention_interval", metadata.need("full_attention_interval", PERIOD))
         if not metadata.of_layer(number, "attention.recurrent_layers", (number + 1) % period != 0):
-            return usual.attention(), usual.mlp()
+            return attention, usual.mlp()
         value_heads = size("ssm.time_step_rank", metadata.need("ssm.time_step_rank"))
         delta_net = GatedDeltaNet(
             num_key_heads=metadata.need("ssm.group_count"),
@@ -124,6 +126,17 @@ class Qwen35(Architecture):
 
     def gguf_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:
         return _queries_first(part) if ".attn_q." in source else None
+
+
+def _check_sections(metadata: Metadata, attention: Attention) -> None:
+    """Refuse sections of a rotation that leave out some features, which llama.cpp would then not rotate in a text.
+
+    In images, positions have three coordinates. Features take turns with these, as many as the sections say.
+    """
+    sections = metadata.need("rope.dimension_sections", None)
+    pairs = range(0 if attention.rope is None else attention.rope.dim // 2)
+    if sections is not None and (len(sections) < 3 or any(pair >= 3 * sections[pair % 3] for pair in pairs)):
+        raise SpecbeamError(f"{metadata.name('rope.dimension_sections')} = {sections} leaves out features that rotate")
 
 
 def _queries_first(part: Part | None) -> NDArray[np.int64]:

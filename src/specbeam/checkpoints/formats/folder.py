@@ -228,9 +228,19 @@ class FolderCheckpoint(Checkpoint):
                     raise SpecbeamError(
                         f"{self.path}: eos_token_id {ids} of its configuration holds what is no token id"
                     )
-                return frozenset(i for i in ids if i >= 0)  # -1 stands for no token
+                ends = frozenset(i for i in ids if i >= 0)  # -1 stands for no token
+                return ends if (self.path / FILE).is_file() else ends | self._turn_ends
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return frozenset() if eos is None else frozenset([eos])
+
+    @property
+    def _turn_ends(self) -> frozenset[int]:
+        """The token that ends a turn, where config.json leaves it out."""
+        architecture = ARCHITECTURES.get(str(self._text.config.get("model_type")))
+        if self.tokenizer is None or architecture is None or architecture.turn_end is None:
+            return frozenset()
+        token = self.tokenizer.get_vocab().get(architecture.turn_end)
+        return frozenset() if token is None else frozenset([token])
 
     @property
     def ignored(self) -> tuple[str, ...]:

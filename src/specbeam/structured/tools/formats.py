@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class ToolFormat:
         bare: objects without the marker are calls, too, alone or in a fenced block.
         key: a regular expression for the key of the arguments in such an object.
         syntax: how arguments are written.
-        also: another text that begins calls, which is read, and never asked for.
+        also: another text that begins calls. It is read, and never asked for.
         opening: what comes before an answer without calls.
     """
 
@@ -78,6 +78,16 @@ class ToolFormat:
     def call(self, name: str, arguments: Any) -> str:
         """One call, without what stands around all calls."""
         return f"{self.before}{name}{self.middle}{self.syntax.write(arguments)}{self.after}"
+
+    @property
+    def prompt_marks(self) -> bool:
+        """Whether the prompt has the marker already. So a call at the beginning of an answer comes without it."""
+        return bool(self.marker) and not self.first
+
+    @property
+    def may_lack_marker(self) -> bool:
+        """Whether a call is known by its own beginning, too."""
+        return bool(self.also) and self.before.startswith(self.also)
 
     @property
     def call_id(self) -> str:
@@ -237,7 +247,10 @@ def _hunyuan(template: str) -> ToolFormat | None:
 
 
 def _qwen3_coder(template: str) -> ToolFormat | None:
-    """Qwen3-Coder, Qwen3.5 and others: ``<function=NAME>`` with a text between tags for each argument."""
+    """Qwen3-Coder, Qwen3.5 and others: ``<function=NAME>`` with a text between tags for each argument.
+
+    Qwen3-Coder often leaves out the ``<tool_call>`` before it.
+    """
     if not has(template, "<tool_call>", "<function=", "<parameter="):
         return None
     return ToolFormat(
@@ -249,8 +262,9 @@ def _qwen3_coder(template: str) -> ToolFormat | None:
         after="</function>",
         between="\n</tool_call>\n<tool_call>\n",
         last="\n</tool_call>",
-        head=r"<function=(?P<name>[^>\s]+)>",
+        head=r"(?:<function=)?(?P<name>[^>\s]+)>",
         syntax=TAGGED,
+        also="<function=",
     )
 
 
@@ -323,9 +337,41 @@ def _harmony(template: str) -> ToolFormat | None:
     )
 
 
-NAMES = "Hermes, Mistral, Llama 3, Phi-4-mini, Granite 3, Hunyuan, Qwen3-Coder, Gemma 4, LFM2, gpt-oss"
+@dataclass(frozen=True)
+class GLM4(ToolFormat):
+    """Its template knows neither calls nor the role of results. A call is a message whose ``metadata`` is a name."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[Message], dict[str, Any]]:
+        made, variables = super().prompt(messages, tools)
+        return [turn for message in made for turn in self._turns(message)], variables
+
+    @staticmethod
+    def _turns(message: Message) -> Iterator[Message]:
+        """The turns of a message: its content, and each of its calls."""
+        calls = message.get("tool_calls", ())
+        others = {name: value for name, value in message.items() if name != "tool_calls"}
+        if message["role"] == "tool":
+            yield {"role": "observation", "content": message["content"]}
+        elif message["content"] or not calls:
+            yield others
+        for function in (call["function"] for call in calls):
+            arguments = function["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            yield {"role": message["role"], "metadata": function["name"], "content": text}
+
+
+def _glm4(template: str) -> ToolFormat | None:
+    """GLM-4-0414: the name of a tool behind ``<|assistant|>``, which ends a prompt, and JSON in the next line."""
+    if not has(template, "可用工具", "<|observation|>", "metadata"):
+        return None
+    head = r"(?P<name>[\w.-]+)[ \t]*\r?\n\s*(?=\{)"
+    marker = "<|assistant|>"
+    return GLM4("GLM-4", marker=marker, first="", before="", middle="\n", after="", between=marker, head=head)
+
+
+NAMES = "Hermes, Mistral, Llama 3, Phi-4-mini, Granite 3, Hunyuan, Qwen3-Coder, Gemma 4, LFM2, gpt-oss, GLM-4"
 """Of the formats, for people."""
-FORMATS = (_mistral, _phi, _llama, _granite, _hunyuan, _qwen3_coder, _gemma4, _lfm2, _harmony, _hermes)
+FORMATS = (_mistral, _phi, _llama, _granite, _hunyuan, _qwen3_coder, _gemma4, _lfm2, _harmony, _glm4, _hermes)
 
 
 def format_of(template: str) -> ToolFormat | None:

@@ -23,6 +23,8 @@ KEYS = ("arguments", "parameters")
 """Of the arguments in calls that are objects."""
 JSON_PARTS = re.compile(r'"[^"]*"|[,:] |\{')
 """The parts that llguidance's lexer reads: a text, a separator, or a bracket."""
+TAG_END = ">"
+"""Ends the name of a tool in calls that may lack their marker."""
 SAYS = r"[^\s{}\[\]<>`]"
 """What a text must have to say something: more than spaces and marks of JSON."""
 LEXER_FUEL, LEXER_FUEL_PER_CHARACTER = 200_000, 2_000
@@ -84,7 +86,7 @@ class ToolGrammar(Parsed):
 
     @cached_property
     def text(self) -> str:
-        lines = [*self._calls(), *self._bare_calls(), r"SPACE: /[ \n\r\t]{1,64}/"]
+        lines = [*self._calls(), *self._bare_calls(), *self._calls_without_marker(), r"SPACE: /[ \n\r\t]{1,64}/"]
         answer = self._text(lines)
         rules = self._arguments(lines)
         if self._reads_objects:
@@ -143,15 +145,32 @@ class ToolGrammar(Parsed):
         """The rules of calls as the format writes them, in the syntax of Lark."""
         own = self.tool_format
         at = "@" if isinstance(own.syntax, Json) else ""
-        more = self._more(f"{self._literal(own.between or '')} call")
+        first, last = self._literal(own.first.removeprefix(own.marker)), self._literal(own.last)
         lines = [
             f"calls: {self._literal(own.marker)} marked_calls",
-            f"marked_calls: {self._literal(own.first.removeprefix(own.marker))} call {more} {self._literal(own.last)}",
+            f"marked_calls: {first} call {self._further_calls} {last}",
             f"call: {self._each('call')}",
         ]
         for i, tool in enumerate(self.tools):
             before, after = self._literal(own.before + tool.name + own.middle), self._literal(own.after)
             lines.append(f"call_{i}: {before} {at}arguments_{i} {after}")
+        return lines
+
+    def _calls_without_marker(self) -> list[str]:
+        """The rules of calls that lack their marker, alone and behind a text."""
+        own = self.tool_format
+        if not own.may_lack_marker:
+            return []
+        more = f"{self._further_calls} ({self._literal(own.last)})?"
+        lines = [f"unmarked: call {more}", f"late_unmarked: ({self._each('late')}) {more}"]
+        without = self._without([re.escape(own.marker)])
+        for i, tool in enumerate(self.tools):
+            rest, after = self._literal(own.middle.removeprefix(TAG_END)), self._literal(own.after)
+            lines += [
+                f"late_{i}: begun_{i} {rest} arguments_{i} {after}",
+                f"begun_{i}[lazy]: BEGUN_{i}",
+                rf"BEGUN_{i}: /(?s:.*){re.escape(own.before + tool.name + TAG_END)}/{without}",
+            ]
         return lines
 
     def _bare_calls(self) -> list[str]:
@@ -191,31 +210,44 @@ class ToolGrammar(Parsed):
 
     def _text(self, lines: list[str]) -> str:
         """An answer that may be a text. The rules that it needs are added to the lines."""
-        marker, openings = self.tool_format.marker, []
+        own, openings = self.tool_format, list[str]()
+        marker = own.marker
+        calls = ["marked_calls" if own.prompt_marks else "calls", *["unmarked"] * own.may_lack_marker]
         if self.is_required:
-            return "calls | bare" if self._reads_objects else "calls"
+            return " | ".join([*calls, *["bare"] * self._reads_objects])
         if self.content is not None:
-            calls = [*["calls"] * bool(marker), *self._objects(lines)] if self.max_calls else []
-            return " | ".join([f"{self._literal(self.tool_format.opening)} @content", *calls])
+            calls = [*calls * bool(marker), *self._objects(lines)] if self.max_calls else []
+            return " | ".join([f"{self._literal(own.opening)} @content", *calls])
         if self._reads_objects:
-            openings.append(bare([tool.name for tool in self.tools], self.tool_format.key))
+            openings.append(bare([tool.name for tool in self.tools], own.key))
         if marker:
             openings.append(re.escape(marker))  # as text, too, where it is a token
-        is_text = bool(marker) and marker not in self.added and not self.tool_format.opening
-        if is_text:
-            lines.append(rf"marked[lazy]: /(?s:.*){re.escape(marker)}/")
+        if own.may_lack_marker:
+            openings += [re.escape(own.before + tool.name + TAG_END) for tool in self.tools]
+        is_text = bool(marker) and marker not in self.added and not own.opening
         without, token = self._without(openings), self._token({marker})
+        first = ""
+        if own.prompt_marks:
+            names = "|".join(re.escape(tool.name) for tool in self.tools)
+            first = rf" & ~/\s*({names})[ \t]*\r?\n(?s:.*)/"
+        if is_text:
+            lines += ["marked[lazy]: MARKED", rf"MARKED: /(?s:.*){re.escape(marker)}/{first}"]
+        without += first
         before = ".*" if self.max_calls else r"\s*"  # without calls, a text that begins like one would be no answer
         lines += [f"TEXT: /(?s:.+)/{without}", f"SAID: /(?s:{before}{SAYS}.*)/{without}"]
         if not self.max_calls:
             said = f"SAID ({token} TEXT?)*" if token else "SAID"
-            return f"{self._literal(self.tool_format.opening)} {said}"
+            return f"{self._literal(own.opening)} {said}"
         lines.append(f"pre: {self._with_tokens('TEXT?', {marker})}")
         answers = ["pre SAID", *([f"pre TEXT? {token} TEXT?"] if token else [])]
-        if self.tool_format.opening:
-            return f"calls | {self._literal(self.tool_format.opening)} ({' | '.join(answers)})"
+        if own.opening:
+            return f"calls | {self._literal(own.opening)} ({' | '.join(answers)})"
         if marker:
             answers.append("pre marked marked_calls" if is_text else "pre TEXT? calls")
+        if own.may_lack_marker:
+            answers.append("pre TEXT? late_unmarked")
+        if own.prompt_marks:
+            answers.append("marked_calls")
         if self._reads_objects:
             answers.append("pre bare")
         return " | ".join(answers)
@@ -233,6 +265,11 @@ class ToolGrammar(Parsed):
         """One of the tokens that stand in texts on their own; empty if there is none."""
         ids = [number for name, number in self.added.items() if name not in without and number in self.shown]
         return f"<[{','.join(map(str, sorted(ids)))}]>" if ids else ""
+
+    @property
+    def _further_calls(self) -> str:
+        """The calls behind the first one, as the format writes them."""
+        return self._more(f"{self._literal(self.tool_format.between or '')} call")
 
     def _more(self, call: str) -> str:
         """Further calls."""

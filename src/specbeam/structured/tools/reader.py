@@ -92,6 +92,10 @@ class Reader:
             name, key = (['"', word, '"', SPACE] for word in (r'(?P<begun>[^"\\]*)', r'[^"\\]*'))
             object_parts = [r"\{", SPACE, *'"name"', SPACE, ":", SPACE, *name, ",", SPACE, *key, ":"]
             begun += [_begun([*"```", *"json"]), FENCE + _begun(object_parts)]
+        if tool_format.prompt_marks:
+            opened.append(rf"\A\s*(?=(?:{'|'.join(map(re.escape, names))})[ \t]*\r?\n)")
+            spelled = ([*map(re.escape, name), r"[ \t]+"] for name in names)
+            begun += [rf"\A\s*{_begun(parts)}" for parts in spelled]
         self._opening = re.compile("|".join(opened))
         self._begun = re.compile(rf"(?:{'|'.join(begun)})\Z")
 

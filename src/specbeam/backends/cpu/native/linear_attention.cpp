@@ -76,8 +76,7 @@ struct PathRows {
     float total = own;
     for (int64_t i = n - 1; i >= 0; i--) weights[i] = total, total += decays[i];
     weights[n] = total;
-    for (int64_t i = 0; i <= n; i += LANES)
-      store_some(&weights[i], exp(load_some(&weights[i], n + 1 - i)), n + 1 - i);
+    for (int64_t i = 0; i <= n; i += LANES) store_some(&weights[i], exp(load_some(&weights[i], n + 1 - i)), n + 1 - i);
     before = weights[n];
   }
 };
@@ -240,7 +239,8 @@ void find_borders(const Pass &p, Borders &to) {
   States &states = p.cache.states;
   states.begin_pass();
   to.all.clear(), to.readers.clear();
-  static thread_local std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> order;  // border, slot, position, node
+  static thread_local std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>
+      order;  // border, slot, position, node
   order.clear();
   for (int64_t n = 0; n < p.nodes; n++) {
     const int64_t position = p.position(n), border = border_of(position);

@@ -9,9 +9,10 @@
 //
 //   S_parent^T x = e^(sum of g) S_border^T x + sum over rows i of e^(sum of later g) (k_i . x) u_i.
 //
-// The border depends on the position alone, a state is made of the one before by BORDER rows at once, and rows are added
-// in the order of their positions. So no bit depends on the pieces of a prompt, on other nodes, or on when a state was
-// made. Beams and drafts read one state together, because they nearly always share the nodes before the last LAG.
+// The border depends on the position alone, a state is made of the one before by BORDER rows at once, and rows are
+// added in the order of their positions. So no bit depends on the pieces of a prompt, on other nodes, or on when a
+// state was made. Beams and drafts read one state together, because they nearly always share the nodes before the last
+// LAG.
 #pragma once
 
 #include <algorithm>

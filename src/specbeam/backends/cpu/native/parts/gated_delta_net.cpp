@@ -68,9 +68,8 @@ class GatedDeltaNet final : public Part {
       rates(row + convolved + values, mixed + n * stride + at_rates);
     });
     const int64_t groups = 2 * heads.num_key_heads + count;
-    p.threads.each(p.nodes * groups, 8, [&](int64_t i) {
-      convolve(p, kept, i / groups, i % groups, mixed + i / groups * stride);
-    });
+    p.threads.each(p.nodes * groups, 8,
+                   [&](int64_t i) { convolve(p, kept, i / groups, i % groups, mixed + i / groups * stride); });
     float *attended = room(p.space.attended, p.nodes * values);
     const float *keys = mixed + heads.key_size(), *decays = mixed + at_rates;
     attend_linearly(p, heads, p.cache.rows(heads.row_size(), rows), state,
@@ -124,8 +123,8 @@ class GatedDeltaNet final : public Part {
       store(to + i, active);
     }
     if (group >= vectors) return;
-    const double length = std::sqrt(double(sum(squares)) + 1e-6) *
-                          (group < heads.num_key_heads ? std::sqrt(double(heads.key_dim)) : 1.0);
+    const double length =
+        std::sqrt(double(sum(squares)) + 1e-6) * (group < heads.num_key_heads ? std::sqrt(double(heads.key_dim)) : 1.0);
     const float by = float(1 / length);
     for (int64_t i = begin; i < begin + size; i += LANES) store(to + i, load<F32>(to + i) * by);
   }
