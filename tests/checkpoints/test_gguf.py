@@ -383,10 +383,7 @@ def mamba_sizes(writer, config):
 
 
 def mamba_tensors(tensors, config):
-    """The tensors of a model, where those of a model with Mamba 2 are as llama.cpp's converter writes them.
-
-    Names are those that gguf knows.
-    """
+    """The tensors of a model. A model with Mamba 2 has them as llama.cpp's converter writes them, by names of gguf."""
     found = {}
     for name, tensor in tensors.items():
         array, layer = np.asarray(tensor), ".".join(name.split(".")[:3])

@@ -115,7 +115,7 @@ def mamba2_of_gguf(metadata: Metadata, **others: Any) -> Mamba2:
 
 
 def folder_values(source: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Our values of a tensor in a folder: decays are the negative exponentials of what is there."""
+    """Our values of a tensor in a folder: the file has the logarithms of the negative decays."""
     return -np.exp(values) if source.endswith("A_log") else values
 
 

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron Nano 2 (NVIDIA 2025): each layer is one part, Mamba 2, attention without a rotation or an MLP."""
+"""Nemotron-H and Nemotron Nano 2 (NVIDIA 2025): a layer is Mamba 2, attention without a rotation or an MLP."""
 
 from __future__ import annotations
 

@@ -61,16 +61,18 @@ class Mamba2(PartModule):
         before, keys, us, decays = s.store.tensors(self.memory)
         before[0, s.slots] = mixed
         x, k, q = self._convolve(before[0], path).split([part.inner_size, part.key_size, part.key_size], dim=-1)
-        x, k, q = (one.unflatten(1, (heads, -1)) for one, heads in ((x, part.num_heads), (k, part.num_groups), (q, part.num_groups)))
-        own = s.slots
-        keys[:, own], us[:, own] = k.transpose(0, 1), (steps[:, :, None] * x).transpose(0, 1)
-        decays[:, own] = (self.decay.weight.float() * steps).t()[:, :, None]
+        x = x.unflatten(1, (part.num_heads, -1))
+        k, q = (one.unflatten(1, (part.num_groups, -1)) for one in (k, q))
+        keys[:, s.slots], us[:, s.slots] = k.transpose(0, 1), (steps[:, :, None] * x).transpose(0, 1)
+        decays[:, s.slots] = (self.decay.weight.float() * steps).t()[:, :, None]
         on_path, path = path >= 0, path.clamp(min=0)
         out = self.skip.weight.float()[:, None] * x
         for i, nodes in enumerate(path):
             of_path = decays[:, nodes, 0] * on_path[i]
             later = of_path.flip(-1).cumsum(-1).flip(-1) - of_path
-            scores = (keys[:, nodes] @ q[i, :, :, None])[:, :, 0].repeat_interleave(part.num_heads // part.num_groups, 0)
+            scores = (keys[:, nodes] @ q[i, :, :, None])[:, :, 0].repeat_interleave(
+                part.num_heads // part.num_groups, 0
+            )
             weights = torch.where(on_path[i], later.exp() * scores, 0)
             out[i] += (weights[:, None] @ us[:, nodes])[:, 0]
         return out.flatten(1)

@@ -10,7 +10,7 @@ class MLP : public Part {
   int64_t intermediate_size = 0;
   Activation activation = SILU;
   Flag gated = NO;
-  double gate_scale = 1;  // factor of what the activation is taken of
+  double gate_scale = 1;  // factor of the argument of the activation
   Product up, down;  // up: in a gated MLP, gate and up stacked
 
  public:
