@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +75,7 @@ def mamba2_of_folder(architecture: Architecture, keys: SimpleNamespace, inner_si
             f"config.json says mamba_n_heads = {heads} and mamba_d_head = {head_dim}, but Mamba's inner size is "
             f"{inner_size}, which must be their product"
         )
+    min_step, max_step = step_limits(keys.time_step_limit)
     return Mamba2(
         num_heads=heads,
         head_dim=head_dim,
@@ -83,21 +83,21 @@ def mamba2_of_folder(architecture: Architecture, keys: SimpleNamespace, inner_si
         state_size=keys.mamba_d_state,
         kernel_size=keys.mamba_d_conv,
         convolution_bias=bool(keys.mamba_conv_bias),
-        **step_limits(keys.time_step_limit),
+        min_step=min_step,
+        max_step=max_step,
         **others,
     )
 
 
-def step_limits(limits: list[Any] | None) -> dict[str, float | None]:
-    """The limits of dt in a config.json as fields of :class:`Mamba2`. transformers writes infinity as an object."""
+def step_limits(limits: list[Any] | None) -> tuple[float | None, float | None]:
+    """``min_step`` and ``max_step`` of a config.json's limits of dt. transformers writes infinity as an object."""
     if limits is None:
-        return {}
-    given = [one.get("__float__") if isinstance(one, Mapping) else one for one in limits]
+        return None, None
     try:
-        low, high = map(float, given)
-    except (TypeError, ValueError):
+        low, high = (float(one["__float__"] if isinstance(one, dict) else one) for one in limits)
+    except (KeyError, TypeError, ValueError):
         raise SpecbeamError(f"config.json says time_step_limit = {limits!r}, which is not two numbers") from None
-    return {"min_step": low or None, "max_step": None if high == np.inf else high}
+    return low or None, None if high == np.inf else high
 
 
 def mamba2_of_gguf(metadata: Metadata, **others: Any) -> Mamba2:

@@ -92,6 +92,7 @@ class NemotronH(Architecture):
             return (self._attention(usual),)
         if keys.layer_types[number] == MLP:
             return (usual.mlp(activation="relu2"),)
+        min_step, max_step = mamba.step_limits(keys.time_step_limit)
         mamba2 = Mamba2(
             num_heads=keys.mamba_num_heads,
             head_dim=keys.mamba_head_dim,
@@ -99,7 +100,8 @@ class NemotronH(Architecture):
             state_size=keys.ssm_state_size,
             kernel_size=keys.conv_kernel,
             convolution_bias=keys.use_conv_bias,
-            **mamba.step_limits(keys.time_step_limit),
+            min_step=min_step,
+            max_step=max_step,
         )
         return (mamba2,)
 

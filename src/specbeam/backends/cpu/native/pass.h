@@ -73,6 +73,10 @@ void multiply(Job *jobs, int64_t count, Threads &, int64_t stride);
 inline F32 activate(Activation activation, F32 x) {
   if (activation == SILU) return x / (1.0f + exp(-x));
   if (activation == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+  if (activation == RELU2) {
+    const F32 positive = larger(F32{}, x);  // NaN stays
+    return positive * positive;
+  }
   return x * normal_share(x);
 }
 

@@ -60,9 +60,10 @@ class Mamba2(PartModule):
         part, path = self.part, s.last[None]
         before, keys, us, decays = s.store.tensors(self.memory)
         before[0, s.slots] = mixed
-        x, k, q = self._convolve(before[0], path).split([part.inner_size, part.key_size, part.key_size], dim=-1)
-        x = x.unflatten(1, (part.num_heads, -1))
-        k, q = (one.unflatten(1, (part.num_groups, -1)) for one in (k, q))
+        sizes = [part.inner_size, part.key_size, part.key_size]
+        x, k, q = torch.split(self._convolve(before[0], path), sizes, dim=-1)
+        x = x.view(len(x), part.num_heads, -1)
+        k, q = (one.view(len(x), part.num_groups, -1) for one in (k, q))
         keys[:, s.slots], us[:, s.slots] = k.transpose(0, 1), (steps[:, :, None] * x).transpose(0, 1)
         decays[:, s.slots] = (self.decay.weight.float() * steps).t()[:, :, None]
         on_path, path = path >= 0, path.clamp(min=0)
@@ -70,9 +71,8 @@ class Mamba2(PartModule):
         for i, nodes in enumerate(path):
             of_path = decays[:, nodes, 0] * on_path[i]
             later = of_path.flip(-1).cumsum(-1).flip(-1) - of_path
-            scores = (keys[:, nodes] @ q[i, :, :, None])[:, :, 0].repeat_interleave(
-                part.num_heads // part.num_groups, 0
-            )
+            scores = (keys[:, nodes] @ q[i, :, :, None])[:, :, 0]
+            scores = scores.repeat_interleave(part.num_heads // part.num_groups, dim=0)
             weights = torch.where(on_path[i], later.exp() * scores, 0)
             out[i] += (weights[:, None] @ us[:, nodes])[:, 0]
         return out.flatten(1)
@@ -89,7 +89,7 @@ class Mamba2(PartModule):
         """RMSNorm of each group, if the part has one."""
         if not self.part.group_norm:
             return x
-        groups = x.unflatten(1, (self.part.num_groups, -1))
+        groups = x.view(len(x), self.part.num_groups, -1)
         return F.rms_norm(groups, groups.shape[2:], None, self.norm.eps).flatten(1) * self.norm.weight.float()
 
 
