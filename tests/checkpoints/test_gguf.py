@@ -186,6 +186,7 @@ def write_gguf(
         writer.add_layer_norm_rms_eps(config.norm_eps)
     elif named == "nemotron_h":
         writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
     elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:

@@ -109,6 +109,7 @@ class NemotronH(Architecture):
         return replace(usual.attention(), rope=None)
 
     def gguf_layer(self, number: int, usual: Usual, metadata: Metadata) -> Layer:
+        metadata.need("attention.layer_norm_epsilon", None)  # files say it beside the same number of RMSNorm
         if usual.attention.keywords["num_kv_heads"]:
             return (self._attention(usual),)
         if usual.mlp.keywords["intermediate_size"]:

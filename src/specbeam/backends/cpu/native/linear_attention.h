@@ -2,10 +2,10 @@
 //
 //   S = e^g S_parent + k u^T, and the node's output is S^T q.
 //
-// In the gated delta rule (Yang et al. 2024), u = beta (v - e^g S_parent^T k). In Mamba 2 (Dao and Gu 2024), u = beta v. A state takes megabytes per node, so no
-// node has one. A node keeps the row (k, u, g), as it keeps keys and values for attention. A state is made at borders
-// alone, which are multiples of BORDER positions. A node reads the state at the last border that is at least LAG
-// positions before it, and the rows from there on:
+// In the gated delta rule (Yang et al. 2024), u = beta (v - e^g S_parent^T k). In Mamba 2 (Dao and Gu 2024), u = beta
+// v. A state takes megabytes per node, so no node has one. A node keeps the row (k, u, g), as it keeps keys and values
+// for attention. A state is made at borders alone, which are multiples of BORDER positions. A node reads the state at
+// the last border that is at least LAG positions before it, and the rows from there on:
 //
 //   S_parent^T x = e^(sum of g) S_border^T x + sum over rows i of e^(sum of later g) (k_i . x) u_i.
 //
@@ -67,7 +67,8 @@ struct Borders {
 // Finds the states that the nodes of a pass read, and decides how those are made that are not there.
 void find_borders(const Pass &, Borders &);
 
-// The outputs of all nodes. memory: [row_size]; state: where the part's numbers begin in a state; out: [nodes, value_size]
+// The outputs of all nodes. memory: [row_size]; state: where the part's numbers begin in a state; out: [nodes,
+// value_size]
 void attend_linearly(Pass &, const LinearHeads &, const Rows &memory, int64_t state, const LinearInputs &, float *out);
 
 }  // namespace specbeam

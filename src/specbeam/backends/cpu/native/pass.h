@@ -80,8 +80,8 @@ inline F32 activate(Activation activation, F32 x) {
   return x * normal_share(x);
 }
 
-// ln(1 + y) of y from 0 to 1, by the series of the inverse hyperbolic tangent. The system's function has other last bits
-// in another version.
+// ln(1 + y) of y from 0 to 1, by the series of the inverse hyperbolic tangent. The system's function has other last
+// bits in another version.
 inline F32 log1p(F32 y) {
   const F32 s = y / (2.0f + y), square = s * s;
   F32 sum = all(1.0f / 17);

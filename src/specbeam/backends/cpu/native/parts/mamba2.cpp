@@ -15,7 +15,8 @@ class Mamba2 final : public Part {
   Flag has_group_norm = NO, norm_before_gate = NO;
   double min_step = 0, max_step = 0;  // max_step: 0 for none
   double gate_scale = 1, value_scale = 1, key_scale = 1, query_scale = 1, step_scale = 1;
-  Product input, filter, output;  // input: gates of the output, x, B and C before the convolution, the step of each head
+  Product input, filter,
+      output;  // input: gates of the output, x, B and C before the convolution, the step of each head
   Norm decay, step, skip, group_norm;
   int64_t before = 0, rows = 0, state = 0;  // where the cache has the convolution's numbers, the rows, and the state
 

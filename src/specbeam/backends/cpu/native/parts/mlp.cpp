@@ -11,7 +11,7 @@ class MLP : public Part {
   Activation activation = SILU;
   Flag gated = NO;
   double gate_scale = 1;  // factor of the argument of the activation
-  Product up, down;  // up: in a gated MLP, gate and up stacked
+  Product up, down;       // up: in a gated MLP, gate and up stacked
 
  public:
   explicit MLP(const char *name = "mlp") : Part(name) {
