@@ -38,6 +38,7 @@ class FalconH1(Architecture):
         "head_dim": (int | None, None),
         "hidden_act": (str, "silu"),
         "intermediate_size": (int, 14336),
+        "layer_types": (list[str] | None, None),
         "mamba_d_ssm": (int | None, 1024),
         "mamba_norm_before_gate": (bool | None, True),
         "mamba_rms_norm": (bool | None, False),
@@ -47,6 +48,7 @@ class FalconH1(Architecture):
         "rms_norm_eps": (float, 1e-5),
         "ssm_multipliers": (list[float] | None, None),
     }
+    layer_kinds = ("hybrid",)
     folder_tensors: ClassVar = {
         **Architecture.folder_tensors,
         **mamba.folder_tensors("model.layers.N.mamba"),
@@ -61,6 +63,11 @@ class FalconH1(Architecture):
         **mamba.GGUF_TENSORS,
         "blocks.N.mlp_norm": "blk.N.ffn_norm!",  # llama.cpp's converter leaves ".weight" out
     }
+
+    def derive(self, keys: SimpleNamespace) -> None:
+        super().derive(keys)
+        if keys.layer_types is None or len(keys.layer_types) == keys.num_hidden_layers:
+            keys.layer_types = ["hybrid"] * keys.num_hidden_layers  # whatever the file says, as in transformers
 
     def folder_layer(self, number: int, usual: Usual, keys: SimpleNamespace) -> Layer:
         for flag in BIASES:

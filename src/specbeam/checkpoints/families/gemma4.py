@@ -68,6 +68,7 @@ class Gemma4(Architecture):
         "num_kv_shared_layers": (int, 0),
         "per_layer_config": (dict | None, NOT_GIVEN),
         "rms_norm_eps": (float, 1e-6),
+        "rope_scaling": (dict | None, None),
         "sliding_window": (int, 512),
         "tie_word_embeddings": (bool, True),
         "top_k_experts": (int | None, None),
