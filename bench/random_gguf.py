@@ -300,9 +300,10 @@ def write_gemma4(writer: GGUFWriter, shape: GemmaShape, draw: np.random.Generato
 
 
 def write_qwen35(writer: GGUFWriter, shape: LinearShape, draw: np.random.Generator) -> None:
-    """The same for Qwen3.5. The products that make betas and decays are Q8_0."""
+    """The same for Qwen3.5, with its head for multi-token prediction. The products of betas and decays are Q8_0."""
     keys, values = shape.key_heads * shape.linear_head, shape.value_heads * shape.linear_head
-    writer.add_block_count(shape.layers)
+    writer.add_block_count(shape.layers + 1)
+    writer.add_nextn_predict_layers(1)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.inner)
@@ -335,10 +336,10 @@ def write_qwen35(writer: GGUFWriter, shape: LinearShape, draw: np.random.Generat
     hidden, heads = shape.hidden, shape.value_heads
     matrix("token_embd", shape.vocab, hidden, Q8_0)
     exact("output_norm.weight", np.ones(hidden))
-    for layer in range(shape.layers):
+    for layer in range(shape.layers + 1):
         at = f"blk.{layer}"
         exact(f"{at}.attn_norm.weight", np.ones(hidden))
-        if (layer + 1) % shape.period:
+        if (layer + 1) % shape.period and layer < shape.layers:
             matrix(f"{at}.attn_qkv", 2 * keys + values, hidden)
             matrix(f"{at}.attn_gate", values, hidden)
             matrix(f"{at}.ssm_beta", heads, hidden, Q8_0)
@@ -359,6 +360,9 @@ def write_qwen35(writer: GGUFWriter, shape: LinearShape, draw: np.random.Generat
         matrix(f"{at}.ffn_gate", shape.inner, hidden)
         matrix(f"{at}.ffn_up", shape.inner, hidden)
         matrix(f"{at}.ffn_down", hidden, shape.inner)
+    matrix(f"blk.{shape.layers}.nextn.eh_proj", hidden, 2 * hidden)
+    for norm in ("enorm", "hnorm", "shared_head_norm"):
+        exact(f"blk.{shape.layers}.nextn.{norm}.weight", np.ones(hidden))
 
 
 def write_experts(writer: GGUFWriter, shape: ExpertsShape, draw: np.random.Generator) -> None:

@@ -110,6 +110,7 @@ def test_the_passage_that_answers_a_question_is_found():
     assert page["answer"].text.strip().startswith("No")
 
 
+@pytest.mark.thorough
 def test_settings_are_compared_on_labelled_reviews():
     answers = run("evaluate")["answers"]
     assert sum(answers["int8"]) >= 18

@@ -31,6 +31,7 @@ from specbeam.plugins import GROUPS
 from specbeam.server.chat import ChatRequest
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, needs_torch, random_model
+from tests.heads import add_mtp
 from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
 from tests.server.conftest import serving
 from tests.speech.conftest import random_whisper, whisper_tokenizer
@@ -47,7 +48,7 @@ SHORT = {
     "study": {"decode.max_new_tokens": "4", "data.limit": "2"},
 }
 """The sizes that commands have in these tests."""
-KINDS = {"opus-mt": "translator", "adapter-": "adapter", "gpt2": "gpt2", "whisper": "speech"}
+KINDS = {"opus-mt": "translator", "adapter-": "adapter", "gpt2": "gpt2", "whisper": "speech", "qwen3.5": "headed"}
 """The stand-in of a model, by a part of its name."""
 
 
@@ -61,7 +62,10 @@ def stand_ins(save, tmp_path_factory):
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(causal), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(adapter := tmp_path_factory.mktemp("adapter"))
     speech = save(random_whisper(), whisper_tokenizer())
-    return {"causal": causal, "gpt2": gpt2, "translator": translator, "adapter": adapter, "speech": speech}
+    headed = save(random_model("llama", **sizes), byte_tokenizer(CHAT_TEMPLATE))
+    add_mtp(headed)
+    folders = {"causal": causal, "gpt2": gpt2, "translator": translator, "adapter": adapter}
+    return folders | {"speech": speech, "headed": headed}
 
 
 @pytest.fixture

@@ -75,6 +75,8 @@ NAMED = {
     },
     **{"granitemoeshared": "granitemoe", "glm4_moe": "glm4moe"},
 }
+NEXTN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+"""Modules of a head for multi-token prediction outside of its layer, and their names in a GGUF file."""
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
 WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe", "granitehybrid"}
 PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid")
@@ -118,11 +120,21 @@ def quantized(name, array, kind):
 
 
 def write_gguf(
-    path, model, kind=Type.F32, tokenizer=True, stored=None, more=None, quantize=quantized, finish=finish, **metadata
+    path,
+    model,
+    kind=Type.F32,
+    tokenizer=True,
+    stored=None,
+    more=None,
+    head=None,
+    quantize=quantized,
+    finish=finish,
+    **metadata,
 ):
     """A GGUF file of a tiny model of transformers, as llama.cpp's converter writes it.
 
     Args:
+        head: the tensors of its head for multi-token prediction, by their names in a folder.
         stored: tensors in place of the model's, with their types, by their names in the file.
         more: tensors beside the model's, float32, by their names in the file.
         quantize: what makes a tensor of a name, an array and a type, which is F32 for tensors that stay exact.
@@ -138,7 +150,9 @@ def write_gguf(
     writer = GGUFWriter(path, named)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(hidden)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + bool(head))
+    if head:
+        writer.add_uint32(f"{named}.nextn_predict_layers", 1)
     inner = 4 * hidden if named == "gpt2" else config.intermediate_size
     if named in ("lfm2", "lfm2moe"):
         inner = len(model.state_dict()["model.layers.0.feed_forward.w1.weight"])  # config.json may have another width
@@ -266,8 +280,12 @@ def write_gguf(
             continue
         size = UINT32 if type(value) is int and value < 2**32 else ValueType.UINT64
         writer.add_key_value(key, value, size if type(value) is int else ValueType.get_type(value))
-    names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
-    for name, tensor in mamba_tensors(model.state_dict(), config).items():
+    names = get_tensor_name_map(
+        {v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers + bool(head)
+    )
+    block = f"model.layers.{config.num_hidden_layers}."
+    in_head = {name.replace("mtp.layers.0.", block): tensor for name, tensor in (head or {}).items()}
+    for name, tensor in (mamba_tensors(model.state_dict(), config) | in_head).items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
@@ -280,7 +298,7 @@ def write_gguf(
         if named in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         if named == "qwen35":
-            if name.endswith("norm.weight") and "linear_attn" not in name:
+            if "norm" in name and "linear_attn" not in name:
                 array = array + 1
             name, array = linear_attention_tensor(config, name, array)
         if ".experts." in name:
@@ -307,6 +325,8 @@ def write_gguf(
         name = name.replace("expert_bias", "expert_bias.bias").replace("correction_bias", "correction.bias")
         name = name.replace("moe.router.", "moe.router.layer.")
         there = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"  # lfm2moe's lack the head
+        if name.startswith("mtp."):
+            there = f"blk.{config.num_hidden_layers}.nextn.{NEXTN[name.split('.')[1]]}.weight"
         form = Type.F32 if exact else kind
         array, form = (stored or {}).get(there) or quantize(there, array, form)
         writer.add_tensor(there, array, raw_dtype=form)

@@ -495,3 +495,7 @@ def test_thoughts_are_notes(chat, save, specbeam_command, tmp_path):
     ends = (*only, "--logit-bias", f"{letter}=500")
     status, out, err = specbeam_command("generate", "hi", "--model", str(folder), "--no-think", "--show-prompt", *ends)
     assert (status, out) == (0, "<user>hi<assistant><think></think>\nwwwwwwwww\n")
+    _, _, err = chat("hi", options=(*only, "--think"))
+    assert "--think has no effect: the chat template of " in err
+    _, _, err = chat("hi", options=(*only, "--no-think", "--raw"))
+    assert "--no-think has no effect: no chat template is used" in err

@@ -115,7 +115,7 @@ def test_compare_shows_own_strategies_beside_ours(run):
         (["generate", "hi", "--strategy", "own_method:shortest"], "no module 'own_method' in the current directory"),
         (["batch", "in.jsonl", "out.jsonl", "--strategy", "beams"], "unknown strategy 'beams': no package declares"),
         (["compare", "hi", "--strategies", "own_methods:longest"], "has no 'longest'"),
-        (["generate", "hi", "--draft", "ngrams"], "give ngram, suffix, a model or module:name"),
+        (["generate", "hi", "--draft", "ngrams"], "give ngram, suffix, mtp, a model or module:name"),
     ],
 )
 def test_a_wrong_name_is_refused_before_a_model_is_loaded(run, monkeypatch, words, says):

@@ -289,7 +289,7 @@ for line, file in json.loads(sys.argv[1]).items():
 """
 COMPLETIONS = {
     "specbeam gen": {"generate"},
-    "specbeam generate hi --draft ": {"ngram", "suffix", *ALIASES},
+    "specbeam generate hi --draft ": {"ngram", "suffix", "mtp", *ALIASES},
     "specbeam batch --model g": {"gemma3-270m", "gemma3-1b-it", "gemma3-4b-it"},
     "specbeam models show g": {"gemma3-270m", "gemma3-1b-it", "gemma3-4b-it"},
     "specbeam generate --backend t": {"torch", "transformers"},

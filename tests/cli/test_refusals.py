@@ -112,7 +112,7 @@ def test_commands_and_models_that_are_not_there(refused, arguments, says):
         (("generate", "hi", "--draft", "ngram", "--draft-width", "wide"), "invalid number value: 'wide'"),
         (
             ("generate", "hi", "--draft", "foo"),
-            "--draft foo: give ngram, suffix, a model or module:name; unknown model 'foo'",
+            "--draft foo: give ngram, suffix, mtp, a model or module:name; unknown model 'foo'",
         ),
         (("generate", "hi", "--num-beams", "4", "--num-beam-groups", "3"), "--num-beam-groups=3"),
         (("compare",), "the following arguments are required: PROMPT"),

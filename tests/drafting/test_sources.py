@@ -54,7 +54,7 @@ def test_a_source_drafts_for_a_model_of_transformers(folder):
 @pytest.mark.parametrize(
     ("draft", "says"),
     [
-        ("n-gram", 'draft=\'n-gram\': give "ngram", "suffix", a model or module:name; unknown model'),
+        ("n-gram", 'draft=\'n-gram\': give "ngram", "suffix", "mtp", a model or module:name; unknown model'),
         ("./none.gguf", "there is no file or folder ./none.gguf"),
         (7, "draft=7 is not allowed: give a model or its source"),
     ],

@@ -82,6 +82,15 @@ def test_a_penalty_of_the_checkpoint_comes_before_ours():
         ("Mistral-7B-Instruct-v0.3", None),
         ("Phi-4-mini-instruct", None),
         ("DeepSeek-R1-Distill-Qwen-1.5B", "DeepSeek-R1"),
+        ("Gemma 4 E2B It", "Gemma 4"),
+        ("gpt-oss-20b", "gpt-oss"),
+        ("gpt_oss", "gpt-oss"),
+        ("LFM2.5-8B-A1B", "LFM2.5 with experts"),
+        ("LFM2.5-350M", "LFM2.5"),
+        ("LFM2.5-1.2B-Thinking", None),
+        ("LFM2-1.2B", "LFM2"),
+        ("Ministral-3-3B-Instruct-2512", "Ministral 3 Instruct"),
+        ("Ministral-3-3B-Reasoning-2512", None),
     ],
 )
 def test_publishers_are_known_by_the_names_of_their_models(name, family):

@@ -187,7 +187,13 @@ def test_a_call_that_is_cut(tooled):
         assert len(part["function"]["arguments"]) < len(call["function"]["arguments"])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+OF_ALL_KINDS = ("llama", "gpt-oss", "qwen3-coder", "gemma")
+"""Formats that differ the most: JSON, channels, tags, and a notation of their own."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OF_ALL_KINDS else pytest.param(name, marks=pytest.mark.thorough) for name in TEMPLATES]
+)
 def test_an_answer_that_a_limit_cuts_has_no_beginning_of_a_call_and_can_be_given_back(tooled, lms, name):
     """Whole and as a stream, in chat and in responses, at the first tokens and at some others."""
     client, rng = tooled.client(), random.Random(3)
@@ -460,6 +466,15 @@ def test_templates_that_read_calls_as_texts(tooled):
     assert prompt.startswith("<|system|>You are a helpful assistant with some tools.<|tool|>[{")
     assert '<|assistant|><|tool_call|>[{"name": "weather", "arguments": {"city": "é\\n"}}, {"name": "now"' in prompt
     assert prompt.endswith("<|tool|>noon<|end|><|assistant|>")
+
+
+def test_calls_and_results_are_turns_of_their_own_for_glm(tooled):
+    prompt = prompt_of(tooled, "glm")
+    calls = '<|assistant|>weather\n{"city": "é\\n"}<|assistant|>now\n{}'
+    assert prompt.endswith(f"<|user|>\na{calls}<|observation|>\nwet<|observation|>\nnoon<|assistant|>")
+    assert prompt.startswith("<|system|>\n# 可用工具")
+    said = [MESSAGES[0], MESSAGES[1] | {"content": "I look."}, *MESSAGES[2:]]
+    assert f"<|assistant|>\nI look.{calls}" in prompt_of(tooled, "glm", messages=said)
 
 
 def test_control_tokens_in_tools_arguments_and_results_are_text(tooled, lms):

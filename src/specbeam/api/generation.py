@@ -63,10 +63,10 @@ def generate(
             datasets.
         system: a system message to put before text or messages.
         raw: do not apply the model's chat template.
-        draft: proposes draft tokens, to speed up generation: a loaded model or its source, "ngram", "suffix", or an
-            automaton that :func:`specbeam.suffix_automaton` returned. A source is loaded once. A drafter of your own is
-            a function of the token ids so far and the model that returns the token ids that may follow, or its name as
-            "module:name" (docs/guides/extend.md).
+        draft: proposes draft tokens, to speed up generation: a loaded model or its source, "mtp" (the model's own draft
+            head), "ngram", "suffix", or an automaton that :func:`specbeam.suffix_automaton` returned. A source is
+            loaded once. A drafter of your own is a function of the token ids so far and the model that returns the
+            token ids that may follow, or its name as "module:name" (docs/guides/extend.md).
         strategy: a decoding method of your own in place of the one that the options name, or its name as "module:name"
             (docs/guides/extend.md).
         options: :class:`specbeam.Options`, or a mapping of its fields.

@@ -13,6 +13,8 @@ from specbeam.backends import devices
 from specbeam.checkpoints.parts.experts import ExpertUse
 from specbeam.core.selection import AttentionProbe, Logits, NextBeams, Selection, SelectionRequest
 
+NO_FEATURE = -1
+"""In ``TreeBatch.features``: the parent's features are nowhere."""
 Source = NDArray[np.int64] | NDArray[np.float32]
 """What an encoder reads: token ids, int64 [n], or features of audio, float32 [mel bins, frames]."""
 
@@ -38,6 +40,9 @@ class TreeBatch:
             models without an encoder otherwise. Every node sees all of it.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
         probe: heads of cross-attention whose scores the pass returns (``Backend.cross_heads``). None for none.
+        features: for a draft head (``Backend.target``) where each node's parent has its features, int64 [n]: a slot of
+            the target, ``NO_FEATURE``, or -2 - slot for a slot of the head, which then reads its own features. None for
+            other models.
     """
 
     tokens: NDArray[np.int64]
@@ -50,6 +55,7 @@ class TreeBatch:
     source: Any = None
     ahead: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     probe: AttentionProbe | None = None
+    features: NDArray[np.int64] | None = None
 
 
 def logits_wanted(segments: list[TreeBatch], vocab_size: int) -> int:
@@ -81,6 +87,9 @@ class Backend(Protocol):
     """What a pass reads of its experts. None for a model without experts."""
     has_threads: bool = False
     """Whether its passes run on its own threads, not on PyTorch's."""
+    target: Backend | None = None
+    """Of a draft head: the backend whose features it reads. That one keeps them in its slots, for every node of its
+    passes since the head was made. A head gives the root of a tree no logits (-inf), as it has no parent."""
     encoder_reads: Literal["tokens", "audio"] | None = None
     """What its encoder reads (:class:`Encoder`): the prompt's tokens, or features of audio. None without an encoder."""
     start_token_ids: list[int] | None = None

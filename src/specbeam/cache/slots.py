@@ -369,6 +369,12 @@ class Slots:
 _by_tree: WeakValueDictionary[tuple[int, int], Slots] = WeakValueDictionary()
 
 
+def have_slots(tree: Tree, backend: Backend, nodes: Nodes) -> bool:
+    """Whether nodes of a live request were evaluated, and have not lost their slots since."""
+    slots = _by_tree.get((id(tree), id(backend)))
+    return slots is not None and bool((slots.at(nodes) != NOWHERE).all())
+
+
 def slots_of(tree: Tree, backend: Backend) -> Slots:
     """Where the keys and values of a tree lie, while its request is live."""
     return _by_tree[id(tree), id(backend)]

@@ -140,12 +140,14 @@ class Checkpoint(ABC):
         adapter: merged into the weights as they are read, if there is one.
         shapes: the shape of each tensor, as it lies in the file.
         weights_by_type: how many weights have each dtype, by its name in the file.
+        is_head: it is no model but a draft head, which reads hidden states of one.
     """
 
     path: Path
     adapter: Adapter | None = None
     shapes: dict[str, tuple[int, ...]]
     weights_by_type: Counter[str]
+    is_head: bool = False
 
     @property
     @abstractmethod
@@ -172,6 +174,24 @@ class Checkpoint(ABC):
     @abstractmethod
     def config(self) -> Config:
         """The model's configuration. Raises SpecbeamError if it cannot be run."""
+
+    @cached_property
+    def mtp(self) -> Checkpoint | None:
+        """The model's multi-token prediction head as a checkpoint of its own; None without one.
+
+        Raises:
+            SpecbeamError: a head that specbeam cannot run.
+        """
+        return None
+
+    @property
+    def head_tokens(self) -> NDArray[np.int64] | None:
+        """The tokens of a draft head that has fewer than its target, ascending, int64 [n]; None for all tokens.
+
+        Raises:
+            SpecbeamError: the checkpoint has no such list, or a wrong one.
+        """
+        return None
 
     @cached_property
     @abstractmethod

@@ -28,7 +28,8 @@ class Config:
         stem: what the model reads, and what the first layer gets of it.
         logits_scale: factor of the logits.
         logits_softcap: the scaled logits x become cap * tanh(x / cap); None for no cap.
-        tied_head: the output matrix is the embedding.
+        tied_head: the output matrix is the embedding. A draft head then has that of its target.
+        head_size: the tokens that have logits, where a draft head has fewer than its vocabulary; None for all.
         encoder: cross-attention is to its output.
     """
 
@@ -44,6 +45,7 @@ class Config:
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     tied_head: bool = False
+    head_size: int | None = None
     encoder: Config | None = None
 
     def __post_init__(self) -> None:

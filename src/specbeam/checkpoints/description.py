@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbeam.checkpoints.parts.attention import Attention, CrossAttention
 from specbeam.checkpoints.parts.mlp import MLP
-from specbeam.checkpoints.stems import AudioStem, TokenStem
+from specbeam.checkpoints.stems import AudioStem, FeatureStem, TokenStem
 
 if TYPE_CHECKING:
     from specbeam.checkpoints.config import Config, Layer
@@ -51,7 +51,7 @@ def _flat(config: Config) -> dict[str, Any] | None:
     encoder = None if config.encoder is None else _flat(config.encoder)
     if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
         return None
-    if not config.final_norm or config.logits_scale != 1.0:
+    if not config.final_norm or config.logits_scale != 1.0 or isinstance(stem, FeatureStem):
         return None
     if config.encoder is not None and encoder is None:
         return None

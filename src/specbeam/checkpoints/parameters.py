@@ -24,7 +24,7 @@ def parameters(config: Config) -> dict[str, Parameter]:
     """
     own = dict(_parameters(config))
     if not config.tied_head:
-        own["head.weight"] = Parameter((config.vocab_size, config.hidden_size), min_bits=8)
+        own["head.weight"] = Parameter((config.head_size or config.vocab_size, config.hidden_size), min_bits=8)
     if config.encoder is not None:
         own |= {f"encoder.{name}": parameter for name, parameter in _parameters(config.encoder)}
     return own

@@ -62,6 +62,46 @@ class AudioStem:
         yield "positions.weight", Parameter((config.context_length, hidden), min_bits=32)
 
 
-Stem = TokenStem | AudioStem
+@dataclass(frozen=True, kw_only=True)
+class FeatureStem:
+    """A draft head reads a token, and the features of the token before it: hidden states of its target model.
+
+    Attributes:
+        layers: the hidden states that it reads, each by the number of layers before it. The number after that of all
+            layers stands for the states after the last norm. None for three layers, as EAGLE-3 has them.
+        feature_size: numbers of a feature.
+        joins_embedding: its first product reads the normed embedding of the token beside the normed feature
+            (multi-token prediction). Without that, the product reads the feature, and attention reads the embedding
+            beside its own input (EAGLE-3).
+        own_embedding: it has an embedding of its own. Others have the target's.
+        scale: factor of the embeddings.
+    """
+
+    layers: tuple[int, ...] | None = None
+    feature_size: int
+    joins_embedding: bool
+    own_embedding: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        size("feature_size", self.feature_size)
+        check_numbers(self)
+
+    def parameters(self, config: Sizes) -> Parameters:
+        """Its parameters, in the order of packed weights."""
+        hidden = config.hidden_size
+        if self.own_embedding:
+            yield "embedding.weight", Parameter((config.vocab_size, hidden), min_bits=8)
+        yield from product("fc", hidden, self.feature_size + (hidden if self.joins_embedding else 0))
+        yield from norm("embedding_norm", hidden, config)
+        if self.joins_embedding:
+            yield from norm("feature_norm", self.feature_size, config)
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The hidden states that it reads of a target with this many layers."""
+        return (2, num_layers // 2, num_layers - 3) if self.layers is None else self.layers
+
+
+Stem = TokenStem | AudioStem | FeatureStem
 PLAIN_STEM = TokenStem()
 """Of most models: an embedding of each token alone."""

@@ -14,7 +14,7 @@ from specbeam.cli.prompts import read_rows
 from specbeam.drafting.resolve import resolve_draft
 from specbeam.errors import SpecbeamError, shown
 from specbeam.options.declared import OPTIONS, SHAPING, Kind, Option
-from specbeam.options.names import BACKENDS, LOOKUPS
+from specbeam.options.names import BACKENDS, LOOKUPS, MTP
 from specbeam.options.options import Options
 from specbeam.text import chat_templates
 from specbeam.text.escapes import unescaped
@@ -91,8 +91,8 @@ def thinking_of(lm: LanguageModel, think: bool | None, raw: bool) -> Rendering:
     variables, ignored = thinking_variables(template, think)
     if ignored:
         option = "--think" if think else "--no-think"
-        says = f"{option} has no effect: {lm.source} has no chat template with a variable for it"
-        print(f"specbeam: {says}", file=sys.stderr)
+        why = "no chat template is used" if not template else f"the chat template of {lm.source} has no variable for it"
+        print(f"specbeam: {option} has no effect: {why}", file=sys.stderr)
     return Rendering(chat_template_kwargs=variables)
 
 
@@ -160,10 +160,10 @@ def add_draft_to(parser: argparse.ArgumentParser) -> None:
     source = add(
         "--draft",
         metavar="SOURCE",
-        help="proposes the next tokens: a smaller model, ngram or suffix, which look them up in the text so far, or a "
-        "function of your own as module:name (docs/guides/extend.md)",
+        help="proposes the next tokens: a smaller model, mtp for the model's own draft head, ngram or suffix, which "
+        "look them up in the text so far, or a function of your own as module:name (docs/guides/extend.md)",
     )
-    source.completer = completer(*LOOKUPS)  # type: ignore[attr-defined]
+    source.completer = completer(*LOOKUPS, MTP)  # type: ignore[attr-defined]
     add("--draft-corpus", metavar="FILE", help="earlier texts for --draft suffix, one per line as for --prompts")
     for option in OFFERED:
         if "draft" in option.needs:
@@ -334,9 +334,11 @@ def check_draft_source(source: str | None) -> None:
 
     def check(model: str) -> None:
         try:
-            check_source(model)
+            if model != MTP:
+                check_source(model)
         except SpecbeamError as error:
-            raise SpecbeamError(f"--draft {model}: give ngram, suffix, a model or module:name; {error}") from error
+            says = "give ngram, suffix, mtp, a model or module:name"
+            raise SpecbeamError(f"--draft {model}: {says}; {error}") from error
 
     resolve_draft(source, check, from_here=True)
 

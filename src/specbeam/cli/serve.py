@@ -68,7 +68,8 @@ def add_to(commands: Any) -> None:
         "--draft",
         action="append",
         metavar="[NAME=]SOURCE",
-        help="a draft model, ngram, suffix, or a drafter of your own as module:name (repeatable). The first one drafts "
+        help="a draft model, ngram, suffix, mtp (the first model's own draft head), or a drafter of your own as "
+        "module:name (repeatable). The first one drafts "
         "for requests that name none; beside a speech model and a text model, the first of each kind",
     )
     draft.completer = completer(*LOOKUPS)
@@ -360,4 +361,9 @@ def _make_models(
         return load(source, **placement)
 
     lms = {name: load_placed(source) for name, source in sources}
-    return Models(lms, {name: resolve_draft(source, load_placed, from_here=True) for name, source in drafts}, **how)
+    first = next(iter(lms.values()))
+
+    def load_draft(source: str) -> LanguageModel:
+        return first.draft_head(source) or load_placed(source)
+
+    return Models(lms, {name: resolve_draft(source, load_draft, from_here=True) for name, source in drafts}, **how)

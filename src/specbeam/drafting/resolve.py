@@ -1,4 +1,4 @@
-"""What a text that names a draft stands for: a lookup, a custom drafter, or a draft model."""
+"""What a text that names a draft stands for: a lookup, a custom drafter, a draft model or a draft head."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any, Literal
 
 from specbeam import plugins
 from specbeam.errors import SpecbeamError
-from specbeam.options.names import LOOKUPS
+from specbeam.options.names import LOOKUPS, MTP
 
 
-def draft_kind(name: str) -> Literal["lookup", "custom", "model"]:
-    """What a text names. An entry point that is a model as well is refused."""
+def draft_kind(name: str) -> Literal["lookup", "head", "custom", "model"]:
+    """What a text names. An entry point that is a model as well is refused.
+
+    The draft head of another source than the model's counts as a model: only its files tell.
+    """
     if name in LOOKUPS:
         return "lookup"
+    if name == MTP:
+        return "head"
     if plugins.is_name(name):
         return "custom"
     if name not in plugins.entry_point_names("drafter"):
@@ -27,7 +32,7 @@ def draft_kind(name: str) -> Literal["lookup", "custom", "model"]:
 
 
 def resolve_draft(name: str | None, load: Callable[[str], Any], *, from_here: bool = False) -> Any:
-    """The draft that a text names: the name itself of a lookup, a custom drafter, or what ``load`` returns for a model.
+    """The draft that a text names: the name itself of a lookup, a custom drafter, or what ``load`` returns for others.
 
     Args:
         from_here: as for :func:`specbeam.plugins.resolve`.
@@ -39,5 +44,5 @@ def resolve_draft(name: str | None, load: Callable[[str], Any], *, from_here: bo
             return name
         case "custom":
             return plugins.resolve(name, "drafter", from_here=from_here)
-        case "model":
+        case "model" | "head":
             return load(name)

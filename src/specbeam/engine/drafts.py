@@ -12,6 +12,7 @@ from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.setup import Setup
 from specbeam.drafting.custom import CustomDrafter, FunctionDrafter, MakeDrafter, Propose
 from specbeam.drafting.drafter import Chains, Drafter
+from specbeam.drafting.head import HeadDrafter
 from specbeam.drafting.lookup import Continued, Lookup, SuffixAutomaton
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.policy import Cost
@@ -26,8 +27,9 @@ from specbeam.options.declared import OPTIONS
 from specbeam.options.options import Options
 
 Draft = LanguageModel | SuffixAutomaton | Continued | str | os.PathLike[str] | Propose | MakeDrafter
-"""A draft model or its source, "ngram", "suffix", an automaton over earlier texts, one of these three for a text that
-goes on from more than its prompt, or a user-defined drafter: a function, a class, or the text that names one."""
+"""A draft model or its source, "mtp", "ngram", "suffix", an automaton over earlier texts, one of the last three for a
+text that goes on from more than its prompt, or a user-defined drafter: a function, a class, or the text that names
+one."""
 
 
 def load_draft(lm: LanguageModel, draft: Any) -> Any:
@@ -42,7 +44,8 @@ def load_draft(lm: LanguageModel, draft: Any) -> Any:
             return lm.draft_model(source)
         except SpecbeamError as error:
             raise SpecbeamError(
-                f'draft={os.fspath(source)!r}: give "ngram", "suffix", a model or module:name; {error}', option="draft"
+                f'draft={os.fspath(source)!r}: give "ngram", "suffix", "mtp", a model or module:name; {error}',
+                option="draft",
             ) from error
 
     if isinstance(draft, str):
@@ -86,8 +89,8 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         raise not_allowed(
             "draft",
             draft,
-            'a model or its source, "ngram", "suffix", the automaton that specbeam.suffix_automaton returned, or a '
-            "function of your own (docs/guides/extend.md)",
+            'a model or its source, "ngram", "suffix", "mtp", the automaton that specbeam.suffix_automaton returned, '
+            "or a function of your own (docs/guides/extend.md)",
         )
 
 
@@ -146,15 +149,9 @@ def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, c
         warpers = warpers_of(replace(options, temperature=temperature, top_k=top_k))
         selector = Selector(selector.process, warpers, selector.seed)
     added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
-    return ModelDrafter(
-        setup.tree,
-        selector,
-        setup.stop,
-        lm.backend.vocab_size,
-        draft.backend.context_length,
-        [token_id for token_id, token in added.items() if token.special],
-        controller,
-    )
+    special = [token_id for token_id, token in added.items() if token.special]
+    about = (setup.tree, selector, setup.stop, lm.backend.vocab_size, draft.backend.context_length, special, controller)
+    return ModelDrafter(*about) if draft.backend.target is None else HeadDrafter(draft.backend.target, *about)
 
 
 def _is_module(draft: Any) -> bool:
@@ -178,6 +175,10 @@ def _check_own(draft: Any) -> None:
 
 
 def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
+    if draft.backend.target is not None and draft.backend.target is not lm.backend:
+        raise SpecbeamError(
+            f"the draft head {draft.source} was loaded for another model than {lm.source}: give its source as the draft"
+        )
     ours, theirs = lm.backend.device, draft.backend.device
     if ours != theirs:
         raise SpecbeamError(

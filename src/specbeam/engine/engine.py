@@ -110,6 +110,8 @@ class Engine:
             raise SpecbeamError(
                 f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
             )
+        if lm.backend.target is not None:
+            raise SpecbeamError(f"{lm.source} is a draft head and no model: give it as the draft of its model")
         self.lm = lm
         self._budget = Budget(lm.backend, max_batch_tokens, max_cache_tokens)
         self._clients: Clients[RequestState] = Clients()
@@ -146,12 +148,13 @@ class Engine:
             system: a system message to put before text or messages.
             raw: do not apply the model's chat template.
             draft: proposes how the text goes on, so that one pass of the model can verify many tokens. Give a loaded
-                model or its source, "ngram" or "suffix" (lookups in the text so far), or the automaton that
-                :func:`specbeam.suffix_automaton` made of earlier texts. A source is loaded at its first use, and kept
-                with this model. A drafter of your own is a function of the token ids so far and the model that returns
-                the token ids that may follow, or a class (docs/guides/extend.md); "module:name" and the name of an
-                entry point of the group ``specbeam.drafters`` stand for one. A draft changes how fast the text comes,
-                not which text comes (docs/exactness.md).
+                model or its source, "mtp" (the model's own head for multi-token prediction), "ngram" or "suffix"
+                (lookups in the text so far), or the automaton that :func:`specbeam.suffix_automaton` made of earlier
+                texts. A source may be a folder with an EAGLE-3 head of the model. It is loaded at its first use, and
+                kept with this model. A drafter of your own is a function of the token ids so far and the model that
+                returns the token ids that may follow, or a class (docs/guides/extend.md); "module:name" and the name of
+                an entry point of the group ``specbeam.drafters`` stand for one. A draft changes how fast the text
+                comes, not which text comes (docs/exactness.md).
             strategy: a decoding method of your own, used in place of the one that the options name. It is called with a
                 :class:`specbeam.engine.Setup` and the drafter or None, and returns a
                 :data:`specbeam.core.strategy.Strategy`. It keeps at most ``num_beams`` unfinished sequences.

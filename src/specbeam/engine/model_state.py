@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
+
 from specbeam.backends.contract import Backend, Encoder
 from specbeam.cache.budget import Budget
 from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.prefixes import NO_SLOTS, Ints
-from specbeam.cache.slots import Slots
+from specbeam.cache.slots import NOWHERE, Slots
 from specbeam.core.tree import NO_NODES, Nodes, Tree
 from specbeam.decoding.setup import Setup
 from specbeam.engine.shared_source import SharedSource
@@ -23,6 +25,7 @@ class ModelState:
         max_rows: the maximum number of nodes whose logits are needed at once.
         shared_source: what the encoder reads before the first pass. None without an encoder.
         source: in place of the encoder's output.
+        read: of a draft head, the request's state on the target, whose features it reads.
 
     Attributes:
         slots: of its tree.
@@ -45,8 +48,11 @@ class ModelState:
         max_rows: int,
         shared_source: SharedSource | None,
         source: Any = None,
+        read: ModelState | None = None,
     ) -> None:
         self.backend = backend
+        self.read = read
+        self._drafted = NO_NODES  # that were evaluated with features of the head itself
         self.tree = tree
         self.max_rows = max_rows
         self.passes = self.completed = self.nodes = 0
@@ -78,6 +84,7 @@ class ModelState:
         self._used_before = self.slots.used or self._used_before
         self._completed_before = self.completed
         self.source = self._given_source
+        self._drafted = NO_NODES
         self.slots.close()
         if self._source_slots is not None:
             self._source_slots.close()
@@ -91,6 +98,27 @@ class ModelState:
         self.nodes += nodes
         self.slots.shares = False
         self.close()
+
+    def features(self, nodes: Nodes) -> Ints | None:
+        """Where a draft head finds the features of the parents of nodes (``TreeBatch.features``). None for a model.
+
+        The features of draft tokens are the head's own, as the target has not evaluated them.
+        """
+        if self.read is None:
+            return None
+        parents = np.maximum(self.tree.parents(nodes), 0)
+        theirs, own = self.read.slots.at(parents), self.slots.at(parents)
+        self._drafted = np.union1d(self._drafted, nodes[theirs == NOWHERE])
+        return np.where(theirs == NOWHERE, -2 - own, theirs)
+
+    def forget_drafted(self) -> None:
+        """Free the slots of nodes that read the head's own features.
+
+        Accepted ones are evaluated again, with features of the target.
+        """
+        if len(self._drafted):
+            self.slots.free(self._drafted)
+            self._drafted = NO_NODES
 
     @property
     def unread_source(self) -> SharedSource | None:

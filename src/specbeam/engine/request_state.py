@@ -109,7 +109,8 @@ class RequestState:
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             drafted, rows = self._drafter.controller.max_drafted, self._drafter.controller.max_drafted_at_once
             tree = self._drafter.tree
-            self._draft = ModelState(budget, setup, draft.backend, tree, drafted, rows, shared)
+            read = None if draft.backend.target is None else self._target
+            self._draft = ModelState(budget, setup, draft.backend, tree, drafted, rows, shared, read=read)
             self._states.append(self._draft)
         self._trees = [*{state.tree for state in self._states}]
         self.model = self._target
@@ -177,6 +178,8 @@ class RequestState:
         """Free all slots until :meth:`open`."""
         with self._failing_alone():
             self._catch_up()
+            if self.step.drafting and self.model.read is not None:  # it would find no features of the target
+                self._advance(no_tokens(self.step))
         for state in self._states:
             state.close()
 
@@ -222,7 +225,7 @@ class RequestState:
         vocab = None if request is None else request.vocab
         token = self._held[-1].tokens[:, 0] if self._held else None
         segment = state.slots.tree_batch(nodes, wanted, vocab, state.source, ahead, token)
-        segment.probe = self.step.probe
+        segment.probe, segment.features = self.step.probe, state.features(nodes)
         return segment
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
@@ -446,6 +449,8 @@ class RequestState:
             if isinstance(selection, Selection):
                 selection.sources = ()  # strategies may remember selections, but no logits
         self._release_dropped()
+        if self._draft is not None and not step.drafting:
+            self._draft.forget_drafted()
         self.model = self._states[1] if step.drafting else self._target
         self.step = step
         self._rows = WantedRows(step.nodes)
@@ -544,6 +549,16 @@ class WantedRows:
         if self.in_order:
             return logits
         return join([logits[row : row + 1] for row in self.ascending.searchsorted(self.nodes).tolist()])
+
+
+def no_tokens(step: Evaluate) -> Selection:
+    """A selection at nodes of which none has a token that may follow."""
+    assert step.selection_request is not None
+    nodes, request = len(step.nodes), step.selection_request
+    tokens, scores = np.zeros((nodes, request.top), np.int64), np.full((nodes, request.top), -np.inf, np.float32)
+    noise = None if request.noise is None else np.zeros(scores.shape)
+    sums = np.zeros(nodes, np.float32)
+    return Selection(tokens, scores, scores, sums, noise, None, sums if request.total else None, ())
 
 
 def out_of_memory(nodes: int) -> SpecbeamError:

@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +91,8 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         if not isinstance(pretrained, LanguageModel):  # str: the harness turns names like 7 into numbers
             pretrained = load(str(pretrained), revision=None if revision is None else str(revision), **how)
         if isinstance(draft, str):
-            draft = resolve_draft(draft, partial(load, **how))
+            lm = pretrained
+            draft = resolve_draft(draft, lambda source: lm.draft_head(source) or load(source, **how))
         check_draft(pretrained, draft, self._options)
         self.lm, self.draft, self.tokenizer = pretrained, draft, pretrained.tokenizer
         self._device = torch.device(self.lm.backend.device)

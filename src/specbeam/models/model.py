@@ -18,7 +18,7 @@ from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.checkpoints.sources.registry import ALIASES
 from specbeam.errors import SpecbeamError, Unsupported, wrong_value
 from specbeam.options.generation_defaults import GenerationDefaults
-from specbeam.options.names import BACKENDS
+from specbeam.options.names import BACKENDS, MTP
 from specbeam.options.options import refuse_unknown_keywords
 from specbeam.system.extras import are_installed, require
 from specbeam.text.tokenizer import Tokenizer, text_of
@@ -136,15 +136,66 @@ class LanguageModel:
 
         It is loaded at the first call, and kept as long as this model.
 
+        Args:
+            source: "mtp" for this model's own head, or as for :func:`load`. A folder may also hold an EAGLE-3 head.
+
         Raises:
             SpecbeamError: no such model, or one that cannot be loaded.
         """
         name = os.fspath(source)
+        if name not in self._drafts and (head := self.draft_head(name)) is not None:
+            return head
         with self._loading:
             if name not in self._drafts:
                 placement = self.placement or Placement(device=self.backend.device)
                 self._drafts[name] = load_silently(name, placement)
             return self._drafts[name]
+
+    def draft_head(self, source: str | os.PathLike[str], quantize: str | None = None) -> LanguageModel | None:
+        """The draft head that a source names, for this model. None if it names something else.
+
+        It is loaded at the first call, and kept as long as this model.
+
+        Args:
+            quantize: as for :func:`load` [as this model].
+
+        Raises:
+            SpecbeamError: there is no such head, or it cannot be loaded for this model.
+        """
+        name, placement = os.fspath(source), self.placement or Placement(device=self.backend.device)
+        key = f"{name} {quantize}"
+        with self._loading:
+            if key not in self._drafts:
+                if (checkpoint := self._checkpoint_of_head(name)) is None:
+                    return None
+                from specbeam.backends.cpu import CpuBackend
+                from specbeam.backends.cpu.head import CpuHead
+
+                if not isinstance(self.backend, CpuBackend):
+                    says = f"{name} is a draft head, which runs on the cpu backend, and {self.source} is on"
+                    raise SpecbeamError(f"{says} {self.backend.name}: load it with backend='cpu'", option="backend")
+                backend = CpuHead(checkpoint, quantize or _weight_format(placement), self.backend)
+                self._drafts[key] = replace(
+                    self, source=name, backend=backend, weights=backend.weights_digest, origin=None, names=(name,)
+                )
+            return self._drafts[key]
+
+    def _checkpoint_of_head(self, name: str) -> Checkpoint | None:
+        if name != MTP:
+            checkpoint = open_checkpoint(locate(name))
+            return checkpoint if checkpoint.is_head else None
+        if self.origin is None or self.placement is None:
+            raise SpecbeamError(
+                f"specbeam has not loaded {self.source} itself: draft='mtp' needs a model that it loads"
+            )
+        origin = self.origin
+        own, *_ = _open(origin.source, self.placement, origin.revision, origin.adapter)
+        if own.mtp is None:
+            raise SpecbeamError(
+                f"{self.source} has no head for multi-token prediction: give another draft, such as 'ngram'",
+                option="draft",
+            )
+        return own.mtp
 
     @property
     def precision(self) -> str:
@@ -366,6 +417,8 @@ def load_silently(
     checkpoint, backend, reason = _open(source, placement, revision, adapter)
     if reason is not None:
         logger.warning("%s runs on the %s backend: %s", os.fspath(source), backend, reason)
+    if checkpoint.is_head:
+        raise SpecbeamError(f"{os.fspath(source)} is a draft head and no model: give it as the draft of its model")
     if backend != "cpu" and (placement.quantize != "auto" or placement.threads is not None):
         name = "quantize" if placement.quantize != "auto" else "threads"
         says = f"is for the cpu backend, and this is the {backend} backend: leave it out"

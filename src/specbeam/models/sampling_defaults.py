@@ -167,6 +167,34 @@ RECOMMENDED = (
         "generation_config.json of Gemma 3, which has no temperature, so that it is 1",
     ),
     Recommendation(
+        "Gemma 4", r"gemma.?4", {"temperature": 1.0, "top_k": 64, "top_p": 0.95}, "card of Gemma 4, Best Practices"
+    ),
+    Recommendation("gpt-oss", r"gpt.?oss", {"temperature": 1.0}, "README of gpt-oss"),
+    Recommendation(
+        "LFM2.5 with experts",
+        r"lfm.?2\.5.8b",
+        {"temperature": 0.2, "top_k": 80, PENALTY: 1.05},
+        "card of LFM2.5-8B-A1B",
+    ),
+    Recommendation(
+        "LFM2.5",
+        r"lfm.?2\.5(?!.*thinking)",
+        {"temperature": 0.1, "top_k": 50, "top_p": 0.1, PENALTY: 1.05},
+        "card of LFM2.5-1.2B-Instruct",
+    ),
+    Recommendation(
+        "LFM2",
+        r"lfm.?2(?!\.5)",
+        {"temperature": 0.3, "min_p": 0.15, PENALTY: 1.05},
+        "documentation of Liquid AI, Recommended Settings",
+    ),
+    Recommendation(
+        "Ministral 3 Instruct",
+        r"ministral.?3.*instruct",
+        {"temperature": 0.05},
+        "card of Ministral-3-3B-Instruct-2512, which says below 0.1",
+    ),
+    Recommendation(
         "Llama 3",
         r"llama.?3.*instruct",
         {"temperature": 0.6, "top_p": 0.9},

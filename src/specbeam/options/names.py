@@ -10,6 +10,8 @@ from specbeam.options.declared import OPTIONS
 BACKENDS = ("cpu", "torch", "transformers")
 LOOKUPS = ("ngram", "suffix")
 """The drafts that are no model."""
+MTP = "mtp"
+"""The draft that is a part of the model: its head for multi-token prediction."""
 TRANSCRIPT_FORMATS = ("txt", "srt", "vtt", "tsv", "json")
 NO_DRAFT = "none"
 """The draft of a server's request that is to have none."""

@@ -227,11 +227,13 @@ class ServedModel:
         )
 
     def _usable_default_draft(self, name: str) -> str:
-        """The default draft, or in place of a draft model for other inputs, the first one for the same inputs."""
+        """The default draft, or in place of one for other models or other inputs, the first one for the same inputs."""
 
         def fits(draft: Draft | None) -> bool:
-            shape = self.lm.backend.features_shape
-            return not isinstance(draft, LanguageModel) or draft.backend.features_shape == shape
+            if not isinstance(draft, LanguageModel):
+                return True
+            ours, theirs = self.lm.backend, draft.backend
+            return ours.features_shape == theirs.features_shape and theirs.target in (None, ours)
 
         if fits(self.drafts.get(name)):
             return name

@@ -175,7 +175,7 @@ class Study:
 
     A "strategy" among the keys of ``decode`` is a decoding method of one's own, as ``module:name`` or an entry point.
     It takes the place of the mode's own one, and the mode says which options it gets. ``draft_model`` is a model,
-    "ngram", "suffix" or a drafter of one's own, named likewise.
+    "ngram", "suffix", "mtp" or a drafter of one's own, named likewise.
     """
 
     project_name: str = "specbeam-study"
@@ -205,7 +205,7 @@ class Method:
     Attributes:
         options: of :class:`specbeam.Options`.
         strategy: a decoding method of one's own in place of the mode's; None without.
-        draft: a model, "ngram", "suffix" or a drafter of one's own; None without.
+        draft: a model, "ngram", "suffix", "mtp" or a drafter of one's own; None without.
         load, draft_load: how :func:`specbeam.load` loads target and draft model.
         twin: the name of the method without drafts whose texts this one must return, or None.
     """
@@ -351,7 +351,7 @@ def _refuse_without_effect(study: Study, found: list[Method]) -> None:
             "decode.do_sample=true has no effect: it is for speculative; give decode.mode=sample, or leave it out"
         )
     drafts = {method.draft for method in found if method.draft is not None}
-    if study.draft.quantize is not None and "model" not in map(draft_kind, drafts):
+    if study.draft.quantize is not None and not {"model", "head"} & {*map(draft_kind, drafts)}:
         raise SpecbeamError(
             f"draft.quantize={study.draft.quantize} has no effect: no draft is a model; give draft_model=MODEL"
         )

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -56,9 +56,14 @@ class Work:
             self.models(method)
 
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
-        """The target and its draft: a draft model, "ngram", "suffix", a custom drafter or None."""
+        """The target and its draft: a draft model or head, "ngram", "suffix", a custom drafter or None."""
         target = self._model(self.study.target_model, method.load)
-        load = partial(self._model, how=method.draft_load)
+
+        def load(source: str) -> LanguageModel:
+            return target.draft_head(source, method.draft_load.get("quantize")) or self._model(
+                source, method.draft_load
+            )
+
         return target, resolve_draft(method.draft, load, from_here=True)
 
     def _model(self, source: str, how: Mapping[str, Any]) -> LanguageModel:

@@ -25,7 +25,7 @@ from specbeam.backends.contract import Backend, Source, TreeBatch, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, changed, normalizers_alone, with_own_log_probs
 from specbeam.backends.cpu.library import Library, address, choose_isa, library
 from specbeam.backends.cpu.model import new_model
-from specbeam.backends.cpu.weights import MODES, load_weights
+from specbeam.backends.cpu.weights import MODES, Weights, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.description import description
@@ -39,6 +39,7 @@ logger = logging.getLogger("specbeam")
 
 INT64_BYTES = 8
 NO_SOURCE = np.empty(0, np.int64)
+NO_FEATURES = np.empty(0, np.int64)
 NODE_ARRAYS = ("tokens", "positions", "slots")
 """The arrays of a segment with a number for each node."""
 NO_PROBE = (0, 0, 0, 0, 0)
@@ -74,6 +75,7 @@ class CpuBackend(Backend):
         self.precision = checkpoint.facts.quantization if self.quantize == "keep" else self.quantize
         config = checkpoint.config
         self._library = library(choose_isa(isa))
+        self._config, self._isa = config, isa
         self._weights = load_weights(checkpoint, self.quantize)
         self.weights_digest = hashlib.sha256(f"{self._weights.digest} {description(config)}".encode()).hexdigest()
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
@@ -95,12 +97,12 @@ class CpuBackend(Backend):
             self.encoder_reads = "audio"
             self.encoder_layers, self.encoder_size = encoder.num_layers, encoder.hidden_size
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
+        self._one_pass = threading.Lock()
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
             problem = "only %d of %d threads could be started: a limit on processes or on memory is reached"
             logger.warning(problem, started, self.threads)
             self.threads = started
-        self._one_pass = threading.Lock()
 
     def reserve(self, slots: int) -> None:
         with self._one_pass:
@@ -249,25 +251,29 @@ class CpuBackend(Backend):
     def _fill(self, config: Config) -> None:
         """Give the native model the addresses of its parameters."""
         for name in self._weights.parts:
-            self._parameter(name, name)
+            self._parameter(name, self._weights, name)
         for name, (table, data) in self._weights.tables.items():
             if self._library.specbeam_model_table(
                 self._model, name.encode(), table.kind, *table.shape, data.ctypes.data, data.size
             ):
                 raise RuntimeError(f"{name} does not fit into the native model")
-        if config.tied_head:
-            self._parameter("head.weight", "embedding.weight")
+        for name, (weights, source) in self._shared(config).items():
+            self._parameter(name, weights, source)
         if missing := self._library.specbeam_model_incomplete(self._model):
             raise RuntimeError(f"the native model lacks {missing.decode()}")
 
-    def _parameter(self, name: str, source: str) -> None:
+    def _shared(self, config: Config) -> dict[str, tuple[Weights, str]]:
+        """Parameters that are others, too: where those lie, and their names there."""
+        return {"head.weight": (self._weights, "embedding.weight")} if config.tied_head else {}
+
+    def _parameter(self, name: str, weights: Weights, source: str) -> None:
         """Give the native model the weights of ``source`` under a name."""
         layer, own = -1, name
         if block := re.fullmatch(r"(.*)\bblocks\.(\d+)\.(.*)", name):
             layer, own = int(block[2]), block[1] + block[3]
-        parts = self._weights.parts[source]
+        parts = weights.parts[source]
         if parts[0].is_vector:
-            vector = self._weights.vector(source)
+            vector = weights.vector(source)
             status = self._library.specbeam_model_vector(
                 self._model, layer, own.encode(), vector.ctypes.data, len(vector)
             )
@@ -281,7 +287,7 @@ class CpuBackend(Backend):
                     p.matrices,
                     p.rows,
                     p.columns,
-                    self._weights.address(p),
+                    weights.address(p),
                     p.size,
                 )
                 for p in parts
@@ -332,7 +338,10 @@ def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[byte
         prefix = np.ascontiguousarray(s.prefix, np.int64)
         suffixes = np.ascontiguousarray(s.suffixes, np.int64)
         source = NO_SOURCE if s.source is None else np.ascontiguousarray(s.source, np.int64)
-        kept += [prefix, suffixes, source]
+        features = NO_FEATURES if s.features is None else np.ascontiguousarray(s.features, np.int64)
+        if len(features) not in (0, n):
+            raise RuntimeError("a pass was refused: a segment has features of another number of nodes")
+        kept += [prefix, suffixes, source, features]
         watched, watched_rows, shown, heads, scores = NO_PROBE if s.probe is None else _probe_fields(s.probe, kept)
         rows.append(
             {
@@ -346,6 +355,7 @@ def _pack_segments(native: Library, segments: Sequence[TreeBatch]) -> tuple[byte
                 "prefix": address(prefix),
                 "suffixes": address(suffixes),
                 "source": address(source),
+                "features": address(features),
                 "watched": watched,
                 "rows": watched_rows,
                 "shown": shown,

@@ -64,12 +64,14 @@ def bytes_of_slot(native: Library, config: Config, integer_cache: bool) -> int:
 
 
 def _pack(native: Library, config: Config, integer_cache: bool) -> bytes:
-    """The fields of the native ModelConfig have the names of the configuration's, but for three."""
+    """The fields of the native ModelConfig have the names of the configuration's, but for the numbers of its stem."""
     structure, stem = native.structures["ModelConfig"], config.stem
     others = {
         "integer_cache": integer_cache,
         "embedding_scale": getattr(stem, "scale", 1.0),
         "bands": getattr(stem, "bands", 0),
+        "feature_size": getattr(stem, "feature_size", 0),
+        "joins_embedding": getattr(stem, "joins_embedding", False),
     }
     values = {name: others[name] if name in others else getattr(config, name) for name in structure.types}
     return structure.pack([{name: _number(native, structure.types, name, values[name]) for name in values}])

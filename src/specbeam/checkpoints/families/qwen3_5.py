@@ -1,7 +1,8 @@
 """Qwen3.5 without experts (Qwen 2026). Most layers have a Gated DeltaNet, and others a gated attention.
 
 GGUF files list the value heads in another order, so that value head h has key head h % num_key_heads. Behind the layers
-they have blocks that predict further tokens (``nextn_predict_layers``). Folders have these apart, as ``mtp``.
+they have a block that predicts further tokens (``nextn_predict_layers``; :mod:`specbeam.checkpoints.heads`). Folders
+have it apart, as ``mtp``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from specbeam.checkpoints.parts.part import Part, size
 from specbeam.errors import SpecbeamError, Unsupported
 
 FULL, LINEAR = "full_attention", "linear_attention"
+NORMS = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+"""Ends of the names of norms in folders. The last two are of the head for multi-token prediction."""
 PERIOD = 4
 """Every how many layers one has attention, unless a file says otherwise."""
 
@@ -118,7 +121,7 @@ class Qwen35(Architecture):
     def folder_values(self, source: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
         if source.endswith("A_log"):
             return -np.exp(values)
-        is_zero_centered = source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight")
+        is_zero_centered = source.endswith(NORMS) and not source.endswith("linear_attn.norm.weight")
         return values + np.float32(1) if is_zero_centered else values
 
     def folder_rows(self, source: str, part: Part | None) -> NDArray[np.int64] | None:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from specbeam.checkpoints.checkpoint import NUMBERS, Checkpoint, Facts, Table, as_matrix, left_out, matrix_shape
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
+from specbeam.checkpoints.families.eagle3 import Eagle3, is_eagle3
 from specbeam.checkpoints.files import (
     VOCABULARIES,
     WEIGHTS,
@@ -32,11 +34,20 @@ from specbeam.checkpoints.files import (
     weight_map,
 )
 from specbeam.checkpoints.formats.adapter import Adapter
-from specbeam.checkpoints.formats.composite import text_model
+from specbeam.checkpoints.formats.composite import TextModel, text_model
 from specbeam.checkpoints.formats.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.formats.folder_experts import MXFP4, MXFP4Tensor, Tensor, with_stacked_experts
-from specbeam.checkpoints.formats.safetensors_file import Floats, StoredTensor, are_equal, extents_of, tensors_of
+from specbeam.checkpoints.formats.safetensors_file import (
+    INTEGERS,
+    Floats,
+    StoredTensor,
+    are_equal,
+    extents_of,
+    tensors_of,
+)
+from specbeam.checkpoints.heads import IN_FOLDER, check_head, folder_modules, mtp_config
 from specbeam.checkpoints.parts.part import Parameter
+from specbeam.checkpoints.stems import FeatureStem
 from specbeam.checkpoints.tokenizers.folder_tokenizer import tokenizer_from_folder
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.options.generation_defaults import FILE, GenerationDefaults, defaults_of_config
@@ -46,6 +57,9 @@ from specbeam.system.numbers import is_integer
 logger = logging.getLogger("specbeam")
 OF_MODELOPT, OF_AWQ = "hf_quant_config.json", "quant_config.json"
 """Files in which NVIDIA's ModelOpt and AutoAWQ describe a quantization. AutoAWQ's are of 2023."""
+MAPS = ("d2t", "t2d")
+"""The tensors that say which tokens an EAGLE-3 head has. The first has, for each row of its logits, the token's number
+less the row's; the second is true for each token that has a row."""
 OF_PROCESSORS = ("processor_config.json", "chat_template.json")
 """Files that may hold the chat template of a processor. The first one that does counts, as in transformers."""
 
@@ -66,6 +80,9 @@ class FolderCheckpoint(Checkpoint):
         if not (path / "config.json").is_file():
             raise SpecbeamError(f"{path} has no config.json: fetch it, or give a folder as transformers saves models")
         self._config = read_json(path, "config.json")
+        self.is_head = is_eagle3(self._config)
+        if self.is_head:
+            self._config["model_type"] = Eagle3.name
         named = weight_map(path)
         stored: dict[str, StoredTensor] = {}
         self.weights_by_type = Counter()
@@ -81,6 +98,11 @@ class FolderCheckpoint(Checkpoint):
         if not stored:
             raise SpecbeamError(f"{path} holds no tensors")
         architecture = ARCHITECTURES.get(str(text_model(self._config, stored).config.get("model_type")))
+        self._of_mtp: dict[str, Tensor] = {
+            name: stored.pop(name) for name in [*stored] if name.startswith(IN_FOLDER) and not self.is_head
+        }
+        maps = [stored.pop(name, None) for name in MAPS] if self.is_head else [None]
+        self._token_map = maps[0]
         self._tensors: dict[str, Tensor] = {**stored}
         if architecture is not None:
             with refusing(f"{path} cannot be read"):
@@ -96,6 +118,36 @@ class FolderCheckpoint(Checkpoint):
         architecture = ARCHITECTURES.get(str(self._text.config.get("model_type")))
         self._zeros = left_out(self.shapes, () if architecture is None else architecture.folder_zeros)
         self.shapes |= self._zeros
+
+    @cached_property
+    def mtp(self) -> FolderCheckpoint | None:
+        if not self._of_mtp:
+            return None
+        check_head(self._of_mtp)
+        head, shapes = copy(self), {name: tensor.shape for name, tensor in self._of_mtp.items()}
+        for name in ("parts", "_updates"):
+            vars(head).pop(name, None)
+        own = {"config": mtp_config(self.config), "modules": folder_modules(self.modules)}
+        vars(head).update(own, is_head=True, _tensors=self._of_mtp, shapes=shapes, _zeros={}, _of_mtp={})
+        head.adapter, head._changes, head._text = None, None, TextModel(self._text.config)
+        return head
+
+    @property
+    def head_tokens(self) -> NDArray[np.int64] | None:
+        if self.config.head_size is None:
+            return None
+        vocab_size, count, offsets = self.config.vocab_size, self.config.head_size, self._token_map
+        if offsets is None or offsets.shape != (count,) or offsets.dtype not in INTEGERS:
+            raise SpecbeamError(f"{self.path} has no tensor {MAPS[0]} with the tokens of its {count} rows of logits")
+        tokens = np.arange(count) + offsets.integers()
+        if wrong := np.flatnonzero((tokens < 0) | (tokens >= vocab_size)).tolist():
+            raise SpecbeamError(
+                f"{self.path}: {MAPS[0]} maps row {wrong[0]} of the logits to token {tokens[wrong[0]]}, but the "
+                f"vocabulary has {vocab_size} tokens"
+            )
+        if (np.diff(tokens) <= 0).any():
+            raise SpecbeamError(f"{self.path}: {MAPS[0]} does not map rows of the logits to ascending tokens")
+        return tokens
 
     def _stored(self, name: str) -> str:
         """The name of a tensor in the files. Saved without its head, as the first GPT-2 was, a model's lack a part."""
@@ -143,6 +195,9 @@ class FolderCheckpoint(Checkpoint):
         if MXFP4.name not in self.weights_by_type:  # which the kernels multiply as they are
             check_not_quantized(self.path, self._config, self._dtypes)
         config = config_from_hugging_face(self._text.config, self._text.names or self.shapes)
+        if isinstance(config.stem, FeatureStem):
+            own_embedding = f"{Eagle3.folder_tensors['embedding']}.weight" in self.shapes
+            return replace(config, stem=replace(config.stem, own_embedding=own_embedding))
         if config.tied_head:
             config = self._tied_or_not(config)
         return config if self._changes is None else self._take_replaced(config, self._changes)
@@ -245,10 +300,10 @@ class FolderCheckpoint(Checkpoint):
     @property
     def ignored(self) -> tuple[str, ...]:
         # A model with a tied head sometimes stores it once more.
-        tied = (self.modules["head"] + ".weight",) if self.config.tied_head else ()
+        tied = (self.modules["head"] + ".weight",) if self.config.tied_head and not self.is_head else ()
         return self.architecture.folder_ignored + tied
 
-    @property
+    @cached_property
     def modules(self) -> Mapping[str, str]:
         return self.architecture.folder_tensors
 

@@ -8,6 +8,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from specbeam.checkpoints.files import PART, Extent, check_fetched, refusing
 from specbeam.checkpoints.formats.folder_experts import pieces
 from specbeam.checkpoints.formats.gguf_config import DIVISORS, KINDS_OF_MODELS, check_transformers, config_from_gguf
 from specbeam.checkpoints.formats.gguf_types import MIXTURES, TYPES, GGMLType, dequantize
+from specbeam.checkpoints.heads import check_head, gguf_modules, mtp_config
 from specbeam.checkpoints.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.checkpoints.tokenizers.gguf_vocabulary import ID_KEYS, GGUFVocabulary, vocabulary_from_gguf
 from specbeam.errors import SpecbeamError
@@ -225,9 +227,26 @@ class GGUFCheckpoint(Checkpoint):
         later = tuple(name for name in self.shapes if (layer := LAYER.match(name)) and int(layer[1]) >= depth)
         return DIVISORS + self.architecture.gguf_ignored + later
 
-    @property
+    @cached_property
     def modules(self) -> Mapping[str, str]:
         return self.architecture.gguf_tensors
+
+    @cached_property
+    def mtp(self) -> GGUFCheckpoint | None:
+        block = self.config.num_layers
+        own = {name: shape for name, shape in self.shapes.items() if name.startswith(f"blk.{block}.")}
+        if not own:
+            return None
+        check_head(self.shapes, block)
+        head = copy(self)
+        vars(head).pop("parts", None)
+        vars(head).update(
+            config=mtp_config(self.config),
+            modules=gguf_modules(self.modules, block),
+            shapes=own,
+            is_head=True,
+        )
+        return head
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:

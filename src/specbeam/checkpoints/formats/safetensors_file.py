@@ -19,6 +19,7 @@ from specbeam.errors import SpecbeamError
 Floats = NDArray[np.float32]
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E5M2": "u1", "F8_E4M3": "u1"}
 """How NumPy reads the numbers of each floating type. It has none for the last three."""
+INTEGERS = {"I64": "<i8", "I32": "<i4"}
 ROWS_AT_ONCE = 1024
 """Rows of two tensors that are compared, so that only a few megabytes are held."""
 
@@ -48,6 +49,12 @@ class StoredTensor(NamedTuple):
             values = np.fromfile(self.file, kind, (stop - start) * columns, offset=begin)
             values = values.reshape(stop - start, *self.shape[1:])
         return _float32(values, self.dtype)
+
+    def integers(self) -> NDArray[np.int64]:
+        """All numbers of a vector of integers, int64 [n]."""
+        with self._as_it_was_opened():
+            values = np.fromfile(self.file, INTEGERS[self.dtype], prod(self.shape), offset=self.begin)
+        return values.astype(np.int64)
 
     def raw(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Rows ``start`` to ``stop`` of a tensor of bytes, [stop - start, ...]."""

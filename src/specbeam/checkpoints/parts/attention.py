@@ -74,6 +74,8 @@ class Attention(Heads):
         keys_are_values: the values are the keys before norm and rotation, so there is no product for them.
         shares_keys_of: the number of an earlier layer, whose keys and values are read in place of own ones; None where
             it has its own.
+        beside_embedding: its input is the normed embedding of the node's token, then the normed hidden states. Only
+            draft heads have it (:class:`specbeam.checkpoints.stems.FeatureStem`).
         sinks: a number for each query head is one more score in the softmax, and has no value (OpenAI 2025).
         output_gate: one more product, whose rows follow those of the queries, makes a gate of the output: a factor
             from 0 to 1 for each feature of a head (Qiu et al. 2025).
@@ -90,6 +92,7 @@ class Attention(Heads):
     shares_keys_of: int | None = None
     sinks: bool = False
     output_gate: bool = False
+    beside_embedding: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +121,7 @@ class Attention(Heads):
         return Memory(2 * self.key_size if self.shares_keys_of is None else 0, self.window)
 
     def weights(self, config: Sizes) -> Parameters:
-        hidden, own = config.hidden_size, self.shares_keys_of is None
+        hidden, own = config.hidden_size * (2 if self.beside_embedding else 1), self.shares_keys_of is None
         queries = self.query_size * (2 if self.output_gate else 1)
         if not own:
             yield from product("query", self.query_size, hidden, self.qkv_bias)

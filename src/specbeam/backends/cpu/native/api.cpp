@@ -33,6 +33,7 @@ struct Loaded {
   std::unique_ptr<Threads> threads;
   pid_t process = getpid();
   Workspace *workspace = nullptr;
+  Loaded *target = nullptr;  // of a draft head, whose threads run its passes
 
   Loaded(int count, const ModelConfig &config, const ModelConfig *encoder) : thread_count(count), model(config) {
     if (!encoder) return;
@@ -42,6 +43,7 @@ struct Loaded {
   ~Loaded() { delete_workspace(workspace); }
 
   Threads &pool() {
+    if (target) return target->pool();
     if (process != getpid()) {  // the threads did not survive the fork
       (void)threads.release();
       threads.reset(new Threads(thread_count));
@@ -254,12 +256,64 @@ const char *specbeam_model_part(void *model, int32_t of_encoder, int64_t layer, 
   }
 }
 
+// Gives the tokens of the rows of a model's head, if these are not all tokens. tokens: [count], ascending, copied.
+// Returns the error, or null.
+const char *specbeam_head_tokens(void *model, const int64_t *tokens, int64_t count) {
+  Model &m = static_cast<Loaded *>(model)->model;
+  if (!tokens || count < 1 || count != m.config.head_size) return "the head has another number of tokens";
+  for (int64_t i = 0; i < count; i++)
+    if (tokens[i] < (i ? tokens[i - 1] + 1 : 0) || tokens[i] >= m.config.vocab_size)
+      return "the tokens of the head are not ascending, or not in the vocabulary";
+  try {
+    m.head_tokens.assign(tokens, tokens + count);
+    return nullptr;
+  } catch (const std::exception &) {
+    return OUT_OF_MEMORY;
+  }
+}
+
+// Makes a model the draft head of another one, whose threads it shares from now on. From now on passes of the target
+// write the hidden states before these layers, [count], into slots (Features of model.h). The target is deleted after
+// the head, or not used after it was deleted. No pass of the target may be running. Returns the error, or null.
+const char *specbeam_head_of(void *head, void *target, const int64_t *layers, int64_t count) {
+  auto &own = *static_cast<Loaded *>(head), &theirs = *static_cast<Loaded *>(target);
+  Model &m = own.model, &t = theirs.model;
+  if (m.read || !m.config.feature_size) return "the model reads no features, or reads them already";
+  if (t.config.feature_size || t.encoder) return "the target is a draft head itself, or has an encoder";
+  if (m.config.vocab_size != t.config.vocab_size) return "the target has another vocabulary";
+  if (!layers || count < 1 || count > MAX_LAYERS || count * t.config.hidden_size != m.config.feature_size)
+    return "the features that it reads have another size than those of the target";
+  for (int64_t i = 0; i < count; i++)
+    if (layers[i] < 0 || layers[i] > t.config.num_layers + 1) return "it reads a layer that the target lacks";
+  try {
+    const std::vector<int64_t> wanted(layers, layers + count);
+    const auto same =
+        std::find_if(t.features.begin(), t.features.end(), [&](const auto &f) { return f->layers == wanted; });
+    const bool is_new = same == t.features.end();
+    auto read = !is_new ? *same : std::make_shared<Features>(wanted, t.config.hidden_size, true);
+    const int64_t last = m.config.num_layers + (m.config.joins_embedding ? 1 : 0);
+    auto kept = std::make_shared<Features>(std::vector<int64_t>{last}, m.config.hidden_size, false);
+    if (const char *reason = read->cache.reserve(theirs.cache.capacity)) return reason;
+    m.features.reserve(1), t.features.reserve(t.features.size() + 1);
+    if (is_new) t.features.push_back(read);
+    m.features.push_back(std::move(kept)), m.read = std::move(read);
+    own.threads.reset();
+    own.target = &theirs;
+    return nullptr;
+  } catch (const std::exception &) {
+    return OUT_OF_MEMORY;
+  }
+}
+
 const char *specbeam_model_incomplete(void *model) { return incomplete(static_cast<Loaded *>(model)->model); }
 
 // Makes room for at least this many slots in the model's cache. Returns the error, or null. No pass may be running.
 const char *specbeam_cache_reserve(void *model, int64_t slots) {
   try {
-    return static_cast<Loaded *>(model)->cache.reserve(slots);
+    auto &loaded = *static_cast<Loaded *>(model);
+    for (const auto &one : loaded.model.features)
+      if (const char *reason = one->cache.reserve(slots)) return reason;
+    return loaded.cache.reserve(slots);
   } catch (const std::exception &) {
     return OUT_OF_MEMORY;
   }
@@ -274,6 +328,8 @@ int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
   Cache &cache = static_cast<Loaded *>(model)->cache;
   if (first < 0 || count < 0 || first > cache.capacity || count > cache.capacity - first) return -1;
   cache.release(first, count);
+  for (const auto &one : static_cast<Loaded *>(model)->model.features)
+    if (first + count <= one->cache.capacity) one->cache.release(first, count);
   return 0;
 }
 

@@ -28,6 +28,11 @@ const char *wrong(const ModelConfig &c) {
   if (c.per_layer_size && c.bands) return "the layers of an encoder have no embeddings";
   if (c.per_layer_size < 0 || c.per_layer_size > INT32_MAX / 2 / c.num_layers)
     return "the embeddings of the layers are too large";
+  if (c.feature_size < 0 || c.feature_size > INT32_MAX - c.hidden_size || (c.feature_size && c.bands))
+    return "the features that a draft head reads are too large, or an encoder reads them";
+  if (c.joins_embedding && c.feature_size != c.hidden_size)
+    return "the features that a draft head reads have another size than its own";
+  if (c.head_size < 0 || c.head_size > c.vocab_size) return "the head has more tokens than the vocabulary";
   return wrong_value(c);
 }
 
@@ -67,7 +72,16 @@ const char *incomplete(const Model &m) {
     if (!m.positions) return "the positions";
   } else {
     if (!is_shaped(m.embedding, c.vocab_size, c.hidden_size) || m.embedding.parts.size() != 1) return "the embedding";
-    if (!is_shaped(m.head, c.vocab_size, c.hidden_size)) return "the head";
+    if (!is_shaped(m.head, c.head_size ? c.head_size : c.vocab_size, c.hidden_size)) return "the head";
+    if (int64_t(m.head_tokens.size()) != c.head_size) return "the tokens of the head";
+  }
+  if (c.feature_size) {
+    if (!m.read) return "the model whose features a draft head reads";
+    if (!is_shaped(m.fc, c.hidden_size, c.feature_size + (c.joins_embedding ? c.hidden_size : 0)))
+      return "the product that reads features";
+    if (!is_sized(m.embedding_norm, c.hidden_size)) return "the norm of embeddings";
+    if (c.joins_embedding ? !is_sized(m.feature_norm, c.feature_size) : bool(m.feature_norm))
+      return "the norm of features";
   }
   if (m.positions && (!is_shaped(m.positions, c.context_length, c.hidden_size) || m.positions.parts.size() != 1))
     return "the positions";
@@ -141,6 +155,11 @@ const char *wrong(const Model &m, const Cache &cache, const Segment *segments, i
         return "a position is beyond the prefix and the suffixes";
       if (m.positions && s->positions[n] >= c.context_length) return "a position is beyond the context";
     }
+    if (m.read && !s->features) return "the places of features are missing";
+    for (int64_t n = 0; m.read && n < s->nodes; n++)
+      if (const int64_t at = s->features[n];
+          at >= m.read->cache.capacity || (at < NO_FEATURE && -2 - at >= cache.capacity))
+        return "a feature is not in the cache";
     if (s->watched)
       if (const char *reason = wrong_heads(m, *s)) return reason;
     nodes += s->nodes;

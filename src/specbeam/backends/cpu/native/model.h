@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "formats.h"
@@ -62,6 +63,7 @@ inline int64_t first_seen(int64_t position, int64_t reach) {
 
 class Part;
 using Layer = std::vector<std::unique_ptr<Part>>;
+struct Features;
 
 struct Model {
   ModelConfig config;
@@ -75,7 +77,13 @@ struct Model {
   Norm per_layer_norm;
   Product conv1, conv2;  // over three frames each: [hidden, 3 * mel bins], [hidden, 3 * hidden]
   Norm norm;
-  std::unique_ptr<Model> encoder;  // null if there is none
+  std::unique_ptr<Model> encoder;                   // null if there is none
+  std::vector<std::shared_ptr<Features>> features;  // what draft heads read of it; of a head first its own
+  // Of a draft head: what it reads of its target, the first product, and the norms of that product's inputs.
+  std::shared_ptr<Features> read;
+  Product fc;
+  Norm embedding_norm, feature_norm;
+  std::vector<int64_t> head_tokens;  // the tokens of the head's rows, ascending; empty: all tokens
 
   explicit Model(const ModelConfig &);
   ~Model();
@@ -206,6 +214,24 @@ class Cache {
     return false;
   }
 };
+
+// What draft heads read of each node of a model: a row in the node's slot, with the hidden states before each of these
+// layers. Layer num_layers stands for the states after all layers, and num_layers + 1 for these states after the last
+// norm.
+struct Features {
+  std::vector<int64_t> layers;
+  int64_t size;  // numbers of a row
+  bool of_all;   // all nodes get a row, not only the nodes that go on
+  Cache cache;
+
+  Features(std::vector<int64_t> which, int64_t hidden, bool all)
+      : layers(std::move(which)), size(int64_t(layers.size()) * hidden), of_all(all) {
+    cache.add_section(SLOTS_PER_BLOCK * size * int64_t(sizeof(float)));
+  }
+  Rows rows() const { return cache.rows(size, 0); }
+};
+
+constexpr int64_t NO_FEATURE = -1;
 
 // The slots of a node's ancestors from a position on, up to the end of the prefix or of the suffix.
 inline const int64_t *ancestors(const Segment &s, int64_t node, int64_t position) {

@@ -36,6 +36,9 @@ inline Parameter parameter_named(Model &model, int64_t layer, const char *name) 
   else if (module == "embedding") found.product = &model.embedding;
   else if (module == "positions") found.product = &model.positions;
   else if (module == "head") found.product = &model.head;
+  else if (module == "fc") found.product = &model.fc;
+  else if (module == "embedding_norm") found.norm = &model.embedding_norm;
+  else if (module == "feature_norm") found.norm = &model.feature_norm;
   else if (module == "conv1") found.product = &model.conv1;
   else if (module == "conv2") found.product = &model.conv2;
   return found;

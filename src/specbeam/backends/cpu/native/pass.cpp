@@ -106,6 +106,8 @@ Pass::Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segm
   for (const Layer &layer : model.layers)
     for (const auto &part : layer)
       if (part->has_memory()) last_with_memory = part.get();
+  for (const auto &one : model.features)
+    if (one->of_all) last_read = std::max(last_read, *std::max_element(one->layers.begin(), one->layers.end()));
   if (model.encoder) find_sources(count);
   if (cache.states) find_borders(*this, space.borders);
 }
@@ -125,7 +127,7 @@ void Pass::find_sources(int64_t count) {
 
 bool Pass::any_goes_on_after(const Part &part) {
   std::vector<int64_t> &going = space.going;
-  if (&part == last_with_memory) {
+  if (&part == last_with_memory && part.layer >= last_read) {
     going.assign(wanted, wanted + wanted_count);
     std::sort(going.begin(), going.end());
     going.erase(std::unique(going.begin(), going.end()), going.end());
@@ -236,15 +238,19 @@ void Pass::layers(int64_t first, int64_t end) {
 // Adds what the part before has made, and norms the input of the next part. A parallel part without a norm reads what
 // the part before it has read.
 void Pass::begin_part(const Part &part, const Part *before) {
-  const int64_t hidden = c.hidden_size;
+  const int64_t hidden = c.hidden_size, beside = part.reads_embedding() ? hidden : 0;
+  const bool begins_layer = !before || before->layer != part.layer;
+  if (beside) normed = room(space.normed, nodes * 2 * hidden);
   activations.resize(rows(), part.first().parts);
   threads.each(rows(), 4, [&](int64_t r) {
     const int64_t n = space.going[r];
-    float *row = x + n * hidden, *from = normed + n * hidden;
-    if (part.parallel && part.norm) norm_row(part.norm, row, from, hidden);
+    float *row = x + n * hidden, *from = normed + n * (beside + hidden);
+    if (beside) std::copy_n(&space.embedded[n * hidden], hidden, from);
+    if (part.parallel && part.norm) norm_row(part.norm, row, from + beside, hidden);
     if (before && part.has_joint_norm) std::copy_n(finished(*before, r), hidden, held + n * out_stride);
     else if (before) add(*before, r);
-    if (!part.parallel) norm_or_copy(part.norm, row, from, hidden);
+    if (begins_layer) keep_features(part.layer, n);
+    if (!part.parallel) norm_or_copy(part.norm, row, from + beside, hidden);
     activations.set(r, from);
   });
 }
@@ -274,9 +280,18 @@ void Pass::add(const Part &part, int64_t r) {
     for (int64_t i = 0; i < hidden; i++) row[i] *= part.sum_scale.weight[0];
 }
 
-void Pass::run(int64_t vocab, float *logits) {
-  x = room(space.x, nodes * c.hidden_size);
-  rotations();
+// Writes the hidden states before a layer where draft heads read them, if any head does.
+void Pass::keep_features(int64_t layer, int64_t n) {
+  for (const auto &one : model.features)
+    for (size_t i = 0; i < one->layers.size(); i++)
+      if (one->layers[i] == layer) {
+        float *to = one->rows().at(slot(n)) + int64_t(i) * c.hidden_size;
+        if (layer > c.num_layers) norm_or_copy(model.norm, x + n * c.hidden_size, to, c.hidden_size);
+        else std::copy_n(x + n * c.hidden_size, c.hidden_size, to);
+      }
+}
+
+void Pass::embeddings() {
   const Matrix &embedding = model.embedding.parts[0];
   threads.each(nodes, 1, [&](int64_t n) {
     const int64_t token = segment(n).tokens[space.row_in[n]];
@@ -286,17 +301,89 @@ void Pass::run(int64_t vocab, float *logits) {
       x[n * c.hidden_size + i] = value * float(c.embedding_scale);
     }
   });
+}
+
+// What a draft head begins with: of the normed embedding e of a node's token and the feature f of its parent
+// fc([e, norm(f)]), as in multi-token prediction (DeepSeek-AI 2024, section 2.2), where f may be the head's own. In
+// EAGLE-3 (Li et al. 2025) it is fc(f) for a feature of the target, and f for one of the head.
+void Pass::head_inputs() {
+  const int64_t hidden = c.hidden_size, size = c.feature_size;
+  const Rows theirs = model.read->rows(), own = model.features[0]->rows();
+  const auto feature = [&](int64_t n) -> const float * {
+    const int64_t at = segment(n).features[space.row_in[n]];
+    return at == NO_FEATURE ? nullptr : at < 0 ? own.at(-2 - at) : theirs.at(at);
+  };
+  const Matrix &embedding = model.embedding.parts[0];
+  float *embedded = room(space.embedded, nodes * hidden);
+  threads.each(nodes, 1, [&](int64_t n) {
+    const int64_t token = segment(n).tokens[space.row_in[n]];
+    float *row = embedded + n * hidden;
+    for (int64_t i = 0; i < hidden; i++) row[i] = weight_at(embedding, token, i) * float(c.embedding_scale);
+    norm_row(model.embedding_norm, row, row, hidden);
+  });
+  if (c.joins_embedding) {
+    activations.resize(nodes, model.fc.parts);
+    threads.each(nodes, 1, [&](int64_t n) {
+      static thread_local Buffer<float> joined;
+      float *both = room(joined, hidden + size);
+      std::copy_n(embedded + n * hidden, hidden, both);
+      if (const float *f = feature(n)) norm_row(model.feature_norm, f, both + hidden, size);
+      else std::fill_n(both + hidden, size, 0.0f);
+      activations.set(n, both);
+    });
+    multiply(model.fc, threads, activations, x, hidden);
+    return;
+  }
+  std::vector<int64_t> &of_target = space.of_target;
+  of_target.clear();
+  for (int64_t n = 0; n < nodes; n++) {
+    const float *f = feature(n);
+    if (!f) std::fill_n(x + n * hidden, hidden, 0.0f);
+    else if (segment(n).features[space.row_in[n]] < 0) std::copy_n(f, hidden, x + n * hidden);
+    else of_target.push_back(n);
+  }
+  if (of_target.empty()) return;
+  float *made = room(space.out, int64_t(of_target.size()) * out_stride);
+  activations.resize(int64_t(of_target.size()), model.fc.parts);
+  threads.each(int64_t(of_target.size()), 1, [&](int64_t r) { activations.set(r, feature(of_target[r])); });
+  multiply(model.fc, threads, activations, made, out_stride);
+  for (size_t r = 0; r < of_target.size(); r++)
+    std::copy_n(made + int64_t(r) * out_stride, hidden, x + of_target[r] * hidden);
+}
+
+// The logits of the wanted nodes, whose states are in the activations. Tokens that a draft head lacks have none.
+void Pass::head_logits(int64_t vocab, float *logits) {
+  const std::vector<int64_t> &tokens = model.head_tokens;
+  if (tokens.empty()) return multiply(model.head.first(vocab), threads, activations, logits, vocab);
+  const int64_t count = std::lower_bound(tokens.begin(), tokens.end(), vocab) - tokens.begin();
+  std::fill_n(logits, wanted_count * vocab, -INFINITY);
+  if (!count) return;
+  float *own = room(space.own_logits, wanted_count * count);
+  multiply(model.head.first(count), threads, activations, own, count);
+  threads.each(wanted_count, 1, [&](int64_t i) {
+    for (int64_t t = 0; t < count; t++) logits[i * vocab + tokens[t]] = own[i * count + t];
+  });
+}
+
+void Pass::run(int64_t vocab, float *logits) {
+  x = room(space.x, nodes * c.hidden_size);
+  rotations();
+  if (c.feature_size) head_inputs();
+  else embeddings();
   if (c.per_layer_size) per_layer_inputs();
   layers(0, c.num_layers);
+  if (!model.features.empty())
+    threads.each(rows(), 4, [&](int64_t r) {
+      for (int64_t layer : {c.num_layers, c.num_layers + 1}) keep_features(layer, space.going[r]);
+    });
   if (!wanted_count) return;
-  const Product head = model.head.first(vocab);
   normed = room(space.normed, wanted_count * c.hidden_size);
-  activations.resize(wanted_count, head.parts);
+  activations.resize(wanted_count, model.head.parts);
   threads.each(wanted_count, 1, [&](int64_t i) {
     norm_or_copy(model.norm, x + wanted[i] * c.hidden_size, normed + i * c.hidden_size, c.hidden_size);
     activations.set(i, normed + i * c.hidden_size);
   });
-  multiply(head, threads, activations, logits, vocab);
+  head_logits(vocab, logits);
   if (c.logits_scale != 1) {
     const float scale = float(c.logits_scale);
     threads.each(wanted_count, 1, [&](int64_t i) {

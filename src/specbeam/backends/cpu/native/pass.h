@@ -46,9 +46,10 @@ struct Routes {
 };
 
 struct Workspace {
-  Buffer<float> x, normed, wide, mixed, attended, out, held, cos, sin, attention_parts, per_layer;
+  Buffer<float> x, normed, wide, mixed, attended, out, held, cos, sin, attention_parts, per_layer, embedded, own_logits;
   std::vector<int32_t> segment_of, row_in;  // by node
   std::vector<int64_t> going;               // the nodes that go on, ascending
+  std::vector<int64_t> of_target;           // the nodes of a draft head whose parents' features are the target's
   Tiling nodes, cross;                      // the rows are all nodes; the nodes that go on
   std::vector<Segment> sources;             // for each segment, what its nodes see in cross-attention
   std::vector<int64_t> last_positions;      // of its source, by node
@@ -183,11 +184,16 @@ struct Pass {
 
  private:
   const Part *last_with_memory = nullptr;  // after which only the wanted nodes go on
+  int64_t last_read = 0;                   // the last layer whose input is read of all nodes by a draft head
 
   void find_sources(int64_t count);
   void divide(Tiling &, int64_t group, const Segment *seen, bool by_node);
   void rotations();
   void per_layer_inputs();
+  void embeddings();
+  void head_inputs();
+  void keep_features(int64_t layer, int64_t node);
+  void head_logits(int64_t vocab, float *logits);
   void layers(int64_t first, int64_t end);
   void begin_part(const Part &, const Part *before);
   float *finished(const Part &, int64_t row);

@@ -75,7 +75,7 @@ class Attention final : public WithHeads {
   int64_t query_growth_period = 0;
   Flag value_norm = NO, keys_are_values = NO;
   int64_t shares_keys_of = -1;  // the layer whose keys and values are read, or -1
-  Flag has_sinks = NO, output_gate = NO;
+  Flag has_sinks = NO, output_gate = NO, beside_embedding = NO;
   Product qkv;  // without the products that it lacks
   Norm q_norm, k_norm;
   std::vector<float> ones;  // the weight of the norm of values
@@ -86,7 +86,7 @@ class Attention final : public WithHeads {
     number("query_growth", query_growth), number("query_growth_period", query_growth_period);
     number("value_norm", value_norm), number("keys_are_values", keys_are_values);
     number("shares_keys_of", shares_keys_of), number("sinks", has_sinks);
-    number("output_gate", output_gate);
+    number("output_gate", output_gate), number("beside_embedding", beside_embedding);
     product("qkv", qkv), product("query_key", qkv), product("query", qkv);
     norm_of("q_norm", q_norm), norm_of("k_norm", k_norm), norm_of("sinks", heads.sinks);
   }
@@ -98,6 +98,8 @@ class Attention final : public WithHeads {
     if (query_growth && query_growth_period < 1) return "the period in which queries grow is below 1";
     if (query_growth && m.config.bands) return "the queries of an encoder grow";
     if (rope >= int64_t(m.ropes.size())) return "a rotation is missing";
+    if (beside_embedding && (!m.config.feature_size || m.config.joins_embedding))
+      return "attention reads embeddings that no draft head has beside its features";
     if (output_gate && (shares_keys_of >= 0 || keys_are_values)) return "an attention without values has a gate";
     if (shares_keys_of >= 0) {
       const Attention *source = source_in(m);
@@ -118,9 +120,11 @@ class Attention final : public WithHeads {
   }
   bool has_memory() const override { return shares_keys_of < 0; }
   int64_t reach() const override { return window; }
+  bool reads_embedding() const override { return beside_embedding; }
 
   const char *incomplete(const Model &m) const override {
-    if (!is_shaped(qkv, product_rows(), m.config.hidden_size)) return "query, key and value";
+    if (!is_shaped(qkv, product_rows(), (beside_embedding ? 2 : 1) * m.config.hidden_size))
+      return "query, key and value";
     if (!is_shaped(output, m.config.hidden_size, heads.query_size())) return "the attention's output";
     for (const auto &[one, all] :
          {std::pair(q_norm, heads.query_size()), {k_norm, shares_keys_of < 0 ? heads.key_size() : 0}})

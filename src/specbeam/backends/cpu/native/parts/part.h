@@ -39,6 +39,8 @@ class Part {
   virtual bool has_memory() const { return false; }
   // If it has memory: how many last positions a node reads, its own included; 0 for all positions.
   virtual int64_t reach() const { return 0; }
+  // Whether its input begins with the normed embedding of the node's token, as in a draft head.
+  virtual bool reads_embedding() const { return false; }
   // Its heads whose scores of a source a segment may ask for.
   virtual int64_t probed_heads() const { return 0; }
   // Writes what it keeps of an encoder's output into slots. states: [count, hidden of the encoder]

@@ -1,0 +1,71 @@
+"""What a pass of a model's own draft head costs beside a pass of the model, by CPU time and by the clock.
+
+    python bench/random_gguf.py FILE.gguf --shape qwen3.5-0.8b
+    python bench/heads.py FILE.gguf [--threads 1] [--json FILE]
+
+Passes are over one token after 256 others, in turns. The head computes the logits of the vocabulary's first tokens, as
+its drafts do. Random weights show what passes cost, and nothing of how many draft tokens are accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import specbeam
+from specbeam.cache.slots import Slots
+from specbeam.core.tree import Tree
+
+CONTEXT, ROUNDS = 256, 40
+VOCABULARIES = (32_000, 64_000, None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    lm = specbeam.load(given.model, backend="cpu", threads=given.threads)
+    head = lm.draft_model("mtp")
+    tree = Tree(np.random.default_rng(0).integers(2, 30_000, CONTEXT + 1).tolist())
+    theirs, own, read, last = (
+        Slots(tree, lm.backend),
+        Slots(tree, head.backend),
+        np.arange(CONTEXT),
+        np.array([CONTEXT]),
+    )
+    for part in np.split(read, 2):
+        lm.backend.forward([theirs.tree_batch(part, part[:0])])
+        batch = own.tree_batch(part, part[:0])
+        batch.features = theirs.at(np.maximum(part - 1, 0))
+        head.backend.forward([batch])
+    target = theirs.tree_batch(last, np.array([0]))
+    passes: dict[str, Callable[[], object]] = {"target": lambda: lm.backend.forward([target])}
+    for vocab in VOCABULARIES:
+        batch = own.tree_batch(last, np.array([0]), vocab)
+        batch.features = theirs.at(last - 1)
+        passes[f"head, {vocab or 'all'} tokens"] = lambda batch=batch: head.backend.forward([batch])  # type: ignore[misc]
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
+    for _ in range(ROUNDS):
+        for name, run in passes.items():
+            start = time.process_time(), time.perf_counter()
+            run()
+            times[name].append((time.process_time() - start[0], time.perf_counter() - start[1]))
+    medians = {name: [statistics.median(one) for one in zip(*some, strict=True)] for name, some in times.items()}
+    for name, (cpu, wall) in medians.items():
+        shares = [one / whole for one, whole in zip((cpu, wall), medians["target"], strict=True)]
+        print(f"{name:20} {cpu * 1e3:8.2f} ms of CPU ({shares[0]:.3f})  {wall * 1e3:8.2f} ms ({shares[1]:.3f})")
+    if given.json:
+        facts = {"threads": given.threads, "context": CONTEXT, "rounds": ROUNDS, "precision": lm.precision}
+        with open(given.json, "w", encoding="utf-8") as file:
+            json.dump(facts | {"seconds_cpu_and_wall": medians}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
