@@ -71,11 +71,11 @@ class Mamba2 final : public Part {
     const int64_t at_steps = padded(convolved), stride = stride_of(at_steps + 2 * padded(count));
     float *mixed = room(p.space.mixed, p.nodes * stride);  // x, B and C, steps and decays
     p.threads.each(p.nodes, 4, [&](int64_t n) {
-      const float *row = wide + n * wide_stride + inner;
-      float *to = kept.at(p.slot(n));
-      copy(row, inner, value_scale, to);
-      copy(row + inner, heads.key_size(), key_scale, to + inner);
-      copy(row + inner + heads.key_size(), heads.key_size(), query_scale, to + inner + heads.key_size());
+      float *row = wide + n * wide_stride + inner;
+      scale(row, inner, value_scale);
+      scale(row + inner, heads.key_size(), key_scale);
+      scale(row + inner + heads.key_size(), heads.key_size(), query_scale);
+      std::copy_n(row, convolved, kept.at(p.slot(n)));
       steps(row + convolved, mixed + n * stride + at_steps);
     });
     const int64_t pieces = (convolved + CONVOLVED_AT_ONCE - 1) / CONVOLVED_AT_ONCE;
@@ -106,8 +106,8 @@ class Mamba2 final : public Part {
  private:
   int64_t convolved_size() const { return 2 * heads.key_size() + heads.value_size(); }
 
-  static void copy(const float *from, int64_t size, double scale, float *to) {
-    for (int64_t i = 0; i < size; i += LANES) store(to + i, float(scale) * load<F32>(from + i));
+  static void scale(float *x, int64_t size, double by) {
+    for (int64_t i = 0; i < size; i += LANES) store(x + i, float(by) * load<F32>(x + i));
   }
 
   // The steps and the decays of a node's heads.
