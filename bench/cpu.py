@@ -39,7 +39,7 @@ from prompts import CODING, PROSE, add_prompt_options, kinds
 import specbeam
 from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
-from specbeam.core.tree import Tree
+from specbeam.core.tree import NO_NODES, Tree
 from specbeam.system.machine import reading_speeds
 
 PARTS = ("load", "memory", "greedy", "beams", "batch", "prefill", "passes", "drafts")
@@ -258,8 +258,11 @@ def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
     slots = Slots(tree, lm.backend)
     prompt = slots.missing([tree.tip])
     lm.backend.forward([slots.tree_batch(prompt, np.array([len(prompt) - 1]))])
+    slots.evaluated(NO_NODES)
     nodes = tree.add([tree.tip] * max(passes), [*range(max(passes))])
     segments = [slots.tree_batch(slots.missing(nodes[:n]), np.arange(n)) for n in passes]
+    lm.backend.forward([segments[-1]])
+    slots.evaluated(NO_NODES)
     taken: list[list[float]] = [[] for _ in passes]
     for _ in range(5 * repeats):
         for segment, times in zip(segments, taken, strict=True):

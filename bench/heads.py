@@ -19,7 +19,7 @@ from figures import Figures, add_json_option
 
 import specbeam
 from specbeam.cache.slots import Slots
-from specbeam.core.tree import Tree
+from specbeam.core.tree import NO_NODES, Tree
 
 CONTEXT, ROUNDS = 256, 40
 VOCABULARIES = (32_000, 64_000, None)
@@ -42,6 +42,7 @@ def main() -> None:
     )
     for part in np.split(read, 2):
         lm.backend.forward([theirs.tree_batch(part, part[:0])])
+        theirs.evaluated(NO_NODES)
         batch = own.tree_batch(part, part[:0])
         batch.features = theirs.at(np.maximum(part - 1, 0))
         head.backend.forward([batch])

@@ -57,9 +57,13 @@ FOLDERS = {
     "lfm2": ("lfm2", 61),
     "qwen3_5": ("qwen3_5", 61),
     "qwen3_5, confident": ("qwen3_5, linear attention first and last", 20),
+    "granitemoehybrid": ("granitemoehybrid", 61),
+    "falcon_h1": ("falcon_h1", 61),
+    "nemotron_h": ("nemotron_h", 20),
     "qwen3_moe": ("qwen3_moe", 61),
     "gpt_oss": ("gpt_oss", 20),
     "lfm2, confident": ("lfm2, convolutions first and last", 20),
+    "granitemoehybrid, confident": ("granitemoehybrid", 20),
 }
 """Names of targets, with their families (tests/backends/test_conformance.py) and sizes of the vocabulary."""
 FILES = {
@@ -71,11 +75,14 @@ FILES = {
     "gpt2, F16": ("gpt2", "F16"),
     "lfm2, Q4_0": ("lfm2", "Q4_0"),
     "qwen3_5, Q4_0": ("qwen3_5", "Q4_0"),
+    "falcon_h1, Q4_0": ("falcon_h1", "Q4_0"),
     "olmo2, Q8_0": ("olmo2", "Q8_0"),
     "gemma4, Q8_0": ("gemma4", "Q8_0"),
     "hunyuan, Q4_0": ("hunyuan_v1_dense", "Q4_0"),
 }
 """The same for GGUF files, with the types of their weights."""
+WITH_STATES = ("lfm2", "qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h")
+"""Beginnings of the names of models that keep a state in place of keys and values."""
 CONFIDENT = tuple(name for name in FOLDERS if name.endswith("confident"))
 FORMATS = ("float32", "float32", "float32", "int8", "int8", "int4", "torch", "transformers")
 """How folders are loaded: in one of three precisions on the cpu backend, or in float32 on another."""
@@ -196,8 +203,8 @@ def draw_case(seed: int, index: int) -> dict[str, Any]:
         vocabulary = FOLDERS[model][1]
         if "ties" in model and how in ("torch", "transformers"):
             how = "float32"  # there a batch changes the last bits, and so the order of ties
-        if model.startswith(("lfm2", "qwen3_5")) and how == "transformers":
-            how = "float32"  # that backend refuses short convolutions
+        if model.startswith(WITH_STATES) and how == "transformers":
+            how = "float32"  # that backend refuses them
     else:
         model, how, vocabulary = draw.choice([*FILES]) + ".gguf", "", LARGEST
     beginning = _tokens(draw, vocabulary, draw.choice((1, 12, 60)))

@@ -117,6 +117,22 @@ ARCHITECTURES = {
         **{"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2},
         **{"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 20, "pad_token_id": EOS},
     },
+    "granitemoehybrid": {
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2},
+        **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48, "pad_token_id": EOS},
+        **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 2},
+    },
+    "falcon_h1": {
+        **{"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 2},
+        **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "pad_token_id": EOS},
+        **{"attention_in_multiplier": 0.8, "attention_out_multiplier": 1.3, "mlp_multipliers": [0.7, 1.4]},
+        **{"ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9, "ssm_multipliers": [0.6, 1.2, 0.7, 1.3, 0.9]},
+    },
+    "nemotron_h": {
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "head_dim": 8},
+        **{"time_step_min": 1e-6, "time_step_floor": 0.01, "time_step_max": 1.0},  # below it transformers differs
+        "pad_token_id": EOS,
+    },
     "glm": {"head_dim": 8, "pad_token_id": EOS},
     "glm4": {"head_dim": 8, "pad_token_id": EOS},
     "exaone4": {"pad_token_id": EOS},
@@ -264,6 +280,12 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     if architecture == "lfm2_moe":  # it has no other key for its kinds of layers
         layers = changes.get("num_hidden_layers", sizes["num_hidden_layers"])
         sizes["layer_types"] = (["full_attention", "conv"] * layers)[:layers]
+    if architecture == "granitemoehybrid":
+        layers = changes.get("num_hidden_layers", sizes["num_hidden_layers"])
+        sizes["layer_types"] = (["linear_attention", "full_attention"] * layers)[:layers]
+    if architecture == "nemotron_h":  # its layers are single parts
+        kinds = ["linear_attention", "full_attention", "mlp"] * sizes.pop("num_hidden_layers")
+        sizes["layers_block_type"] = kinds[: changes.pop("num_hidden_layers", 5)]
     given = {"model_type": architecture} | sizes | ARCHITECTURES[architecture] | changes
     if architecture == "gemma4":
         given["vocab_size_per_layer_input"] = given["vocab_size"]
@@ -283,6 +305,10 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros, which hide mistakes
         if "norm" in name or name.endswith(("bias", "router.scale", "per_expert_scale")):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
+        if name.endswith((".mamba.D", ".mixer.D")):
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+        if name.endswith((".mamba.A_log", ".mixer.A_log")):  # else a state is forgotten within a few tokens
+            parameter.data.sub_(3)
     for name, buffer in model.named_buffers():
         if name.endswith(("layer_scalar", "expert_bias", "e_score_correction_bias")):
             buffer.add_(torch.randn_like(buffer) * 0.2)

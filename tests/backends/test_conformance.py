@@ -119,6 +119,32 @@ FAMILIES = {
             **{"linear_conv_kernel_dim": 3, "linear_num_value_heads": 6, "linear_value_head_dim": 16},
         },
     ),
+    "granitemoehybrid": ("granitemoehybrid", {}),
+    "granitemoehybrid, experts, one group": (
+        "granitemoehybrid",
+        {
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 20},
+            **{"mamba_n_groups": 1, "mamba_d_conv": 3, "mamba_conv_bias": False},
+        },
+    ),
+    "granitemoehybrid, rope": (
+        "granitemoehybrid",
+        {"position_embedding_type": "rope", "num_hidden_layers": 4, "layer_types": LINEAR_FIRST_AND_LAST},
+    ),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1, normed": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 12, "tie_word_embeddings": True},
+    ),
+    "falcon_h1, normed before the gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 1}),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h, biases": (
+        "nemotron_h",
+        {
+            **{"mlp_bias": True, "use_conv_bias": False, "n_groups": 1},
+            "layers_block_type": ["full_attention", "linear_attention", "linear_attention", "mlp"],
+        },
+    ),
     "gemma4": ("gemma4", PER_LAYER),
     "gemma4, keys are values": ("gemma4", KEYS_ARE_VALUES),
     "gemma4_unified, tied": ("gemma4_unified", KEYS_ARE_VALUES | {"tie_word_embeddings": True}),
@@ -162,11 +188,12 @@ WITH_IMAGES = {
 ALL = FAMILIES | WITH_IMAGES
 SOME = [
     *("llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"),
-    *("gemma4", "lfm2", "qwen3_5", "qwen3_moe", "gpt_oss"),
+    *("gemma4", "lfm2", "qwen3_5", "qwen3_moe", "gpt_oss", "granitemoehybrid", "falcon_h1"),
 ]
 ONE_PER_ARCHITECTURE = [*SOME, "qwen2, some layers sliding", "qwen3", "phi3", "olmo2", "olmo3"]
 ONE_PER_ARCHITECTURE += ["hunyuan", "granite", "glm4", "exaone4", "ministral3", "gemma4, keys are values"]
 ONE_PER_ARCHITECTURE += ["olmoe", "mixtral", "lfm2_moe", "granitemoeshared", "gemma4, experts", "qwen2_moe", "glm4_moe"]
+ONE_PER_ARCHITECTURE += ["nemotron_h"]
 WITHOUT_KERNELS = ("lfm2", "olmo2", "olmo3", "hunyuan_v1_dense", "granite", "exaone4", "ministral3", "gemma4")
 WITHOUT_KERNELS += (
     "qwen3_5",
@@ -178,10 +205,14 @@ WITHOUT_KERNELS += (
     "lfm2_moe",
     "granitemoeshared",
     "glm4_moe",
+    "granitemoehybrid",
+    "falcon_h1",
+    "nemotron_h",
 )
 """Architectures that run on plain PyTorch on GPUs, too."""
 WITH_KERNELS = [family for family in ONE_PER_ARCHITECTURE if FAMILIES[family][0] not in WITHOUT_KERNELS]
 NATIVE_ALONE = ("lfm2", "lfm2_moe", "lfm2_vl with images", "qwen3_5", "qwen3_5 with images")
+NATIVE_ALONE += ("granitemoehybrid", "falcon_h1", "nemotron_h")
 """Architectures that the transformers backend refuses, because their caches are no keys and values."""
 
 

@@ -43,10 +43,12 @@ VALUES = [
 def by_transformers(given):
     """The configuration by way of transformers' class; None if that or the rules after it refuse it."""
     kind = CONFIG_MAPPING[given["model_type"]]
-    if any(key not in given and kind.attribute_map.get(key) not in given for key in SIZES):
+    needed = [key for key in SIZES if key not in ARCHITECTURES[given["model_type"]].derived_sizes]
+    if any(key not in given and kind.attribute_map.get(key) not in given for key in needed):
         return None  # transformers has defaults for them, and specbeam does not take these
     try:
-        complete, architecture = kind.from_dict(deepcopy(given)), ARCHITECTURES[given["model_type"]]
+        complete = kind.from_dict(kind._decode_special_floats(deepcopy(given)))  # as it reads files
+        architecture = ARCHITECTURES[given["model_type"]]
         complete.allow_global_per_layer_attribute_access = True  # layers of Gemma 4 have their own numbers
         ropes = getattr(complete, "rope_parameters", None) or {}
         if given["model_type"] == "hunyuan_v1_dense" and ropes.get("rope_type") == "dynamic" and ropes.get("alpha"):

@@ -65,6 +65,7 @@ NAMED = {
     **{"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama", "olmo3": "olmo2", "mixtral": "llama"},
     **{"hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3"},
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
+    **{"granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1"},
     **{
         "qwen3_5_text": "qwen35",
         "qwen2_moe": "qwen2moe",
@@ -77,14 +78,15 @@ NAMED = {
 NEXTN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
 """Modules of a head for multi-token prediction outside of its layer, and their names in a GGUF file."""
 WITHOUT_KEY_LENGTH = {"gpt2", "gptneox", "stablelm", "phi3", "lfm2", "olmo2", "granite", "exaone4", "starcoder2"}
-WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe", "chatglm"}
-PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+WITHOUT_KEY_LENGTH |= {"cohere2", "lfm2moe", "olmoe", "granitemoe", "qwen2moe", "chatglm", "granitehybrid"}
+PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SHARED_WIDTHS = ("shared_intermediate_size", "shared_expert_intermediate_size")
 LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
 
 EXACT = (".gate.weight", ".router.weight", ".router.proj.weight", ".shared_expert_gate.weight")
+EXACT += (".A_log", ".D", ".mamba.norm.weight", ".mixer.norm.weight")
 """Ends of the names of matrices that a converter never quantizes."""
 SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale"}
 """Vectors of Gemma 4 whose names in a file end with other words than usual."""
@@ -170,16 +172,18 @@ def write_gguf(
         writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     if named == "gemma4":
         inner, kv_heads, head_dim = gemma4_sizes(writer, config)
+    if named in ("granitehybrid", "falcon-h1", "nemotron_h"):
+        inner, kv_heads = mamba_sizes(writer, config)
     writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     if kv_heads != heads:
         writer.add_head_count_kv(kv_heads)
     if named not in WITHOUT_KEY_LENGTH:
         writer.add_key_length(head_dim)
-    if experts := next((n for key in COUNTS if (n := getattr(config, key, None))), None):
+    if named != "nemotron_h" and (experts := next((n for key in COUNTS if (n := getattr(config, key, None))), None)):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.top_k_experts if named == "gemma4" else config.num_experts_per_tok)
-        if named not in ("olmoe", "llama", "granitemoe"):
+        if named not in ("olmoe", "llama", "granitemoe", "granitehybrid"):
             writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if shared := next((n for key in SHARED_WIDTHS if (n := getattr(config, key, None))), None):
         writer.add_expert_shared_feed_forward_length(shared)
@@ -196,6 +200,9 @@ def write_gguf(
         writer.add_expert_weights_scale(config.routed_scaling_factor)
     if named in ("lfm2", "lfm2moe"):
         writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif named == "nemotron_h":
+        writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
     elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
@@ -248,7 +255,7 @@ def write_gguf(
     if named == "cohere2":
         writer.add_sliding_window(config.sliding_window)
         writer.add_logit_scale(config.logit_scale)
-    if named in ("granite", "granitemoe"):
+    if named in ("granite", "granitemoe", "granitehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -281,12 +288,12 @@ def write_gguf(
     block = f"model.layers.{config.num_hidden_layers}."
     in_head = {name.replace("mtp.layers.0.", block): tensor for name, tensor in (head or {}).items()}
     waiting = {}
-    for name, tensor in (model.state_dict() | in_head).items():
+    for name, tensor in (mamba_tensors(model.state_dict(), config) | in_head).items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = np.asarray(tensor)
         if named in PAIRED and ("q_proj" in name or "k_proj" in name):
-            array = interleave(array, heads if "q_proj" in name else kv_heads)
+            array = interleave(array, heads if "q_proj" in name else config.num_key_value_heads)
         if named == "gpt2" and ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
         if "query_key_value" in name:
@@ -313,7 +320,7 @@ def write_gguf(
         if scale := next((own for end, own in SCALES.items() if name.endswith(end)), None):
             writer.add_tensor(f"blk.{name.split('.')[2]}.{scale}", array)
             continue
-        filters = "conv.conv" in name or "conv1d" in name
+        filters = array.ndim == 3 and ("conv.conv" in name or "conv1d" in name)
         array = array.squeeze(1) if filters else array
         array = array[0] if name.endswith("shared_expert_gate.weight") else array
         exact = filters or array.ndim == 1 or name.endswith(EXACT)
@@ -387,6 +394,64 @@ def linear_attention_tensor(config, name, array):
     return name, array
 
 
+def mamba_sizes(writer, config):
+    """Write the keys of Mamba 2. Returns the widths of the MLPs and the key heads, for each layer if they differ."""
+    c, inner, kv_heads = config, config.intermediate_size, config.num_key_value_heads
+    if c.model_type == "nemotron_h":
+        sizes = (c.conv_kernel, c.ssm_state_size, c.n_groups, c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_heads)
+        inner = [inner * (kind == "mlp") for kind in c.layer_types]
+    else:
+        total = c.mamba_expand * c.hidden_size if c.model_type == "granitemoehybrid" else c.mamba_d_ssm
+        sizes = (c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, total, c.mamba_n_heads)
+    if c.model_type != "falcon_h1":
+        kv_heads = [kv_heads * (kind == "full_attention") for kind in c.layer_types]
+        writer.add_rope_scaling_finetuned(False)
+    names = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+    for name, size in zip(names, sizes, strict=True):
+        writer.add_uint32(f"{writer.arch}.ssm.{name}", size)
+    return inner, kv_heads
+
+
+def mamba_tensors(tensors, config):
+    """The tensors of a model. A model with Mamba 2 has them as llama.cpp's converter writes them, by names of gguf."""
+    found = {}
+    for name, tensor in tensors.items():
+        array, layer = np.asarray(tensor), ".".join(name.split(".")[:3])
+        is_dense = getattr(config, "num_local_experts", None) == 0
+        if is_dense and name.endswith("shared_mlp.input_linear.weight"):
+            for own, half in zip(("gate", "up"), np.split(array, 2), strict=True):
+                found[f"{layer}.mlp.{own}_proj.weight"] = half
+        elif is_dense and name.endswith("shared_mlp.output_linear.weight"):
+            found[f"{layer}.mlp.down_proj.weight"] = array
+        elif name.endswith((".mamba.A_log", ".mamba.D", ".mixer.A_log", ".mixer.D")):
+            found[name] = (-np.exp(array) if name.endswith("A_log") else array)[:, None]
+        elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            groups = config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups
+            found[name] = array.reshape(groups, -1)
+        elif name.endswith((".mamba.dt_bias", ".mixer.dt_bias")):
+            found[name.replace("dt_bias", "dt_proj.bias")] = array
+        else:
+            found[name] = array * falcon_multipliers(config, name) if config.model_type == "falcon_h1" else array
+    prefix = "backbone." if config.model_type == "nemotron_h" else "model."
+    return {name.replace("model.", prefix, 1): array for name, array in found.items()}
+
+
+def falcon_multipliers(config, name):
+    """The factors of a tensor's rows. llama.cpp's converter multiplies the weights with them."""
+    c, own = config, name.removesuffix(".weight").rpartition(".")[2]
+    if own == "in_proj":
+        keys = c.mamba_n_groups * c.mamba_d_state
+        rows = (c.mamba_d_ssm, c.mamba_d_ssm, keys, keys, c.mamba_n_heads)
+        return c.ssm_in_multiplier * np.repeat(np.float32(c.ssm_multipliers), rows)[:, None]
+    factors = {
+        **{"q_proj": c.attention_in_multiplier, "k_proj": c.attention_in_multiplier * c.key_multiplier},
+        **{"v_proj": c.attention_in_multiplier, "o_proj": c.attention_out_multiplier, "out_proj": c.ssm_out_multiplier},
+        **{"gate_proj": c.mlp_multipliers[0], "down_proj": c.mlp_multipliers[1]},
+        **{"embed_tokens": c.embedding_multiplier, "lm_head": c.lm_head_multiplier},
+    }
+    return np.float32(factors.get(own, 1))
+
+
 def finish(writer):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -447,6 +512,11 @@ GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings":
         ("gpt_oss", {"num_hidden_layers": 4}),
         ("lfm2_moe", {"tie_word_embeddings": True}),
         ("qwen3_5", {"tie_word_embeddings": True}),
+        ("nemotron_h", {}),
+        ("falcon_h1", {}),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 12}),
+        ("granitemoehybrid", {}),
+        ("granitemoehybrid", {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
         ("lfm2", {"tie_word_embeddings": True}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16, "intermediate_size": 70}),

@@ -18,6 +18,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
         (name, {})
         for name in ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe", "glm4_moe", "qwen3_5")
     ),
+    *((name, {}) for name in ("falcon_h1", "nemotron_h")),
+    ("granitemoehybrid", {"mamba_n_heads": 2}),
     *((name, {"sliding_window": 5}) for name in ("mistral", "ministral3", "gemma2", "gemma3", "olmo3")),
     ("gemma4", {"sliding_window": 5, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2}),
     ("gemma4_unified", {"sliding_window": 5, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),

@@ -237,6 +237,7 @@ class Architecture:
         sizes: the defaults of :data:`SIZES` in transformers, in their order. The ``text_config`` of a model that also
             reads images or audio may leave them out. Empty if it must have them.
         older_names: older names of keys, by the newer ones.
+        derived_sizes: keys of :data:`SIZES` that its config.json may leave out, because others say them.
         rope_theta: the default of this key.
         tokenizer_class: of its folders, as transformers knows it; None if it knows none.
         attention, mlp, experts, shared_expert, features: fields of :class:`Attention`, :class:`MLP`, :class:`Experts`,
@@ -272,6 +273,7 @@ class Architecture:
     keys: ClassVar[Keys] = {}
     sizes: ClassVar[tuple[int, ...]] = ()
     older_names: ClassVar[dict[str, str]] = {}
+    derived_sizes: ClassVar[tuple[str, ...]] = ()
     rope_theta: ClassVar[float] = 10_000.0
     tokenizer_class: ClassVar[str | None] = None
     turn_end: ClassVar[str | None] = None

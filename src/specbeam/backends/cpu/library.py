@@ -28,7 +28,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 BASELINE = "portable"
 """The instruction set that any processor has."""
 
-ABI_VERSION = 1613385871
+ABI_VERSION = 1082650212
 """A hash of the native/interface.def that this source is for. After a change of that file, the refusal of the new
 library has the new hash. A name that gets another meaning does not change the hash, so it needs to be another name."""
 

@@ -57,8 +57,8 @@ LAYERS = (
 """The keys that say how many layers a model, or a part of it, has."""
 LAYER_KINDS = {
     *("full_attention", "sliding_attention", "chunked_attention", "window_attention", "indexed_attention"),
-    *("compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse", "conv", "moe", "hybrid"),
-    *("hybrid_sliding", "reference_sliding_attention", "linear_attention"),
+    *("compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse", "conv", "mlp", "moe"),
+    *("hybrid", "hybrid_sliding", "reference_sliding_attention", "linear_attention"),
 }
 """The values of ``layer_types`` that transformers knows."""
 OLDER_LAYER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
@@ -99,7 +99,7 @@ def complete(architecture: Architecture, content: Mapping[str, Any]) -> SimpleNa
     """The keys of a config.json as attributes, with the defaults of its architecture."""
     older = architecture.older_names
     for key in SIZES:
-        if key not in content and older.get(key) not in content:
+        if key not in content and older.get(key) not in content and key not in architecture.derived_sizes:
             raise SpecbeamError(f"config.json has no {key!r}: it does not describe a {architecture.name} model")
     if content.get("per_layer_config") is not None and "per_layer_config" not in architecture.keys:
         raise Unsupported("per_layer_config in config.json is not supported")

@@ -82,7 +82,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 LAYER = re.compile(r"blk\.(\d+)\.")
 OUTPUT_GATE, GATE_AND_UP = ".ffn_gate_inp_shexp.weight", ".ffn_gate_up_exps.weight"
-"""Ends of the names of tensors."""
+VECTORS = ("_exps.bias", ".ssm_a", ".ssm_d", ".ssm_norm.weight")
+"""Ends of the names of tensors. Vectors may have further dimensions."""
 
 
 class TensorInfo(NamedTuple):
@@ -299,7 +300,7 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor as it is read: the biases of all experts are one vector, and a gate is a matrix."""
     if name.endswith(OUTPUT_GATE) and len(shape) == 1:
         return 1, *shape
-    return (prod(shape),) if name.endswith("_exps.bias") else shape
+    return (prod(shape),) if name.endswith(VECTORS) else shape
 
 
 def _with_halves(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:

@@ -14,8 +14,9 @@ class MLP(Part):
 
     Attributes:
         intermediate_size: numbers between the products.
-        activation: "silu", "gelu" or "gelu_tanh".
+        activation: "silu", "gelu", "gelu_tanh", or "relu2" for a squared ReLU (So et al. 2021).
         gated: the activation of one product gates another (Shazeer 2020).
+        gate_scale: factor of the product whose activation is taken.
         bias: the products have biases.
     """
 
@@ -23,6 +24,7 @@ class MLP(Part):
     intermediate_size: int
     activation: str = "silu"
     gated: bool = True
+    gate_scale: float = 1.0
     bias: bool = False
 
     def __post_init__(self) -> None:

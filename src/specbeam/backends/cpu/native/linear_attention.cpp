@@ -114,9 +114,10 @@ class Head {
     for (const Border &border : borders.all) {
       if (border.made) make(border, borders);
       const int64_t count = border.end - border.first, *readers = borders.readers.data() + border.first;
-      float *products = room(numbers, 2 * count * heads.value_dim);  // of the state with key and query of each reader
+      float *products = room(numbers, count * vectors() * heads.value_dim);  // of the state with each reader's vectors
       multiply(state(border), readers, count, products);
-      for (int64_t i = 0; i < count; i++) finish(readers[i], border.position, products + 2 * i * heads.value_dim, out);
+      for (int64_t i = 0; i < count; i++)
+        finish(readers[i], border.position, products + i * vectors() * heads.value_dim, out);
     }
   }
 
@@ -128,6 +129,8 @@ class Head {
     if (!border.position) return nullptr;
     return border.row != NO_ROW ? state_in(border.row) : places + border.place * size;
   }
+  // A node multiplies the state with its query, and for the delta rule with its key.
+  int64_t vectors() const { return heads.delta_rule ? 2 : 1; }
 
   // The rows of a node's ancestors from a position on, up to before another one.
   void collect(int64_t n, int64_t begin, int64_t end) {
@@ -174,43 +177,43 @@ class Head {
     add_products(weighted.data(), heads.key_dim, rows.us.data(), n, heads.value_dim, to.data());
   }
 
-  // products: [count, key and query, value_dim]
+  // products: [count, vectors, value_dim]
   void multiply(const float *own, const int64_t *readers, int64_t count, float *products) {
-    static thread_local std::vector<const float *> vectors, of_state;
+    static thread_local std::vector<const float *> read, of_state;
     static thread_local std::vector<float *> to;
-    std::fill_n(products, 2 * count * heads.value_dim, 0.0f);
+    std::fill_n(products, count * vectors() * heads.value_dim, 0.0f);
     if (!own) return;
-    vectors.clear(), of_state.clear(), to.clear();
+    read.clear(), of_state.clear(), to.clear();
     for (int64_t i = 0; i < count; i++) {
-      vectors.push_back(key(readers[i])), vectors.push_back(query(readers[i]));
-      to.push_back(products + 2 * i * heads.value_dim), to.push_back(to.back() + heads.value_dim);
+      read.push_back(query(readers[i]));
+      if (heads.delta_rule) read.push_back(key(readers[i]));
     }
+    for (size_t i = 0; i < read.size(); i++) to.push_back(products + i * heads.value_dim);
     for (int64_t d = 0; d < heads.key_dim; d++) of_state.push_back(own + d * heads.value_dim);
-    add_products(vectors.data(), 2 * count, of_state.data(), heads.key_dim, heads.value_dim, to.data());
+    add_products(read.data(), int64_t(read.size()), of_state.data(), heads.key_dim, heads.value_dim, to.data());
   }
 
-  // The output of a node and its u. products: of the state at its border with its key and its query
+  // The output of a node and its u. products: of the state at its border with its vectors
   void finish(int64_t n, int64_t border, float *products, float *out) {
     static thread_local Buffer<float> numbers;
     collect(n, border, p.position(n));
     const int64_t count = rows.count(), dim = heads.value_dim;
     const float decay = in.decays[n * in.stride + h], beta = in.betas[n * in.stride + h];
-    float *with_key = products, *with_query = products + dim, *of_key = room(numbers, 2 * count);
-    float *of_query = of_key + count;
+    float *of_query = room(numbers, 2 * count), *of_key = of_query + count;
     rows.weigh(decay);
     for (int64_t i = 0; i < count; i++) {
-      of_key[i] = rows.weights[i] * dot(rows.keys[i], key(n), heads.key_dim);
       of_query[i] = rows.weights[i] * dot(rows.keys[i], query(n), heads.key_dim);
+      if (heads.delta_rule) of_key[i] = rows.weights[i] * dot(rows.keys[i], key(n), heads.key_dim);
     }
-    scale(products, 2 * dim, rows.before);
-    const float *a[] = {of_key, of_query};
-    float *sums[] = {with_key, with_query};
-    add_products<2>(a, rows.us.data(), count, dim, sums);
+    scale(products, vectors() * dim, rows.before);
+    const float *weights[] = {of_query, of_key};
+    float *sums[] = {products, products + dim}, *with_query = sums[0], *with_key = sums[1];
+    add_products(weights, vectors(), rows.us.data(), count, dim, sums);
     const F32 own = all(dot(key(n), query(n), heads.key_dim));
     const float *value = in.values + n * in.stride + at_u;
     float *u = us + n * heads.value_size() + at_u, *to = out + n * heads.value_size() + at_u;
     for (int64_t i = 0; i < dim; i += LANES) {
-      const F32 change = beta * (load<F32>(value + i) - load<F32>(with_key + i));
+      const F32 v = load<F32>(value + i), change = beta * (heads.delta_rule ? v - load<F32>(with_key + i) : v);
       store(u + i, change);
       store(to + i, multiply_add(own, change, load<F32>(with_query + i)));
     }

@@ -2,10 +2,10 @@
 //
 //   S = e^g S_parent + k u^T, and the node's output is S^T q.
 //
-// In the gated delta rule (Yang et al. 2024), u = beta (v - e^g S_parent^T k). A state takes megabytes per node, so no
-// node has one. A node leaves the row (k, u, g), as it leaves keys and values for attention. A state is made at borders
-// alone, which are multiples of BORDER positions. A node reads the state at the last border that is at least LAG
-// positions before it, and the rows from there on:
+// In the gated delta rule (Yang et al. 2024), u = beta (v - e^g S_parent^T k). In Mamba 2 (Dao and Gu 2024), u = beta
+// v. A state takes megabytes per node, so no node has one. A node leaves the row (k, u, g), as it leaves keys and
+// values for attention. A state is made at borders alone, which are multiples of BORDER positions. A node reads the
+// state at the last border that is at least LAG positions before it, and the rows from there on:
 //
 //   S_parent^T x = e^(sum of g) S_border^T x + sum over rows i of e^(sum of later g) (k_i . x) u_i.
 //
@@ -30,6 +30,7 @@ struct LinearHeads {
   int64_t num_key_heads = 0, num_value_heads = 0, key_dim = 0, value_dim = 0;
   // Value head h reads key head h % num_key_heads, and not the one whose group it is in.
   Flag tiled = NO;
+  Flag delta_rule = YES;  // a node takes what the state has at its key from its value
 
   int64_t key_size() const { return num_key_heads * key_dim; }
   int64_t value_size() const { return num_value_heads * value_dim; }
@@ -82,7 +83,7 @@ struct Borders {
 // states
 void find_borders(const Pass &, int64_t region, Borders &);
 
-// The gated delta rule. out: [nodes, value_size]
+// The outputs of all nodes. out: [nodes, value_size]
 void attend_linearly(Pass &, const LinearHeads &, const LinearMemory &, const LinearInputs &, float *out);
 
 }  // namespace specbeam

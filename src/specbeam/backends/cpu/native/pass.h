@@ -75,7 +75,27 @@ void multiply(Job *jobs, int64_t count, Threads &, int64_t stride);
 inline F32 activate(Activation activation, F32 x) {
   if (activation == SILU) return x / (1.0f + exp(-x));
   if (activation == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+  if (activation == RELU2) {
+    const F32 positive = larger(F32{}, x);  // NaN stays
+    return positive * positive;
+  }
   return x * normal_share(x);
+}
+
+// ln(1 + y) of y from 0 to 1, by the series of the inverse hyperbolic tangent. The system's function has other last
+// bits in another version.
+inline F32 log1p(F32 y) {
+  const F32 s = y / (2.0f + y), square = s * s;
+  F32 sum = all(1.0f / 17);
+#pragma GCC unroll 8
+  for (int k = 15; k > 0; k -= 2) sum = multiply_add(sum, square, all(1.0f / float(k)));
+  return 2.0f * s * sum;
+}
+
+// ln(1 + e^x)
+inline F32 softplus(F32 x) {
+  const F32 magnitude = (F32)((I32)x & all(int32_t(0x7fffffff)));
+  return larger(x, F32{}) + log1p(exp(-magnitude));
 }
 
 struct Pass {

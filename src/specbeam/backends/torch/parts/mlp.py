@@ -16,6 +16,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -30,9 +31,9 @@ class MLP(PartModule):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         activation = ACTIVATIONS[self.part.activation]
         if not self.part.gated:
-            return self.down(activation(self.up(x)))
+            return self.down(activation(self.up(x) * self.part.gate_scale))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(activation(gate) * up)
+        return self.down(activation(gate * self.part.gate_scale) * up)
 
 
 class SharedExpert(MLP):

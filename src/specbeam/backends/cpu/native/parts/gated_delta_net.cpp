@@ -7,21 +7,6 @@ namespace specbeam {
 
 namespace {
 
-// ln(1 + y) of y from 0 to 1, by the series of the inverse hyperbolic tangent. The system's function has other last
-// bits in another version.
-F32 log1p(F32 y) {
-  const F32 s = y / (2.0f + y), square = s * s;
-  F32 sum = all(1.0f / 17);
-#pragma GCC unroll 8
-  for (int k = 15; k > 0; k -= 2) sum = multiply_add(sum, square, all(1.0f / float(k)));
-  return 2.0f * s * sum;
-}
-
-F32 softplus(F32 x) {
-  const F32 magnitude = (F32)((I32)x & all(int32_t(0x7fffffff)));
-  return larger(x, F32{}) + log1p(exp(-magnitude));
-}
-
 class GatedDeltaNet final : public Part {
   static constexpr int64_t MAX_KERNEL_SIZE = 16;
 

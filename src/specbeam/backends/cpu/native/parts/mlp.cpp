@@ -10,11 +10,13 @@ class MLP : public Part {
   int64_t intermediate_size = 0;
   Activation activation = SILU;
   Flag gated = NO;
-  Product up, down;  // up: in a gated MLP, gate and up stacked
+  double gate_scale = 1;  // factor of the argument of the activation
+  Product up, down;       // up: in a gated MLP, gate and up stacked
 
  public:
   explicit MLP(const char *name = "mlp") : Part(name) {
     number("intermediate_size", intermediate_size), number("activation", activation), number("gated", gated);
+    number("gate_scale", gate_scale);
     product("gate_up", up), product("up", up), product("down", down);
   }
 
@@ -40,7 +42,7 @@ class MLP : public Part {
       const float *in = wide + r * stride;
       for (int64_t i = 0; i < inner; i += LANES) {
         prefetch(in + i + ACTIVATIONS_AHEAD);
-        const F32 y = activate(activation, load_some(in + i, inner - i));
+        const F32 y = activate(activation, float(gate_scale) * load_some(in + i, inner - i));
         store_some(row + i, gated ? y * load_some(in + inner + i, inner - i) : y, inner - i);
       }
       p.activations.set(r, row);
