@@ -1,11 +1,15 @@
 """Where trees go on after cached prefixes, in models that keep some of their layers' numbers for near nodes alone."""
 
+import re
+
 import numpy as np
 import pytest
 
 import specbeam
-from specbeam import Engine
+from specbeam import Engine, SpecbeamError
 from specbeam.backends.contract import POINT_TOKENS
+from specbeam.cache.rows import TreeRows
+from specbeam.core.strategy import Evaluate, Hypothesis
 from tests.conftest import random_model, run_alone
 from tests.engine.conftest import assert_memory_is_within_its_limit, assert_nothing_is_held, ended
 
@@ -20,6 +24,7 @@ def loaded(save):
     sizes = {"max_position_embeddings": 2048}
     made = {
         "convolutions": random_model("lfm2", **sizes),
+        "states": random_model("qwen3_5", **sizes),
         "windows": random_model("gemma3", **sizes, **LAYERS),
     }
     return {name: specbeam.load(save(model), backend="cpu") for name, model in made.items()}
@@ -120,3 +125,64 @@ def test_a_long_sequence_takes_little_more_than_its_slots(loaded, kind):
         rows = lifetime.rows(1500, batch) * lifetime.row_bytes
         assert 1499 * lm.backend.slot_bytes < most <= 1499 * lm.backend.slot_bytes + rows
         assert len(request.result().token_ids) == 300
+
+
+NEW = 8
+APART = {"max_new_tokens": NEW, "share_prefix": False}
+
+
+def far_apart(beams, seen):
+    """A strategy of beams that have only the prompt in common. It appends the logits of each step to ``seen``."""
+
+    def strategy(setup, drafter):
+        tree = setup.tree
+        yield Evaluate([tree.tip])
+        tips = np.full(beams, tree.tip)
+        for step in range(NEW - 1):
+            tips = tree.add(tips, [3 + (beams * step + beam) % 250 for beam in range(beams)])
+            tree.keep(tips)
+            seen.append((yield Evaluate(tips)))
+        return [Hypothesis(tip, 0.0, "length") for tip in tips.tolist()]
+
+    return strategy
+
+
+def engine_for_one(lm, length, batch):
+    """An engine with no more memory than for one sequence with this prompt."""
+    with pytest.raises(SpecbeamError) as refused:
+        Engine(lm, max_cache_tokens=1, max_batch_tokens=batch).submit([5] * length, APART)
+    needed = int(re.search(r"need (\d+) cache slots", str(refused.value))[1])
+    return Engine(lm, max_cache_tokens=needed, max_batch_tokens=batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "batch", "beams"),
+    [("convolutions", 25, 1, 3), ("convolutions", 60, 5, 3), ("states", 90, 5, 3), ("windows", 150, 16, 20)],
+)
+def test_beams_take_turns_in_the_memory_of_one(loaded, kind, length, batch, beams):
+    """A wanted node takes the passes of its sequence and, before that, of nodes that did not fit together."""
+    lm, (prompt,) = loaded[kind], texts(length)
+    engine, seen, expected, steps = engine_for_one(lm, length, batch), [], [], 0
+    request = engine.submit(prompt, APART, strategy=far_apart(beams, seen))
+    most = beams * NEW * 2 * (-(-(length + NEW) // batch) + 1)
+    while engine.step():
+        steps += 1
+        assert steps <= most
+    plain = ended(Engine(lm), prompt, APART, strategy=far_apart(beams, expected))
+    np.testing.assert_array_equal(seen, expected)
+    assert request.result().stats.nodes_evaluated > 2 * plain.stats.nodes_evaluated
+    assert_nothing_is_held(engine)
+
+
+def test_a_sequence_that_does_not_fit_after_all_is_an_error(loaded, monkeypatch):
+    """A fault of the engine's own: no row is let go."""
+    lm, (prompt,) = loaded["convolutions"], texts(25)
+    engine = engine_for_one(lm, len(prompt), 1)
+    monkeypatch.setattr(TreeRows, "sweep", lambda *_: None)
+    request = engine.submit(prompt, APART, strategy=far_apart(3, []))
+    for _ in range(1000):
+        if not engine.step():
+            break
+    with pytest.raises(SpecbeamError, match="need more than the engine's"):
+        request.result()
+    assert_nothing_is_held(engine)

@@ -459,7 +459,7 @@ class Slots:
             for one in self.rows:
                 for position in np.flatnonzero(is_other & one.needs(path)).tolist():
                     if not one.change(path[position], slots_before[position], slots[position]):
-                        one.lost = position + 1
+                        one.lost = max(one.lost, position + 1)
             self._slot[path] = slots
             self._prefix = self._prefix.copy()  # a segment may be run again
             placed = self.tree.prefix[: self._placed]

@@ -411,17 +411,22 @@ class RequestState:
 
         All other nodes lose their slots, so the next part may need some ancestors recomputed. One node always fits: the
         engine has memory for a sequence of full length.
+
+        Each pass evaluates pending nodes. Ancestors become pending again only here, or after the rows of a part have
+        come. Since the last call, rows have come, or the part is smaller. So a step ends, or fails, after finitely many
+        passes.
         """
-        slots, part = self._target.slots, self._rows.rest
-        while True:
+        slots, part = self._target.slots, self._rows.rest[: self._rows.most]
+        while len(part):
             slots.keep(part)
             self._evaluate(part)
             # In several passes, each node may need a row for a while.
             if len(part) == 1 or budget.holds(self._target.growth_bytes(self.pending, rest=self.pending)):
                 break
             part = part[: len(part) // 2]
-        if not budget.holds(self.growth_bytes(self.pending[: budget.max_batch_tokens])):
-            # The next pass would come back here.
+        self._rows.most = len(part) // 2
+        if not len(part) or not budget.holds(self.growth_bytes(self.pending[: budget.max_batch_tokens])):
+            # One node alone did not fit, or the next pass would come back here.
             of_source = self._target.used - slots.used
             own = slots.held_bytes + of_source * self._target.backend.slot_bytes + self.source_bytes
             raise budget.too_small if budget.held == own else budget.lost(own)
@@ -505,6 +510,7 @@ class WantedRows:
         ascending: each of them once, int64 [m].
         in_order: whether both are the same.
         part: the nodes that are evaluated now, int64 [p].
+        most: the maximum number of nodes of a part. Less than all after a part that did not fit, until rows come.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -514,10 +520,12 @@ class WantedRows:
         self.in_order = given == ascending
         self.ascending = self.part = self.nodes if self.in_order else np.array(ascending, dtype=np.int64)
         self._received: list[Logits] = []
+        self.most = len(self.ascending)
 
     def restart(self) -> None:
         """Drop the rows that have come."""
         self._received = []
+        self.most = len(self.ascending)
 
     @property
     def rest(self) -> Nodes:
@@ -543,6 +551,7 @@ class WantedRows:
         """Take some rows, [k, vocab]. The others come later."""
         if len(logits):  # a view would keep the logits of the whole pass
             self._received.append(join([logits]))
+            self.most = len(self.ascending)
 
     def complete(self, logits: Logits, join: Join) -> Logits:
         """The rows in the strategy's order, [n, vocab], with the last ones that have come."""
