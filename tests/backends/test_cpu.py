@@ -549,7 +549,7 @@ def add_part(model, layer, name, count=None, **changes):
         ("mlp", {"count": 5}, "a number is wrong"),
         ("mlp", {"count": -1}, "a number is wrong"),
         ("mlp", {"gated": 2}, "a number is wrong"),
-        ("mlp", {"activation": 3}, "a number is wrong"),
+        ("mlp", {"activation": 4}, "a number is wrong"),
         ("mlp", {"intermediate_size": 8.5}, "a number is wrong"),
         ("mlp", {"intermediate_size": 2**31}, "a number is wrong"),
         ("mlp", {"intermediate_size": 2**31 - 1}, "the width of an MLP is wrong"),

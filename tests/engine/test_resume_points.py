@@ -157,7 +157,7 @@ def engine_for_one(lm, length, batch):
 
 @pytest.mark.parametrize(
     ("kind", "length", "batch", "beams"),
-    [("convolutions", 25, 1, 3), ("convolutions", 60, 5, 3), ("states", 90, 5, 3), ("windows", 150, 16, 20)],
+    [("convolutions", 25, 1, 3), ("convolutions", 60, 5, 3), ("states", 90, 5, 30), ("windows", 150, 16, 20)],
 )
 def test_beams_take_turns_in_the_memory_of_one(loaded, kind, length, batch, beams):
     """A wanted node takes the passes of its sequence and, before that, of nodes that did not fit together."""

@@ -74,6 +74,8 @@ def _activated(x, ACTIVATION: tl.constexpr):
         return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     if ACTIVATION == "gelu_tanh":  # tanh(y) = 2 sigmoid(2 y) - 1
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    if ACTIVATION == "relu2":
+        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     return x
 
 

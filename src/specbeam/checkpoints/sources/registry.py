@@ -321,7 +321,7 @@ ALIASES = {  # in the order of specbeam models list: first the models that shoul
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         ),
         253_113_024,
-        312_000_000,
+        277_000_000,
         "gemma",
         False,
         "Gemma 3 270M (base), Q4_K_M",

@@ -13,7 +13,8 @@ class Experts final : public Part {
   Activation activation = SILU;
   Scoring scoring = SOFTMAX;
   Flag normalized = NO, own_norms = NO, has_expert_scale = NO;
-  double sum_epsilon = 0, weight_scale = 1, router_scale = 1, swiglu_limit = 0, swiglu_alpha = 1;  // swiglu_limit: 0 for none
+  double sum_epsilon = 0, weight_scale = 1, router_scale = 1, swiglu_limit = 0,
+         swiglu_alpha = 1;            // swiglu_limit: 0 for none
   Product router, gate, up, down;     // the last three have a matrix for each expert
   Norm selection_bias, expert_scale;  // a number for each expert, or none
   Norm router_norm, input_norm;       // of the hidden states as they are, if it has own norms
@@ -22,7 +23,8 @@ class Experts final : public Part {
   Experts() : Part("experts") {
     number("num_experts", num_experts), number("experts_per_token", experts_per_token);
     number("intermediate_size", intermediate_size), number("activation", activation);
-    number("scoring", scoring), number("normalized", normalized), number("sum_epsilon", sum_epsilon), number("weight_scale", weight_scale);
+    number("scoring", scoring), number("normalized", normalized), number("sum_epsilon", sum_epsilon),
+        number("weight_scale", weight_scale);
     number("swiglu_limit", swiglu_limit), number("swiglu_alpha", swiglu_alpha);
     number("own_norms", own_norms), number("router_scale", router_scale), number("expert_scale", has_expert_scale);
     product("router", router), product("gate", gate), product("up", up), product("down", down);
