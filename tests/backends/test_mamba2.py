@@ -67,7 +67,7 @@ def granite(model, tokens):
     return rms_norm(x, weights["model.norm.weight"], c.rms_norm_eps) @ weights["lm_head.weight"].T / c.logits_scaling
 
 
-@pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.5, 1.5)])
+@pytest.mark.parametrize("limits", [[0.0, float("inf")], [0.5, 1.5]])
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_logits_are_those_of_a_recurrence_in_float64(save, backend, limits):
     """transformers has the limits of dt in a prompt, and drops them in the steps after it."""

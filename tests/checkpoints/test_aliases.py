@@ -1,6 +1,7 @@
 """Aliases of the hub: huggingface_hub over a cache on disk, and the figures that the registry states for them."""
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -200,7 +201,9 @@ def test_memory_is_that_of_the_weights_and_of_the_cache(save, kind, quantize):
 def test_a_token_reads_all_weights_but_the_embedding_and_the_other_experts(save, kind):
     model = random_model(kind, intermediate_size=64, moe_intermediate_size=32)  # whole blocks of 16 rows
     experts = model.config.num_experts_per_tok / model.config.num_experts if kind == "qwen3_moe" else 1
-    weights = {name: tensor.numel() for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
+    weights = {
+        name: math.prod(tensor.shape) for name, tensor in model.state_dict().items() if "embed_tokens" not in name
+    }
     read = sum(size * (experts if ".experts." in name else 1) for name, size in weights.items())
     assert bytes_per_token(open_checkpoint(save(model)), "float32") == pytest.approx(
         4 * read, rel=0.03
