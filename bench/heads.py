@@ -41,12 +41,15 @@ def main() -> None:
         np.array([CONTEXT]),
     )
     for part in np.split(read, 2):
-        lm.backend.forward([theirs.tree_batch(part, part[:0])])
-        theirs.evaluated(NO_NODES)
+        rest = np.arange(part[-1] + 1, CONTEXT + 1)
+        lm.backend.forward([theirs.tree_batch(part, part[:0], rest=rest)])
+        theirs.evaluated(rest)
         batch = own.tree_batch(part, part[:0])
         batch.features = theirs.at(np.maximum(part - 1, 0))
         head.backend.forward([batch])
     target = theirs.tree_batch(last, np.array([0]))
+    lm.backend.forward([target])  # it makes the states that the passes in turns read
+    theirs.evaluated(NO_NODES)
     passes: dict[str, Callable[[], object]] = {"target": lambda: lm.backend.forward([target])}
     for vocab in VOCABULARIES:
         batch = own.tree_batch(last, np.array([0]), vocab)
